@@ -1,0 +1,120 @@
+"""DeviceStorage: the memory of a block pool, one contiguous torch tensor, and what executes step plans on it.
+
+    data    [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    2: keys, values
+
+Block-major: block ``b`` is the contiguous run ``data[b]``, so a fork, an offload or a scrub of it is one
+straight copy. Storage moves bytes and decides nothing: which blocks are copied, when, and who owns them is
+the index's business. It is allocated once, zeroed, and never grows; an index that is out of blocks evicts.
+
+``execute`` turns a whole StepPlan into one call of fork_blocks: one launch on a GPU, a batch of torch copies
+elsewhere. It enqueues on the device's current stream and never waits, so whoever writes KV on another stream
+orders the two. Not locked: the cache calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from radixkv_kernels import InputError, fork_blocks
+
+from radixkv.errors import ArgumentError, ConfigError, KernelError
+from radixkv.plan import StepPlan
+from radixkv.storage.layout import KVLayout
+
+MAX_NUM_BLOCKS = 2**31 - 1
+
+
+class DeviceStorage:
+    """KV of ``num_blocks`` blocks of ``block_size`` tokens on one torch device, zeros at first.
+
+    ``num_launches`` counts the plans executed that had copies, ``num_copied_blocks`` their copies. Raises
+    ConfigError for counts below 1, a device that this machine hasn't, and bytes that it can't give.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: str = "cpu") -> None:
+        _check_count("num_blocks", num_blocks)
+        _check_count("block_size", block_size)
+        self.layout, self.num_blocks, self.block_size = layout, num_blocks, block_size
+        self.num_launches = 0
+        self.num_copied_blocks = 0
+        self.data = _allocate(layout, num_blocks, block_size, _usable_device(device))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return self.data.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.data.nbytes
+
+    def layer(self, index: int) -> torch.Tensor:
+        """A view of one layer: ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``; writes go through.
+
+        Raises ArgumentError for an index outside ``[0, num_layers)``.
+        """
+        if not 0 <= index < self.layout.num_layers:
+            raise ArgumentError("index", index, f"0 to num_layers - 1 = {self.layout.num_layers - 1}")
+        return self.data[:, index]
+
+    def execute(self, plan: StepPlan) -> None:
+        """Enqueues all copies of the plan in one fork_blocks call; an empty plan does nothing.
+
+        Raises KernelError for a plan that can't be executed, with nothing changed, and for a launch that
+        failed. Cost: the bytes of the copied rows, read and written, and one launch.
+        """
+        if not plan:
+            return
+        try:
+            fork_blocks(self.data, plan.sources, plan.targets, plan.num_rows)
+        except InputError as error:
+            raise KernelError(f"a plan of {plan.num_copies} copies can't be executed: {error}") from error
+        except RuntimeError as error:
+            raise KernelError(
+                f"launching {plan.num_copies} copies on {self.device} failed: {error}"
+            ) from error
+        self.num_launches += 1
+        self.num_copied_blocks += plan.num_copies
+
+    def __repr__(self) -> str:
+        return (
+            f"DeviceStorage({self.layout}, num_blocks={self.num_blocks}, block_size={self.block_size}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+def _check_count(setting: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_NUM_BLOCKS:
+        raise ConfigError(setting, value, f"an integer from 1 to {MAX_NUM_BLOCKS}")
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError("device", name, f"a torch device of this machine ({reason})") from error
+    return device
+
+
+def _allocate(layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+    block_bytes = layout.bytes_per_token * block_size
+    wanted = num_blocks * block_bytes
+    allowed = f"blocks that {device} has memory for: these want {wanted:,} bytes ({block_bytes:,} a block)"
+    if device.type == "cpu" and wanted > (physical := _physical_bytes()):
+        # The system may promise such memory and kill the process when it is touched.
+        raise ConfigError("num_blocks", num_blocks, f"{allowed}, the machine has {physical:,}")
+    shape = (num_blocks, *layout.block_shape(block_size))
+    try:
+        # Even if made inside somebody's inference_mode, the pool is written outside it too.
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+    except (RuntimeError, TypeError) as error:  # TypeError: a size beyond 64 bits
+        raise ConfigError("num_blocks", num_blocks, allowed) from error
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
