@@ -1,0 +1,78 @@
+"""Replicas that tell each other what they hold. ``protocol.py`` says what is promised, and how to call it.
+
+``connect`` is the door: importing this package loads no store's client.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from radixkv.coordination.protocol import (
+    SEGMENT_TOKENS,
+    Coordinator,
+    Health,
+    Hint,
+    JobPart,
+    Load,
+    ReplicaInfo,
+    WarmJob,
+)
+from radixkv.coordination.settings import Settings
+from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
+
+if TYPE_CHECKING:
+    from radixkv.coordination.memory import MemoryStore
+
+__all__ = [
+    "SEGMENT_TOKENS",
+    "Coordinator",
+    "Health",
+    "Hint",
+    "JobPart",
+    "Load",
+    "ReplicaInfo",
+    "RequestVerifier",
+    "Settings",
+    "WarmJob",
+    "connect",
+    "is_signed",
+    "sign_request",
+]
+
+
+def connect(
+    url: str | None,
+    *,
+    replica_id: str,
+    fleet_secret: bytes,
+    fingerprint: str,
+    block_size: int,
+    address: str | None = None,
+    lease_s: float = 10.0,
+    background: bool = True,
+    store: MemoryStore | None = None,
+) -> Coordinator:
+    """A coordinator that isn't registered yet: over Redis at ``url``, or in memory if ``url`` is None.
+
+    In memory, replicas of one process see each other through a shared ``store``; without one a replica is
+    alone, and its ``journal`` is None. ``background=False`` starts no threads: the caller then calls
+    ``beat`` and ``publish`` itself (and ``poll`` over Redis). Nothing is sent before ``register()``.
+
+    Raises ConfigError for a setting that can't work, and for a ``url`` without the extra ``redis``.
+    """
+    settings = Settings(
+        replica_id=replica_id,
+        fleet_secret=fleet_secret,
+        fingerprint=fingerprint,
+        block_size=block_size,
+        address=address,
+        lease_s=lease_s,
+        background=background,
+    )
+    if url is None:
+        from radixkv.coordination.memory import MemoryCoordinator
+
+        return MemoryCoordinator(settings, store)
+    from radixkv.coordination.redis import RedisCoordinator
+
+    return RedisCoordinator(settings, url)

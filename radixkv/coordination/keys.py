@@ -1,0 +1,135 @@
+"""Keyed digests: all that leaves the process in place of ids and names.
+
+    what leaves               made from                                            length
+    tenant digest             HMAC-SHA256(fleet secret, ("tenant", id))               32
+    namespace digest          HMAC-SHA256(fleet secret, ("namespace", ns, generation)) 32
+    prefix digest             BLAKE2b-128(namespace's secret, chain)                  16
+      chain[i]                xxh3-128(chain[i-1] ‖ key bytes of segment i); chain[0] is 16 zero bytes
+      namespace's secret      HMAC-SHA256(fleet secret, ("prefix", ns, generation)), never published
+    canary                    the prefix digests of a fixed vector, hashed: equal where everything above is
+    proof of an address       HMAC-SHA256(fleet secret, ("address", replica, epoch, nonce, address))
+
+Fields are framed with type and length, and every use has its own label, so that no two uses can meet. A
+reader of the store who guesses a prompt can't confirm it without the fleet secret. xxh3 is no cryptographic
+hash: a tenant could make two of its own prompts collide, and would mislead hints about itself. Hints never
+decide reuse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_128_digest
+
+from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.errors import ConfigError
+from radixkv.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from radixkv.namespaces import Namespace
+
+DIGEST_BYTES = 16
+NAMESPACE_BYTES = 32
+SEGMENT_BYTES = SEGMENT_TOKENS * TOKEN_BYTES
+MIN_SECRET_BYTES = 16
+
+_CHAIN_START = bytes(DIGEST_BYTES)
+_CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
+_MAX_KNOWN_NAMESPACES = 4096
+
+
+def frame(*fields: str | int | bytes) -> bytes:
+    """The fields as bytes that no other list of fields has: type, length, content of each."""
+    parts = []
+    for value in fields:
+        kind, content = _content(value)
+        parts.append(kind + len(content).to_bytes(8, "little") + content)
+    return b"".join(parts)
+
+
+def _content(value: str | int | bytes) -> tuple[bytes, bytes]:
+    if isinstance(value, str):
+        return b"s", value.encode()
+    if isinstance(value, int):
+        return b"i", b"%d" % value
+    return b"b", value
+
+
+def checked_secret(secret: bytes) -> bytes:
+    """``secret`` itself. Raises ConfigError, without quoting it, if it is no bytes or too short."""
+    if not isinstance(secret, bytes) or len(secret) < MIN_SECRET_BYTES:
+        size = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
+        raise ConfigError("fleet_secret", size, f"at least {MIN_SECRET_BYTES} bytes")
+    return secret
+
+
+def mac(secret: bytes, label: str, *fields: str | int | bytes) -> bytes:
+    """HMAC-SHA256 over the framed label and fields: 32 bytes."""
+    return hmac.digest(secret, frame(label, *fields), "sha256")
+
+
+class FleetKeys:
+    """Every digest of one fleet secret. Thread-safe; keeps the keys of the namespaces it met last."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = checked_secret(secret)
+        self._known: dict[tuple[Namespace, int], tuple[bytes, bytes]] = {}
+        self.canary = self._canary()
+
+    def tenant(self, tenant: str) -> bytes:
+        """The tenant's digest, 32 bytes."""
+        return mac(self._secret, "tenant", tenant)
+
+    def namespace(self, namespace: Namespace, generation: int = 0) -> bytes:
+        """The digest of a namespace in one generation of its tenant, 32 bytes."""
+        return self._of(namespace, generation)[0]
+
+    def digests(
+        self, namespace: Namespace, key: bytes, first: int = 0, stop: int | None = None, generation: int = 0
+    ) -> Iterator[bytes]:
+        """Prefix digests of segments ``[first, stop)`` of ``key``, 16 bytes each, lazily.
+
+        Segment ``i`` covers tokens ``[256 i, 256 (i + 1))``, its digest all tokens up to its end. ``stop``
+        defaults to the whole segments of ``key``. Cost: a hash of each segment from 0.
+        """
+        num_segments = len(key) // SEGMENT_BYTES
+        stop = num_segments if stop is None else min(stop, num_segments)
+        return _chain(self._of(namespace, generation)[1], key, first, stop)
+
+    def proof(self, replica_id: str, epoch: int, nonce: str, address: str) -> str:
+        """What shows that a replica with the fleet secret stated this address: 64 hex digits."""
+        return mac(self._secret, "address", replica_id, epoch, nonce, address).hex()
+
+    def is_proof(self, proof: str, replica_id: str, epoch: int, nonce: str, address: str) -> bool:
+        """Whether ``proof`` is that; in constant time."""
+        expected = self.proof(replica_id, epoch, nonce, address)
+        return hmac.compare_digest(expected.encode(), proof.encode())
+
+    def _of(self, namespace: Namespace, generation: int) -> tuple[bytes, bytes]:
+        known = self._known.get((namespace, generation))
+        if known is None:
+            framed = namespace.framed()
+            known = (
+                mac(self._secret, "namespace", framed, generation),
+                mac(self._secret, "prefix", framed, generation),
+            )
+            if len(self._known) >= _MAX_KNOWN_NAMESPACES:
+                self._known = {}
+            self._known[namespace, generation] = known
+        return known
+
+    def _canary(self) -> str:
+        digests = b"".join(_chain(mac(self._secret, "canary"), _CANARY_KEY, 0, 2))
+        return hashlib.sha256(digests + frame(SEGMENT_TOKENS, DIGEST_BYTES)).hexdigest()
+
+
+def _chain(secret: bytes, key: bytes, first: int, stop: int) -> Iterator[bytes]:
+    link = _CHAIN_START
+    for index in range(stop):
+        start = index * SEGMENT_BYTES
+        link = xxh3_128_digest(link + key[start : start + SEGMENT_BYTES])
+        if index >= first:
+            yield hashlib.blake2b(link, digest_size=DIGEST_BYTES, key=secret).digest()

@@ -1,0 +1,262 @@
+"""What a coordinator of replicas promises: types and the protocol. Imports no store's client.
+
+    coordinator = connect(url, replica_id="a", fleet_secret=secret, address="http://127.0.0.1:8400",
+                          fingerprint=engine.fingerprint, block_size=16, lease_s=10.0)
+    cache = PrefixCache(config, journal=coordinator.journal)     # None where nobody could listen
+    coordinator.attach(cache)                                    # where a lost journal is rebuilt from
+    coordinator.register()              # ConfigError: the fleet differs; a store that is down: see health()
+    coordinator.info()                  # ReplicaInfo of this process (.epoch 0 until registered)
+    coordinator.health()                # Health: .state, .reason, counters; never touches the store
+    coordinator.replicas()              # ReplicaInfo of all that are known, this one first; local, quick
+    coordinator.peers()                 # only those a request may be sent to (live, proven, compatible)
+    coordinator.hints(ns, token_ids)    # [Hint(replica, num_tokens)], longest first; local, quick
+    coordinator.report_load(Load(...))  # goes out with the next beat
+    job = coordinator.create_job(ns, num_tokens, ["a", "b"])     # StoreUnavailable
+    coordinator.report_job(job.id, "running", 512)               # this replica's part; StoreUnavailable
+    coordinator.job(job.id, tenant)     # WarmJob | None (also for another tenant's); StoreUnavailable
+    coordinator.leave(); coordinator.close()                     # close() leaves by itself, ends the threads
+
+    headers = sign_request(secret, method="POST", path="/v1/warm", tenant="acme", body=body,
+                           audience=peer.audience, timestamp_s=time.time())      # radixkv.coordination.signing
+    tenant = verifier.verify(request.headers, method="POST", path="/v1/warm", body=body,
+                             audience=coordinator.info().audience)                  # a RequestVerifier(secret)
+
+Rules that every implementation keeps:
+
+1. A replica is the only writer of its own facts: what it holds, its load, its part of a job.
+2. What is known of another replica is a hint. It may be forgotten at any time, and never persistently wrong.
+3. A registration has an epoch, greater than all before it of the same id. Entries of an older epoch count
+   for nothing, and whoever still writes with one is fenced: StaleEpoch, and nothing more is written.
+4. A replica that stops beating leaves every view within its lease. Liveness is compared when it is read.
+5. No token id, tenant name or KV byte reaches the store: digests of ``keys.py`` do.
+6. An address counts only with its proof: whoever can write to the store, but lacks the fleet secret, can
+   neither attract requests nor make keys.
+
+With the store gone everything local goes on; the views of others run out with their leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from radixkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from radixkv.tokens import TokenIds
+    from radixkv.namespaces import Namespace
+    from radixkv.types import Journal, Snapshot
+
+SEGMENT_TOKENS = 256
+"""Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
+
+WIRE_VERSION = 1
+"""Version of keys, entries and snapshots in the store. Replicas that differ don't share a fleet."""
+
+State = Literal["new", "ok", "unavailable", "refused", "fenced", "left", "failed"]
+"""Standing of a coordinator.
+
+``new``: not registered yet · ``ok`` · ``unavailable``: the store can't be reached, retried with backoff ·
+``refused``: the fleet in the store differs from this replica · ``fenced``: a younger process has this id ·
+``left``: by its own will · ``failed``: a thread ended by a bug of ours.
+"""
+
+JobState = Literal["queued", "running", "done", "failed", "lost"]
+"""Standing of one replica's part of a warm job. ``lost`` is only ever read: the replica died or restarted."""
+
+JOB_STATES: frozenset[str] = frozenset({"queued", "running", "done", "failed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What routing costs need to know of a replica; absolute values, sent with each beat."""
+
+    queued_prefill_tokens: int = 0
+    decode_blocks: int = 0
+    resident_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("queued_prefill_tokens", "decode_blocks", "resident_blocks"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(name, getattr(self, name), "an integer ≥ 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """One registration, as seen by the replica that was asked, at that moment."""
+
+    id: str
+    epoch: int
+    """Fencing number of the registration; 0 before the first one."""
+    address: str | None
+    """Base URL of its HTTP service, or None if it has none. Send nothing there unless ``reachable``."""
+    fingerprint: str
+    """Model fingerprint; only replicas with the same one can warm the same prefix."""
+    block_size: int
+    wire_version: int
+    live: bool
+    """Its lease had not run out when this was read."""
+    last_seq: int
+    """Sequence number of the last entry in its log that the reader knows of."""
+    lease_remaining_s: float
+    proven: bool
+    """The address is signed with the fleet secret."""
+    incompatible: str | None = None
+    """Why it can't share a fleet with the reader (another secret, block size or wire version), or None."""
+    is_self: bool = False
+    load: Load = field(default_factory=Load)
+
+    @property
+    def reachable(self) -> bool:
+        """A request may be sent to ``address``."""
+        return self.live and self.proven and self.incompatible is None and self.address is not None
+
+    @property
+    def audience(self) -> str:
+        """Whom a signed request is for: this registration, and no other process."""
+        return f"{self.id}@{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """``replica`` probably holds the first ``num_tokens`` tokens of the prefix that was asked about."""
+
+    replica: ReplicaInfo
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """One replica's part of a warm job."""
+
+    replica_id: str
+    epoch: int
+    """The registration that owns this part."""
+    state: JobState
+    num_tokens_done: int = 0
+    error: str = ""
+    """A short code (``[a-z_]``), never a text that could carry a prompt or a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmJob:
+    """A warm job of several replicas. Holds no ids and no names."""
+
+    id: str
+    tenant_digest: bytes
+    namespace_digest: bytes
+    num_tokens: int
+    parts: tuple[JobPart, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it is queued or running."""
+        return all(part.state in ("done", "failed", "lost") for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Standing and counters of a coordinator since it was made."""
+
+    state: State
+    reason: str = ""
+    epoch: int = 0
+    last_seq: int = 0
+    num_live_peers: int = 0
+    num_queued: int = 0
+    """Journal records not yet digested."""
+    num_overflows: int = 0
+    """Times the journal's queue was full, so that what this replica holds was published anew."""
+    num_published: int = 0
+    """Entries written to the log."""
+    num_snapshots: int = 0
+    num_outages: int = 0
+    """Times the store was lost after it had been reached."""
+    num_script_reloads: int = 0
+    num_mirror_digests: int = 0
+    """Segments that this replica holds."""
+    num_view_digests: int = 0
+    """Segments that the others hold, as far as the view's budget goes."""
+    num_view_gaps: int = 0
+    """Times a log had a gap that a snapshot had to heal."""
+    num_view_forgotten: int = 0
+    """Segments left out of the view because its budget was spent."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Registered, beating, and heard by the others."""
+        return self.state == "ok"
+
+
+class Resident(Protocol):
+    """What a lost journal is rebuilt from: a PrefixCache."""
+
+    def snapshot(self) -> Snapshot:
+        """All that is resident, at one moment."""
+
+
+class Coordinator(Protocol):
+    """See the module's docstring. Every method may be called from any thread."""
+
+    @property
+    def replica_id(self) -> str:
+        """The name that this replica registers with."""
+
+    @property
+    def journal(self) -> Journal | None:
+        """What the cache reports its changes to; None where no other replica could ever read them."""
+
+    def attach(self, resident: Resident) -> None:
+        """Say where to rebuild from when the journal has overflowed. Without it the others only forget."""
+
+    def register(self, address: str | None = None) -> ReplicaInfo:
+        """Take the id with a new epoch, start beating and publishing. ``address`` replaces the setting.
+
+        Raises ConfigError if a live replica of the fleet has another secret, block size or wire version.
+        A store that can't be reached is no error: ``health().state`` is ``"unavailable"``, and the
+        registration is tried again in the background.
+        """
+
+    def beat(self) -> None:
+        """Extend the lease now. Raises StaleEpoch if fenced, StoreUnavailable if the store is gone."""
+
+    def publish(self) -> None:
+        """Write what the journal has queued, now. Raises StaleEpoch or StoreUnavailable."""
+
+    def leave(self) -> None:
+        """Give the lease back, so that the others forget this replica at once. Never raises for a lost store."""
+
+    def close(self) -> None:
+        """Leave, end the threads and the connections. Idempotent."""
+
+    def health(self) -> Health:
+        """Standing and counters; local."""
+
+    def info(self) -> ReplicaInfo:
+        """This replica; local."""
+
+    def replicas(self) -> list[ReplicaInfo]:
+        """All that are known, this one first, then by id; local. O(replicas)."""
+
+    def peers(self) -> list[ReplicaInfo]:
+        """The others that are ``reachable``, by id; local. O(replicas)."""
+
+    def hints(self, namespace: Namespace, token_ids: TokenIds) -> list[Hint]:
+        """Which reachable others hold how much of the prefix: longest first, then by id; local.
+
+        Counts whole segments of ``SEGMENT_TOKENS`` tokens; those that hold none are left out.
+        O(segments × replicas), and a digest a segment.
+        """
+
+    def report_load(self, load: Load) -> None:
+        """State the load that the next beat carries."""
+
+    def create_job(self, namespace: Namespace, num_tokens: int, replica_ids: Sequence[str]) -> WarmJob:
+        """Record a warm job with a part, queued, for each live replica. Raises StoreUnavailable, ArgumentError."""
+
+    def report_job(self, job_id: str, state: JobState, num_tokens_done: int = 0, error: str = "") -> bool:
+        """State this replica's part. False if the job is unknown (or expired). Raises StoreUnavailable."""
+
+    def job(self, job_id: str, tenant: str) -> WarmJob | None:
+        """The job, or None if there is none of that tenant. Raises StoreUnavailable."""

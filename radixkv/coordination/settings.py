@@ -1,0 +1,76 @@
+"""What a coordinator is made from: frozen, flat, checked when made."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from radixkv.coordination.keys import checked_secret
+from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.errors import ConfigError
+
+_REPLICA_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MAX_TEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Raises ConfigError, naming the setting, its value and what is allowed."""
+
+    replica_id: str
+    fleet_secret: bytes = field(repr=False)
+    """Shared by the fleet; keys every digest and proof. Never leaves the process."""
+    fingerprint: str
+    block_size: int
+    address: str | None = None
+    """Base URL under which other replicas reach this one's HTTP service."""
+    lease_s: float = 10.0
+    """A replica that doesn't beat for this long is out; it beats three times in it."""
+    background: bool = True
+    queue_records: int = 65_536
+    """Most journal records that wait for the publisher; beyond it they are lost and everything is rebuilt."""
+    queue_bytes: int = 64 << 20
+    """Most bytes of keys that wait for the publisher."""
+    view_digests: int = 2_000_000
+    """Most segments of others in the view, about 120 bytes each."""
+    snapshot_entries: int = 4_096
+    """A snapshot is written, and the log trimmed behind the one before, after so many entries."""
+
+    def __post_init__(self) -> None:
+        if not _REPLICA_ID.fullmatch(self.replica_id):
+            raise ConfigError("replica", self.replica_id, "1 to 64 characters of A-Z a-z 0-9 . _ -")
+        checked_secret(self.fleet_secret)
+        if not 0 < len(self.fingerprint) <= _MAX_TEXT:
+            raise ConfigError("fingerprint", self.fingerprint, f"1 to {_MAX_TEXT} characters")
+        if self.block_size < 1:
+            raise ConfigError("block_size", self.block_size, "at least 1")
+        if not (0.05 <= self.lease_s <= 3600 and math.isfinite(self.lease_s)):
+            raise ConfigError("lease_s", self.lease_s, "0.05 to 3600 seconds")
+        check_address(self.address)
+        for name in ("queue_records", "queue_bytes", "view_digests", "snapshot_entries"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "at least 1")
+
+    @property
+    def beat_s(self) -> float:
+        """Time between two beats."""
+        return self.lease_s / 3
+
+
+def check_address(address: str | None) -> None:
+    """Raises ConfigError unless it is None or the base URL of an HTTP service."""
+    if address is None:
+        return
+    parts = urlsplit(address)
+    plain = not (parts.username or parts.password or parts.query or parts.fragment)
+    printable = len(address) <= _MAX_TEXT and address.isascii() and address.isprintable() and " " not in address
+    if not (parts.scheme in ("http", "https") and parts.hostname and plain and printable):
+        raise ConfigError("address", address, "http(s)://host[:port], or none")
+
+
+def check_published_block_size(block_size: int) -> None:
+    """Raises ConfigError unless a published segment ends at a block's end."""
+    if SEGMENT_TOKENS % block_size:
+        raise ConfigError("block_size", block_size, f"a divisor of {SEGMENT_TOKENS} where replicas coordinate")

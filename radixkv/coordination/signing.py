@@ -1,0 +1,169 @@
+"""Requests from replica to replica: signed, fresh, and good once.
+
+The receiver takes the tenant from the signature instead of a bearer key, so the signature covers everything
+that decides what happens: method, path with query, tenant, digest of the body, time, nonce, and the
+audience, which names one registration of one replica. A recorded request is useless at another replica,
+after a restart, a second time, or ``max_skew_s`` later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from radixkv.clock import Clock, monotonic
+from radixkv.coordination.keys import checked_secret, mac
+from radixkv.errors import ConfigError, UnverifiedRequest
+
+TENANT_HEADER = "x-radixkv-tenant"
+TIMESTAMP_HEADER = "x-radixkv-timestamp"
+NONCE_HEADER = "x-radixkv-nonce"
+SIGNATURE_HEADER = "x-radixkv-signature"
+
+_TIMESTAMP = re.compile(r"[0-9]{1,15}")
+_HEX_16 = re.compile(r"[0-9a-f]{32}")
+_HEX_32 = re.compile(r"[0-9a-f]{64}")
+
+
+def sign_request(
+    secret: bytes,
+    *,
+    method: str,
+    path: str,
+    tenant: str,
+    body: bytes,
+    audience: str,
+    timestamp_s: float,
+    nonce: str | None = None,
+) -> dict[str, str]:
+    """The headers that authenticate one request.
+
+    ``path`` includes the query, ``audience`` is the receiver's ``ReplicaInfo.audience``, ``timestamp_s``
+    Unix seconds, ``nonce`` 32 hex digits (random by default). The tenant travels as the hex of its UTF-8.
+    """
+    nonce = secrets.token_hex(16) if nonce is None else nonce
+    timestamp_ms = int(timestamp_s * 1000)
+    signature = _signature(secret, method, path, tenant, body, audience, timestamp_ms, nonce)
+    return {
+        TENANT_HEADER: tenant.encode().hex(),
+        TIMESTAMP_HEADER: str(timestamp_ms),
+        NONCE_HEADER: nonce,
+        SIGNATURE_HEADER: signature,
+    }
+
+
+def is_signed(headers: Mapping[str, str]) -> bool:
+    """Whether a request claims to come from a replica; ``headers`` with lower-case names."""
+    return SIGNATURE_HEADER in headers
+
+
+def verify_request(
+    secret: bytes,
+    headers: Mapping[str, str],
+    *,
+    method: str,
+    path: str,
+    body: bytes,
+    audience: str,
+    now_s: float,
+    guard: ReplayGuard,
+    max_skew_s: float = 30.0,
+) -> str:
+    """The tenant that a signed request acts for.
+
+    ``headers`` have lower-case names (or ignore case); ``now_s`` is Unix seconds. Raises UnverifiedRequest
+    with the reason (for the log, not for the sender) if a header is missing or malformed, the signature is
+    wrong, the time is off by more than ``max_skew_s``, or the nonce was seen before.
+    """
+    tenant, timestamp_ms, nonce, signature = _parsed(headers)
+    expected = _signature(secret, method, path, tenant, body, audience, timestamp_ms, nonce)
+    if not hmac.compare_digest(expected.encode(), signature.encode()):
+        raise UnverifiedRequest("the signature is not that of the request")
+    if abs(now_s - timestamp_ms / 1000) > max_skew_s:
+        raise UnverifiedRequest(f"signed more than {max_skew_s} s from now")
+    if not guard.admit(nonce):
+        raise UnverifiedRequest("seen before, or too many signed requests at once")
+    return tenant
+
+
+class RequestVerifier:
+    """``verify_request`` with the secret, the clock and the guard of one process. Thread-safe."""
+
+    def __init__(
+        self, secret: bytes, *, max_skew_s: float = 30.0, wall: Clock = time.time, clock: Clock = monotonic
+    ) -> None:
+        self._secret = checked_secret(secret)
+        self._max_skew_s = max_skew_s
+        self._wall = wall
+        self._guard = ReplayGuard(2 * max_skew_s, clock=clock)
+
+    def verify(self, headers: Mapping[str, str], *, method: str, path: str, body: bytes, audience: str) -> str:
+        """The tenant that the request acts for. Raises UnverifiedRequest."""
+        return verify_request(
+            self._secret,
+            headers,
+            method=method,
+            path=path,
+            body=body,
+            audience=audience,
+            now_s=self._wall(),
+            guard=self._guard,
+            max_skew_s=self._max_skew_s,
+        )
+
+
+class ReplayGuard:
+    """Remembers nonces for ``keep_s`` seconds: at least twice the skew that is allowed.
+
+    Holds at most ``max_nonces``; when full it admits nothing, since forgetting would open it. Only nonces
+    under a valid signature get here, so an outsider can't fill it. Time is monotonic: a wall clock that
+    jumps ahead forgets nothing.
+    """
+
+    def __init__(self, keep_s: float, *, max_nonces: int = 65_536, clock: Clock = monotonic) -> None:
+        if keep_s <= 0:
+            raise ConfigError("keep_s", keep_s, "more than 0 seconds")
+        self._keep_s = keep_s
+        self._max_nonces = max_nonces
+        self._clock = clock
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def admit(self, nonce: str) -> bool:
+        """Whether ``nonce`` is new; from now on it isn't. Amortised O(1)."""
+        with self._lock:
+            now = self._clock()
+            while self._seen and next(iter(self._seen.values())) <= now:
+                self._seen.popitem(last=False)
+            if nonce in self._seen or len(self._seen) >= self._max_nonces:
+                return False
+            self._seen[nonce] = now + self._keep_s
+            return True
+
+
+def _parsed(headers: Mapping[str, str]) -> tuple[str, int, str, str]:
+    names = (TENANT_HEADER, TIMESTAMP_HEADER, NONCE_HEADER, SIGNATURE_HEADER)
+    values = [headers.get(name) for name in names]
+    missing = [name for name, value in zip(names, values, strict=True) if value is None]
+    if missing:
+        raise UnverifiedRequest(f"headers missing: {', '.join(missing)}")
+    tenant, timestamp, nonce, signature = (value or "" for value in values)
+    if not (_TIMESTAMP.fullmatch(timestamp) and _HEX_16.fullmatch(nonce) and _HEX_32.fullmatch(signature)):
+        raise UnverifiedRequest("a header is malformed")
+    try:
+        return bytes.fromhex(tenant).decode(), int(timestamp), nonce, signature
+    except ValueError:
+        raise UnverifiedRequest("the tenant header is malformed") from None
+
+
+def _signature(
+    secret: bytes, method: str, path: str, tenant: str, body: bytes, audience: str, timestamp_ms: int, nonce: str
+) -> str:
+    digest = hashlib.sha256(body).digest()
+    return mac(secret, "request", method.upper(), path, tenant, digest, audience, timestamp_ms, nonce).hex()
