@@ -1,0 +1,301 @@
+"""fork_blocks against an oracle that only knows bytes, on every path of this process.
+
+On its own the suite takes the torch path (and CUDA's, where there is a GPU); ``test_fork_interpreter.py``
+runs this same file in a process that interprets the Triton kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import radixkv_kernels
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from radixkv_kernels import InputError, fork_blocks, reference
+
+torch.set_num_threads(1)
+ON_CUDA = torch.cuda.is_available()
+IS_INTERPRETING = radixkv_kernels.backend(torch.empty(1)) == "triton"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if ON_CUDA and not IS_INTERPRETING else ["cpu"]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+EXAMPLES = settings(
+    max_examples=60 if IS_INTERPRETING else 150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+class Case(NamedTuple):
+    shape: tuple[int, int, int, int, int, int]
+    dtype: torch.dtype
+    seed: int
+    pairs: list[tuple[int, int, int]]
+
+    def storage(self, device: str) -> torch.Tensor:
+        """Poisoned all over: random bytes, so NaNs of every payload and no two rows alike."""
+        shape = (*self.shape[:-1], self.shape[-1] * self.dtype.itemsize)
+        noise = np.random.default_rng(self.seed).integers(0, 256, shape, dtype=np.uint8)
+        return torch.from_numpy(noise).view(self.dtype).to(device)
+
+    def columns(self) -> list[np.ndarray]:
+        return list(np.array(self.pairs, dtype=np.int32).reshape(-1, 3).T)
+
+
+def bytes_of(storage: torch.Tensor) -> np.ndarray:
+    return storage.view(torch.uint8).cpu().numpy().copy()
+
+
+def expected(case: Case, before: np.ndarray) -> np.ndarray:
+    """Row by row, on bytes; whatever no pair names stays as it was."""
+    after = before.copy()
+    _, num_layers, _, _, _, _ = case.shape
+    for source, target, num_rows in case.pairs:
+        for layer in range(num_layers):
+            for plane in (0, 1):
+                for row in range(num_rows):
+                    after[target, layer, plane, row] = before[source, layer, plane, row]
+    return after
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_blocks, block_size = draw(st.integers(2, 9)), draw(st.integers(1, 9))
+    heads, size = (
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33])),
+    )
+    shape = (num_blocks, draw(st.integers(1, 3)), 2, block_size, heads, size)
+    ids = draw(st.permutations(range(num_blocks)))
+    num_sources = draw(st.integers(1, num_blocks - 1))
+    targets = ids[num_sources:][: draw(st.integers(0, 5))]
+    sources = st.sampled_from(ids[:num_sources])  # several targets may share one source
+    rows = st.integers(1, block_size)
+    pairs = [(draw(sources), target, draw(rows)) for target in targets]
+    return Case(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2**32 - 1)), pairs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@EXAMPLES
+@given(case=cases())
+def test_valid_rows_are_copied_and_nothing_else_changes(device: str, case: Case) -> None:
+    storage = case.storage(device)
+    want = expected(case, bytes_of(storage))
+    truth = storage.clone()
+    reference.fork_blocks(truth, *(column.tolist() for column in case.columns()))
+    fork_blocks(storage, *case.columns())
+    np.testing.assert_array_equal(bytes_of(truth), want)
+    np.testing.assert_array_equal(bytes_of(storage), want)
+
+
+def test_this_process_has_the_mode_it_was_given() -> None:
+    assert IS_INTERPRETING == (os.environ.get("TRITON_INTERPRET") == "1")
+    storage = torch.zeros(2, 1, 2, 1, 1, 1)
+    storage[0] = 1
+    fork_blocks(storage, [0], [1], [1])
+    assert storage[1].all()
+    if IS_INTERPRETING:
+        kernel = sys.modules["radixkv_kernels.fork_triton"].fork_kernel
+        assert type(kernel).__name__ == "InterpretedFunction"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_planes_longer_than_a_chunk(device: str, dtype: torch.dtype) -> None:
+    # 16 rows of 4 x 257 elements: several chunks a plane, the last one ragged, rows of no power of two.
+    case = Case((4, 2, 2, 16, 4, 257), dtype, 7, [(0, 1, 16), (2, 3, 13)])
+    storage = case.storage(device)
+    want = expected(case, bytes_of(storage))
+    fork_blocks(storage, *case.columns())
+    np.testing.assert_array_equal(bytes_of(storage), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offsets_beyond_32_bits(device: str) -> None:
+    # Rows of 5 bytes, so words are bytes; a block has 640 and these begin beyond 2**31. Pages that nobody
+    # writes cost no memory on the torch path; the interpreter copies the whole storage onto itself.
+    storage = torch.empty((3_500_000, 1, 2, 64, 1, 5), dtype=torch.int8, device=device)
+    source, target, bystander = (
+        storage[block_id, 0, :, :3] for block_id in (3_499_999, 3_499_998, 3_499_997)
+    )
+    source.copy_(torch.arange(30, dtype=torch.int8).view(source.shape))
+    target.fill_(-1)
+    bystander.fill_(-2)
+    fork_blocks(storage, [3_499_999], [3_499_998], [2])
+    assert torch.equal(target[:, :2], source[:, :2])
+    assert (target[:, 2] == -1).all()
+    assert (bystander == -2).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_storage_that_starts_anywhere_in_memory(device: str, offset: int) -> None:
+    case = Case((3, 1, 2, 4, 2, 8), torch.int8, offset, [(0, 2, 3)])
+    whole = case.storage(device)
+    room = torch.zeros(whole.numel() + 16, dtype=torch.int8, device=device)
+    storage = room[offset : offset + whole.numel()].view(whole.shape)
+    storage.copy_(whole)
+    fork_blocks(storage, *case.columns())
+    np.testing.assert_array_equal(bytes_of(storage), expected(case, bytes_of(whole)))
+    outside = torch.cat((room[:offset], room[offset + whole.numel() :]))
+    assert not outside.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda ids: ids, id="list"),
+        pytest.param(lambda ids: np.array(ids, dtype=np.int32), id="numpy-int32"),
+        pytest.param(lambda ids: np.array(ids, dtype=np.uint64), id="numpy-uint64"),
+        pytest.param(lambda ids: torch.tensor(ids, dtype=torch.int32), id="torch-int32"),
+        pytest.param(lambda ids: torch.tensor(ids), id="torch-int64"),
+        pytest.param(lambda ids: np.repeat(np.array(ids, dtype=np.int32), 2)[::2], id="strided"),
+    ],
+)
+def test_pairs_in_every_form(device: str, form) -> None:
+    case = Case((5, 1, 2, 3, 1, 4), torch.float16, 3, [(0, 4, 2), (1, 3, 3)])
+    storage = case.storage(device)
+    want = expected(case, bytes_of(storage))
+    fork_blocks(storage, *(form(column.tolist()) for column in case.columns()))
+    np.testing.assert_array_equal(bytes_of(storage), want)
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [[], np.empty(0, dtype=np.int32), torch.empty(0, dtype=torch.int32)],
+    ids=type,
+)
+def test_nothing_to_copy_launches_nothing(empty, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(*_: object) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(reference, "fork_blocks", launched)
+    if IS_INTERPRETING:
+        from radixkv_kernels import fork_triton
+
+        monkeypatch.setattr(fork_triton, "launch", launched)
+    case = Case((2, 1, 2, 3, 1, 4), torch.float16, 3, [])
+    storage = case.storage("cpu")
+    before = bytes_of(storage)
+    fork_blocks(storage, empty, empty, empty)
+    np.testing.assert_array_equal(bytes_of(storage), before)
+    with pytest.raises(AssertionError, match="launched"):  # the trap itself works
+        fork_blocks(storage, [0], [1], [1])
+
+
+BAD_PAIRS = [
+    # src, dst, num_rows, the argument blamed, its value, what the message says is allowed
+    ([0, 6], [1, 2], [1, 1], "src[1]", 6, "0 to num_blocks - 1 = 5"),
+    ([-1], [1], [1], "src[0]", -1, "0 to num_blocks"),
+    ([0], [6], [1], "dst[0]", 6, "0 to num_blocks"),
+    ([0, 0], [1, -7], [1, 1], "dst[1]", -7, "0 to num_blocks"),
+    ([0], [1], [0], "num_rows[0]", 0, "1 to block_size = 4"),
+    ([0], [1], [5], "num_rows[0]", 5, "1 to block_size"),
+    ([0], [1], [-(2**31)], "num_rows[0]", -(2**31), "1 to block_size"),
+    (
+        [0, 1],
+        [2],
+        [1, 1],
+        "(len(src), len(dst), len(num_rows))",
+        (2, 1, 2),
+        "equal lengths",
+    ),
+    ([0], [1], [], "(len(src), len(dst), len(num_rows))", (1, 1, 0), "equal lengths"),
+    ([0, 1, 0], [3, 2, 3], [1, 1, 1], "dst[2]", 3, "once"),
+    ([0, 1], [1, 2], [1, 1], "src[1]", 1, "also a target"),
+    ([2], [2], [1], "src[0]", 2, "also a target"),
+    ([2**31], [1], [1], "src", 2**31, "int32"),
+    ([2**70], [1], [1], "src.dtype", "object", "integers"),
+    ([0], [1.0], [1], "dst.dtype", "float64", "integers"),
+    ([0], [1], [True], "num_rows.dtype", "bool", "integers"),
+    ([0], torch.tensor([1.0]), [1], "dst.dtype", "torch.float32", "integers"),
+    (
+        [0],
+        torch.tensor([1.0], dtype=torch.bfloat16),
+        [1],
+        "dst.dtype",
+        "torch.bfloat16",
+        "integers",
+    ),
+    ([[0]], [1], [1], "src.shape", (1, 1), "one dimension"),
+    (
+        torch.empty(1, dtype=torch.int32, device="meta"),
+        [1],
+        [1],
+        "src.device",
+        "meta",
+        "host",
+    ),
+]
+
+
+@pytest.mark.parametrize(("src", "dst", "num_rows", "argument", "value", "allowed"), BAD_PAIRS)
+def test_bad_pairs_are_named_and_change_nothing(src, dst, num_rows, argument, value, allowed) -> None:
+    storage = Case((6, 1, 2, 4, 1, 2), torch.int8, 1, []).storage("cpu")
+    before = bytes_of(storage)
+    with pytest.raises(InputError) as caught:
+        fork_blocks(storage, src, dst, num_rows)
+    assert (caught.value.argument, caught.value.value) == (argument, value)
+    assert allowed in caught.value.allowed
+    for part in (argument, repr(value), caught.value.allowed):
+        assert part in str(caught.value)
+    np.testing.assert_array_equal(bytes_of(storage), before)
+
+
+@pytest.mark.parametrize(
+    ("storage", "argument"),
+    [
+        pytest.param(
+            torch.zeros(4, 2, 2, 4, 1, 8)[:, :, :, :, :, ::2],
+            "storage.stride()",
+            id="strided",
+        ),
+        pytest.param(torch.zeros(4, 2, 2, 4, 1, 8)[:, :1], "storage.stride()", id="layer-view"),
+        pytest.param(torch.zeros(4, 2, 2, 4, 8), "storage.shape", id="rank-5"),
+        pytest.param(torch.zeros(4, 2, 3, 4, 1, 8), "storage.shape", id="three-planes"),
+        pytest.param(torch.zeros(4, 0, 2, 4, 1, 8), "storage.shape", id="no-layers"),
+        pytest.param(
+            torch.empty(2**31, 1, 2, 1, 1, 1, device="meta"),
+            "storage.shape",
+            id="ids-beyond-int32",
+        ),
+        pytest.param(np.zeros((4, 2, 2, 4, 1, 8)), "storage", id="numpy"),
+    ],
+)
+def test_storage_of_another_form_is_refused(storage, argument: str) -> None:
+    with pytest.raises(InputError) as caught:
+        fork_blocks(storage, [0], [1], [1])
+    assert caught.value.argument == argument
+    assert "num_blocks" in caught.value.allowed or "block ids" in caught.value.allowed
+
+
+@given(pairs=st.lists(st.tuples(*[st.integers(-2, 7)] * 3), max_size=5))
+def test_a_call_either_raises_and_changes_nothing_or_copies(
+    pairs: list[tuple[int, int, int]],
+) -> None:
+    case = Case((6, 1, 2, 4, 1, 2), torch.int8, 1, pairs)
+    storage = case.storage("cpu")
+    before = bytes_of(storage)
+    sources, targets = {pair[0] for pair in pairs}, [pair[1] for pair in pairs]
+    is_good = all(0 <= s < 6 and 0 <= t < 6 and 1 <= n <= 4 for s, t, n in pairs)
+    is_good = is_good and len(set(targets)) == len(targets) and not sources & set(targets)
+    try:
+        fork_blocks(storage, *case.columns())
+    except InputError:
+        assert not is_good
+        np.testing.assert_array_equal(bytes_of(storage), before)
+    else:
+        assert is_good
+        np.testing.assert_array_equal(bytes_of(storage), expected(case, before))

@@ -1,0 +1,55 @@
+"""The Triton kernel compiles for every target without a GPU, and its machine code is what it should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("aot_fork.py")
+TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
+LAYOUTS_OF_WIDE_ROWS = {"llama-3-8b", "llama-3-8b-fp8"}
+Facts = dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # An empty cache: compiled now, not once upon a time.
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    run = subprocess.run(
+        [sys.executable, SCRIPT],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_every_layout_compiles_for_every_target(kernels: list[Facts]) -> None:
+    assert {tuple(kernel["target"]) for kernel in kernels} == set(TARGETS)
+    assert len(kernels) == len(TARGETS) * len({kernel["layout"] for kernel in kernels})
+    assert all(kernel["code_bytes"] > 0 for kernel in kernels)
+
+
+def test_copies_are_16_bytes_wide(kernels: list[Facts]) -> None:
+    wide = [kernel for kernel in kernels if kernel["layout"] in LAYOUTS_OF_WIDE_ROWS]
+    assert len(wide) == len(TARGETS) * len(LAYOUTS_OF_WIDE_ROWS)
+    for kernel in wide:
+        lanes = kernel["num_warps"] * kernel["target"][2]
+        vectors = kernel["geometry"]["chunk_words"] // (4 * lanes)
+        assert kernel["wide_stores"] == vectors, kernel
+        assert kernel["wide_loads"] >= vectors, kernel  # on gfx942 the kernel's arguments may be one more
+
+
+def test_nothing_spills(kernels: list[Facts]) -> None:
+    for kernel in kernels:
+        assert kernel["spilled"] in (0, None), kernel  # None: this triton brings no cuobjdump
+    assert all(kernel["spilled"] == 0 for kernel in kernels if kernel["target"][0] == "hip")
