@@ -1,0 +1,93 @@
+"""What the implementations share: everything that follows from three questions about a text.
+
+An implementation answers ``_ids(text)`` (the ids of plain text, no special ones in it), ``_text(ids)`` and
+``_stable_cut(text)`` (how many characters stand before the last stable boundary). A text's ids are
+``leading`` ids, usually none or the BOS, and those. A conversation's are those of its ``Chat``'s segments:
+texts, and the special ids between them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from radixkv.errors import ArgumentError
+from radixkv.tokenizer.chat import Chat, Segment, common_segments
+from radixkv.tokenizer.protocol import Message, check_text
+
+
+class BaseTokenizer(ABC):
+    """The shared half of a ``Tokenizer``."""
+
+    def __init__(
+        self,
+        digest: str,
+        vocab_size: int,
+        bos_token_id: int | None,
+        eos_token_id: int | None,
+        leading: Sequence[int],
+        chat: Chat,
+    ) -> None:
+        self.digest, self.vocab_size = digest, vocab_size
+        self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
+        self._leading, self._chat = list(leading), chat
+
+    @abstractmethod
+    def _ids(self, text: str) -> list[int]:
+        """The ids of a text that is known to be Unicode, special tokens neither added nor parsed."""
+
+    @abstractmethod
+    def _text(self, ids: list[int]) -> str:
+        """The text of ids that are known to lie in the vocabulary."""
+
+    @abstractmethod
+    def _stable_cut(self, text: str) -> int:
+        """The position of the text's last stable boundary; 0 if it has none."""
+
+    def encode(self, text: str) -> list[int]:
+        """See ``Tokenizer.encode``. O(n log n) at worst; about 1 µs a token."""
+        return self._leading + self._ids(check_text(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See ``Tokenizer.decode``."""
+        plain = [int(token_id) for token_id in ids]
+        for index, token_id in enumerate(plain):
+            if not 0 <= token_id < self.vocab_size:
+                raise ArgumentError(f"ids[{index}]", token_id, f"0 to {self.vocab_size - 1}")
+        return self._text(plain)
+
+    def stable_prefix(self, text: str) -> tuple[list[int], int]:
+        """See ``Tokenizer.stable_prefix``. Encodes the text and its prefix, once each."""
+        ids, left_out = self._stable_ids(check_text(text))
+        return (self._leading + ids, left_out) if ids else ([], len(self._leading) + left_out)
+
+    def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        """See ``Tokenizer.encode_messages``."""
+        return self._join(self._chat.segments(messages, add_generation_prompt))
+
+    def stable_messages(self, messages: Sequence[Message]) -> tuple[list[int], int]:
+        """See ``Tokenizer.stable_messages``. Renders the conversation and a few continuations of it."""
+        segments = self._chat.segments(messages, False)
+        kept, open_text = common_segments(self._chat, messages, segments)
+        ids = self._join(kept)
+        if open_text is not None and (tail := self._stable_ids(open_text)[0]):
+            ids = ids + tail if kept else self._opening() + tail
+        return ids, len(self._join(segments)) - len(ids)
+
+    def _stable_ids(self, text: str) -> tuple[list[int], int]:
+        whole = self._ids(text)
+        cut = self._stable_cut(text)
+        ids = self._ids(text[:cut]) if cut < len(text) else whole
+        if not cut or whole[: len(ids)] != ids:
+            return [], len(whole)
+        return ids, len(whole) - len(ids)
+
+    def _opening(self) -> list[int]:
+        return self._leading if self._chat.opens_like_text else []
+
+    def _join(self, segments: Sequence[Segment]) -> list[int]:
+        """The ids of segments. A conversation that is plain text begins as plain text does."""
+        ids = list(self._opening()) if segments else []
+        for segment in segments:
+            ids += [segment] if isinstance(segment, int) else self._ids(segment)
+        return ids

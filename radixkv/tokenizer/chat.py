@@ -1,0 +1,207 @@
+"""How a conversation becomes segments: texts, and the special ids between them.
+
+Three kinds of ``Chat``:
+
+- ``MarkerChat``: the shipped tokenizer's. ``<s>``, then for each message the id of its role, its content, the
+  id of ``<|end|>``; the generation prompt is the id of the assistant's role.
+- ``TemplateChat``: a Jinja template that came with a model, in Jinja's sandbox. The special tokens that the
+  template writes become ids; the same strings inside a message stay text.
+- ``PlainChat``: for a model without a template. A message is ``role: content`` and a newline, further lines
+  of the content are indented by two spaces, so that none of them can pass for the line of a role. The
+  generation prompt is ``assistant:``.
+
+A segment of text is encoded by itself: an id between two texts separates them for every tokenizer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from radixkv.errors import ArgumentError, ConfigError
+from radixkv.tokenizer.protocol import Message, check_messages
+
+if TYPE_CHECKING:
+    import jinja2
+
+Segment = str | int
+
+_CONTINUATIONS: tuple[tuple[str, ...], ...] = (
+    ("user",),
+    ("assistant",),
+    ("user", "assistant"),
+    ("assistant", "user"),
+)
+
+
+class Chat(Protocol):
+    """Turns conversations into segments."""
+
+    opens_like_text: bool
+    """Whether the ids that lead a plain text lead a conversation too."""
+
+    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+        """The segments of a conversation. Raises ArgumentError for messages that it can't take."""
+        ...
+
+
+class MarkerChat:
+    """Roles and ends are single ids of the vocabulary."""
+
+    opens_like_text = False
+
+    def __init__(self, bos_id: int, role_ids: Mapping[str, int], end_id: int) -> None:
+        self._bos_id, self._role_ids, self._end_id = bos_id, role_ids, end_id
+
+    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+        check_messages(messages, self._role_ids)
+        found: list[Segment] = [self._bos_id]
+        for message in messages:
+            found += [self._role_ids[message["role"]], message["content"], self._end_id]
+        return [*found, self._role_ids["assistant"]] if add_generation_prompt else found
+
+
+class PlainChat:
+    """Roles are words at the start of a line."""
+
+    opens_like_text = True
+
+    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+        check_messages(messages)
+        for index, message in enumerate(messages):
+            if not message["role"].isidentifier():
+                raise ArgumentError(f"messages[{index}].role", message["role"], "a word")
+        turns = [f"{message['role']}: {self._indented(message['content'])}\n" for message in messages]
+        return ["".join(turns) + ("assistant:" if add_generation_prompt else "")]
+
+    @staticmethod
+    def _indented(content: str) -> str:
+        return "".join(
+            line if not number else f"  {line}" for number, line in enumerate(content.splitlines(True))
+        )
+
+
+class TemplateChat:
+    """A Jinja chat template. ``special_ids``: the strings that become ids where the template writes them."""
+
+    opens_like_text = False
+
+    def __init__(
+        self, template: str, special_ids: Mapping[str, int], variables: Mapping[str, object]
+    ) -> None:
+        self._template = _compiled(template)
+        self._ids = {piece: token_id for piece, token_id in special_ids.items() if piece}
+        self._variables = dict(variables)
+        longest_first = sorted(self._ids, key=lambda piece: (-len(piece), piece))
+        either = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._special = re.compile(f"({either})")
+        self._start_of_special = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
+
+    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+        check_messages(messages)
+        mark = self._unused_mark(messages)
+        rendered = self._render(
+            [self._disarmed(message, mark) for message in messages], add_generation_prompt
+        )
+        rearm = re.compile(f"{mark}([0-9]+){mark}")
+        found: list[Segment] = []
+        for number, part in enumerate(self._special.split(rendered)):
+            if number % 2:
+                found.append(self._ids[part])
+            elif part:
+                found.append(rearm.sub(lambda escaped: chr(int(escaped[1])), part))
+        return found
+
+    @staticmethod
+    def _unused_mark(messages: Sequence[Message]) -> str:
+        """A run of U+FDD0, a code point that no text uses, longer than any in the messages."""
+        runs = (
+            run for message in messages for value in message.values() for run in re.findall("\ufdd0+", value)
+        )
+        return "\ufdd0" * (1 + max(map(len, runs), default=0))
+
+    def _disarmed(self, message: Message, mark: str) -> dict[str, str]:
+        """The message with the first character of every special string in it written as its number."""
+        return {
+            field: self._start_of_special.sub(lambda start: f"{mark}{ord(start[1])}{mark}", value)
+            for field, value in message.items()
+        }
+
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        import jinja2
+
+        try:
+            return self._template.render(
+                **self._variables, messages=messages, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            roles = [message["role"] for message in messages]
+            raise ArgumentError("messages", roles, f"roles that the chat template takes: {error}") from error
+
+
+def common_segments(
+    chat: Chat, messages: Sequence[Message], segments: list[Segment]
+) -> tuple[list[Segment], str | None]:
+    """``(kept, open_text)``: the leading segments, up to a special id, that the conversation keeps when it
+    goes on, and the text after them if that at most grows.
+
+    A template may write a message differently once it isn't the last (dropping its reasoning, say), so the
+    conversation is written with several continuations. Those that the template refuses don't count.
+    """
+    grown = [chat.segments(messages, True)]
+    for roles in _CONTINUATIONS:
+        try:
+            grown.append(
+                chat.segments([*messages, *({"role": role, "content": "x"} for role in roles)], False)
+            )
+        except ArgumentError:
+            continue
+    kept = min(_num_common(segments, other) for other in grown)
+    if kept < len(segments) and isinstance(text := segments[kept], str):
+        others = [other[kept] if kept < len(other) else None for other in grown]
+        if all(isinstance(other, str) and other.startswith(text) for other in others):
+            return segments[:kept], text
+    if kept and isinstance(text := segments[kept - 1], str):
+        return segments[: kept - 1], text
+    return segments[:kept], None
+
+
+def _num_common(left: list[Segment], right: list[Segment]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _compiled(template: str) -> jinja2.Template:
+    """The template in the sandbox, with the few functions that chat templates expect."""
+    try:
+        import jinja2
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ConfigError(
+            "tokenizer", "chat_template", "needs Jinja: pip install 'radixkv[tokenizer]'"
+        ) from error
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError("tokenizer", "chat_template", f"a Jinja template: {error}") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _now(format_: str) -> str:
+    return datetime.datetime.now().strftime(format_)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
