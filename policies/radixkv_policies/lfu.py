@@ -1,0 +1,98 @@
+"""Least frequently used, with dynamic aging so that old fame fades (LFU-DA).
+
+A node's priority is its count of uses plus the age of the cache, taken when its use ends; the lowest goes
+first, among equals the one whose use ended longest ago. The age is the priority of the last victim, so a
+node that isn't used any more is overtaken, however famous it once was. Arlitt, Cherkasova, Dilley, Friedrich
+and Jin, "Evaluating content management techniques for web proxy caches" (1999).
+
+Departs from the paper in two ways: the unit is a node of a radix tree, and the priority is taken at the end
+of a use, after every node of the path is counted. A use of a node is a use of its parent, so a parent's
+count and age are never below its child's: the lowest priority is always a leaf's.
+
+State a node: a count, a priority, an entry in the bucket of its priority. Cost: O(1), and O(log p) when a
+bucket opens, where p is the number of different priorities.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from radixkv_policies.policy import Clock, Handle, Policy
+
+
+class LFU(Policy):
+    """Least frequently used, with dynamic aging."""
+
+    def __init__(self, capacity: int, clock: Clock, seed: int) -> None:
+        super().__init__(capacity, clock, seed)
+        self._age = 0
+        self._counts: dict[Handle, int] = {}
+        self._priorities: dict[Handle, int] = {}  # of the evictable nodes
+        self._buckets: dict[int, OrderedDict[Handle, None]] = {}
+        self._lowest: list[int] = []  # heap of the buckets' priorities
+
+    def inserted(self, node: Handle, num_blocks: int, depth: int) -> None:
+        self._counts[node] = 1
+        self.unleased(node)
+
+    def touched(self, nodes: Sequence[Handle]) -> None:
+        counts = self._counts
+        for node in nodes:
+            counts[node] += 1
+
+    def extended(self, node: Handle, num_blocks: int) -> None:
+        """A grown leaf keeps its count."""
+
+    def split(self, upper: Handle, lower: Handle) -> None:
+        self._counts[upper] = self._counts[lower]
+        priority = self._priorities.get(lower)
+        if priority is not None:
+            self._enter(upper, priority)
+
+    def leased(self, node: Handle) -> None:
+        self._leave(node)
+
+    def unleased(self, node: Handle) -> None:
+        self._enter(node, self._age + self._counts[node])
+
+    def trimmed(self, node: Handle, num_blocks: int) -> None:
+        self._age = max(self._age, self._priorities[node])
+
+    def removed(self, node: Handle) -> None:
+        self._leave(node)
+        del self._counts[node]
+
+    def victim(self) -> Handle | None:
+        while self._lowest:
+            bucket = self._buckets.get(self._lowest[0])
+            if bucket is not None:
+                return next(iter(bucket))
+            heappop(self._lowest)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._priorities)
+
+    def _enter(self, node: Handle, priority: int) -> None:
+        bucket = self._buckets.get(priority)
+        if bucket is None:
+            bucket = self._buckets[priority] = OrderedDict()
+            self._open(priority)
+        bucket[node] = None
+        self._priorities[node] = priority
+
+    def _leave(self, node: Handle) -> None:
+        priority = self._priorities.pop(node)
+        bucket = self._buckets[priority]
+        del bucket[node]
+        if not bucket:
+            del self._buckets[priority]  # its entry in the heap is skipped, or swept by _open
+
+    def _open(self, priority: int) -> None:
+        if len(self._lowest) > 2 * len(self._buckets) + 64:
+            self._lowest = list(self._buckets)
+            heapify(self._lowest)
+        else:
+            heappush(self._lowest, priority)

@@ -1,0 +1,88 @@
+"""radixkv: a prefix cache for LLM serving.
+
+A radix tree for each tenant namespace maps token-id prefixes to reference-counted KV blocks; sequences fork
+by copy-on-write. Importing this package needs NumPy and nothing else: storage, engines, coordination, the service and
+the audit are loaded when they are used.
+
+    from radixkv import CacheConfig, Namespace, PrefixCache
+
+    cache = PrefixCache(CacheConfig(num_blocks=4096))
+    with cache.open(Namespace(tenant="acme", model="llama"), prompt_ids) as seq:
+        ...  # compute the KV of tokens [seq.num_cached_tokens, seq.num_tokens) into seq.block_table
+        seq.commit(seq.num_tokens)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from radixkv.cache import Lease, Match, PrefixCache
+from radixkv.config import CacheConfig
+from radixkv.errors import (
+    ArgumentError,
+    CapacityError,
+    ConfigError,
+    CoordinationError,
+    IntegrityError,
+    KernelError,
+    LeaseError,
+    NamespaceError,
+    OutOfBlocks,
+    PendingError,
+    QuotaExceeded,
+    RadixKVError,
+    StaleEpoch,
+    StaleGeneration,
+    StoreUnavailable,
+    TokenError,
+)
+from radixkv.namespaces import Namespace
+from radixkv.plan import StepPlan
+from radixkv.sequence import Sequence
+from radixkv.storage.layout import KVLayout
+from radixkv.types import CacheStats, Journal, RequestHints, TenantStats
+
+if TYPE_CHECKING:
+    from radixkv import audit as audit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CacheConfig",
+    "CacheStats",
+    "CapacityError",
+    "ConfigError",
+    "CoordinationError",
+    "IntegrityError",
+    "Journal",
+    "KVLayout",
+    "KernelError",
+    "Lease",
+    "LeaseError",
+    "Match",
+    "Namespace",
+    "NamespaceError",
+    "OutOfBlocks",
+    "PendingError",
+    "PrefixCache",
+    "QuotaExceeded",
+    "RadixKVError",
+    "RequestHints",
+    "Sequence",
+    "StaleEpoch",
+    "StaleGeneration",
+    "StepPlan",
+    "StoreUnavailable",
+    "TenantStats",
+    "TokenError",
+    "audit",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """``radixkv.audit`` and the other rooms are imported when first named."""
+    if name in {"audit", "bench", "coordination", "engines", "metrics", "service", "storage", "tokenizer"}:
+        return import_module(f"radixkv.{name}")
+    raise AttributeError(f"module 'radixkv' has no attribute {name!r}")

@@ -1,0 +1,108 @@
+"""BlockPool: which block ids are free, and which are lent to the engine.
+
+Free ids are a stack of packed int32: taking and giving back n ids are one slice each, whatever n is. Owners
+are kept where the owning happens (a tree's nodes, a sequence's runs), because an array of owners would cost
+more than the rest of a request; the conservation law is that
+
+    free + owned by trees + owned by sequences + lent == num_blocks
+
+with every id in exactly one place. The audit counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.errors import ArgumentError
+from radixkv.tree import ID_BYTES
+
+BlockIds = NDArray[np.int32]
+
+
+def unpack(block_ids: bytes) -> BlockIds:
+    """Packed ids as int32 ``[n]``, a read-only view. O(1)."""
+    return np.frombuffer(block_ids, np.int32)
+
+
+class BlockPool:
+    """The free list of ``num_blocks`` blocks, and the blocks lent to the engine."""
+
+    __slots__ = ("_free", "lent", "num_blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
+        self.lent: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken at once."""
+        return len(self._free) // ID_BYTES
+
+    def take(self, num_blocks: int) -> bytes:
+        """``num_blocks`` packed ids off the free stack; the caller knows that there are as many. O(n) copy."""
+        at = len(self._free) - num_blocks * ID_BYTES
+        assert at >= 0
+        taken = bytes(self._free[at:])
+        del self._free[at:]
+        return taken
+
+    def give(self, block_ids: bytes | bytearray) -> None:
+        """Put packed ids on the free stack. O(n) copy."""
+        self._free += block_ids
+
+    def free_ids(self) -> BlockIds:
+        """The free ids, int32, a copy. O(free)."""
+        return unpack(bytes(self._free))
+
+    def lend(self, num_blocks: int) -> BlockIds:
+        """Take ids for the engine to own until ``give_back`` or ``claim``."""
+        taken = unpack(self.take(num_blocks))
+        self.lent.update(taken.tolist())
+        return taken
+
+    def give_back(self, block_ids: BlockIds) -> None:
+        """Return lent ids to the free stack. Raises ArgumentError, and changes nothing, if one isn't lent."""
+        ids = self._distinct(block_ids)
+        for block_id in ids:
+            if block_id not in self.lent:
+                raise ArgumentError("block_ids", block_id, "blocks that are lent (PrefixCache.allocate)")
+        self.lent.difference_update(ids)
+        self.give(block_ids.tobytes())
+
+    def check_claim(self, block_ids: BlockIds) -> None:
+        """Raise ArgumentError unless every id is in range, distinct, and either lent or free. O(free)."""
+        ids = self._distinct(block_ids)
+        taken = np.isin(block_ids, self.free_ids(), invert=True).tolist()
+        for block_id, is_taken in zip(ids, taken, strict=True):
+            if is_taken and block_id not in self.lent:
+                raise ArgumentError(
+                    "block_ids", block_id, "blocks that are lent or free; this one is owned already"
+                )
+
+    def claim(self, block_ids: BlockIds) -> None:
+        """Take ids that passed ``check_claim`` out of the lent and the free ones. O(free)."""
+        self.lent.difference_update(block_ids.tolist())
+        free = self.free_ids()
+        self._free = bytearray(free[np.isin(free, block_ids, invert=True)].tobytes())
+
+    def _distinct(self, block_ids: BlockIds) -> list[int]:
+        ids: list[int] = block_ids.tolist()
+        for block_id in ids:
+            if not 0 <= block_id < self.num_blocks:
+                raise ArgumentError("block_ids", block_id, f"0 ≤ block id < {self.num_blocks}")
+        if len(set(ids)) != len(ids):
+            raise ArgumentError("block_ids", _first_repeated(ids), "each block once")
+        return ids
+
+
+def _first_repeated(ids: Iterable[int]) -> int:
+    seen: set[int] = set()
+    for block_id in ids:
+        if block_id in seen:
+            return block_id
+        seen.add(block_id)
+    raise AssertionError("no id is repeated")

@@ -1,0 +1,27 @@
+"""Time comes in as an argument: a function without arguments that returns seconds and never runs backwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+
+monotonic: Clock = time.monotonic
+"""The clock of a deployment. Its zero is arbitrary; only differences mean anything."""
+
+
+class ManualClock:
+    """A clock that moves only when told to, for tests and simulations."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Move forward by ``seconds`` ≥ 0; a negative step raises ValueError."""
+        if seconds < 0:
+            raise ValueError(f"seconds={seconds!r}: a clock never runs backwards")
+        self.now += seconds

@@ -1,0 +1,54 @@
+"""CacheConfig: what a cache is made with. Frozen, flat, validated when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixkv.errors import ConfigError
+from radixkv.storage.layout import KVLayout
+
+MAX_BLOCKS = 2**31 - 1
+"""Block ids are int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Settings of one PrefixCache.
+
+    num_blocks: capacity of the pool, 1 … 2³¹ − 1 blocks.
+    block_size: tokens a block, ≥ 1.
+    layout: the shape of the KV; None for an engine that owns its KV (index and block ids only).
+    device: a torch device, where the storage lives; unused without a layout.
+    policy: name of an eviction policy in ``radixkv_policies``, one instance a tenant.
+    seed: of whatever a policy draws at random.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    layout: KVLayout | None = None
+    device: str = "cpu"
+    policy: str = "lru"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_int("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
+        _require_int("block_size", self.block_size, 1, 2**20)
+        _require_int("seed", self.seed, 0, 2**63 - 1)
+        if self.layout is not None and not isinstance(self.layout, KVLayout):
+            raise ConfigError("layout", self.layout, "a KVLayout, or None for an engine that owns its KV")
+        object.__setattr__(self, "device", str(self.device))
+        names = policy_names()
+        if self.policy not in names:
+            raise ConfigError("policy", self.policy, f"one of {', '.join(names)}")
+
+
+def _require_int(setting: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(setting, value, f"an integer from {low} to {high}")
+
+
+def policy_names() -> tuple[str, ...]:
+    """The names that ``CacheConfig.policy`` takes."""
+    from radixkv_policies import POLICIES
+
+    return tuple(POLICIES)

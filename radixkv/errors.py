@@ -1,0 +1,114 @@
+"""Every error that radixkv raises on purpose, as one tree.
+
+    RadixKVError
+    ├── ConfigError           a setting that can't work: names it, its value and what is allowed
+    ├── ArgumentError         a call with an argument that can't work (also a ValueError)
+    ├── TokenError            token ids that are no token ids (also a ValueError)
+    ├── NamespaceError        a namespace or tenant that can't be one (also a ValueError)
+    ├── CapacityError         there is no room, and nothing was changed
+    │   ├── OutOfBlocks       the pool can't give what is needed
+    │   └── QuotaExceeded     the tenant's own limit can't
+    ├── LeaseError            a lease, match or sequence that isn't valid any more
+    │   └── StaleGeneration   its tenant was purged meanwhile
+    ├── PendingError          another sequence computes the prefix, and the caller would not wait longer
+    ├── CoordinationError     the metadata store or another replica
+    │   ├── StoreUnavailable  the store can't be reached
+    │   ├── StaleEpoch        a younger process has registered this replica's id
+    │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
+    ├── KernelError           a kernel was given what it can't run, or its launch failed
+    └── IntegrityError        a law is broken: a bug of radixkv's, never handled, never retried
+
+A miss is not an error: it is a match of length 0.
+"""
+
+from __future__ import annotations
+
+
+class RadixKVError(Exception):
+    """Base of all errors of radixkv."""
+
+
+class ConfigError(RadixKVError):
+    """A setting that can't work. Carries the ``setting``, its ``value`` and what is ``allowed``."""
+
+    def __init__(self, setting: str, value: object, allowed: str) -> None:
+        self.setting, self.value, self.allowed = setting, value, allowed
+        super().__init__(f"{setting}={value!r} is not allowed: {allowed}")
+
+
+class ArgumentError(RadixKVError, ValueError):
+    """An argument that can't work. Carries the ``argument``, its ``value`` and what is ``allowed``."""
+
+    def __init__(self, argument: str, value: object, allowed: str) -> None:
+        self.argument, self.value, self.allowed = argument, value, allowed
+        super().__init__(f"{argument}={value!r} is not allowed: {allowed}")
+
+
+class TokenError(RadixKVError, ValueError):
+    """Token ids that are no token ids. ``index`` is the position of the first bad one, if one is to blame."""
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        self.index = index
+        super().__init__(message)
+
+
+class NamespaceError(RadixKVError, ValueError):
+    """A field of a namespace or a tenant that can't be one."""
+
+
+class CapacityError(RadixKVError):
+    """There is no room. The call changed nothing."""
+
+
+class OutOfBlocks(CapacityError):
+    """The pool can't give ``needed`` blocks from its ``free`` ones and the ``evictable`` ones."""
+
+    def __init__(self, needed: int, free: int, evictable: int) -> None:
+        self.needed, self.free, self.evictable = needed, free, evictable
+        super().__init__(f"{needed} blocks needed, {free} free and {evictable} evictable")
+
+
+class QuotaExceeded(CapacityError):
+    """The tenant's own limit can't give ``needed`` blocks; says nothing of anybody else's."""
+
+    def __init__(self, needed: int, limit: int, used: int, evictable: int) -> None:
+        self.needed, self.limit, self.used, self.evictable = needed, limit, used, evictable
+        super().__init__(
+            f"{needed} blocks needed, {used} of the tenant's {limit} used, {evictable} of them evictable"
+        )
+
+
+class LeaseError(RadixKVError):
+    """A lease, match or sequence that is not valid any more: released, consumed, or its blocks are gone."""
+
+
+class StaleGeneration(LeaseError):
+    """The tenant was purged while this sequence ran."""
+
+
+class PendingError(RadixKVError):
+    """Another sequence is computing the prefix: ``on_pending="raise"``, or waiting timed out."""
+
+
+class CoordinationError(RadixKVError):
+    """The metadata store or another replica can't do what was asked."""
+
+
+class StoreUnavailable(CoordinationError):
+    """The metadata store can't be reached. Matching goes on; the views of others grow old."""
+
+
+class StaleEpoch(CoordinationError):
+    """A younger process has registered this replica's id; this one is fenced and must not write."""
+
+
+class UnverifiedRequest(CoordinationError):
+    """A request that claims to come from a replica of the fleet and doesn't prove it, or not freshly."""
+
+
+class KernelError(RadixKVError):
+    """A kernel was given what it can't run, or its launch failed."""
+
+
+class IntegrityError(RadixKVError):
+    """A law of the cache is broken. A bug of radixkv's: report it, never handle it, never retry."""

@@ -1,0 +1,196 @@
+"""Evictor: leases, residency and victims.
+
+The one place that changes a tree's population, and that therefore tells the policy and keeps the counts:
+``lease`` and ``release`` of nodes, ``add``, ``grow``, ``split``, and the trimming of victims, each with the tenant's
+``used_blocks`` and ``evictable_blocks`` kept in step.
+
+Eviction asks the policy of the tenant whose turn it is (``namespaces.next_victim``) for its victim and trims that
+leaf from its tail, exactly the blocks needed: O(blocks evicted), no heap rebuilt, no tree walked. Whether it can
+suffice is known before it begins, from the counts, so a refusal changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from radixkv.blocks import BlockPool
+from radixkv.errors import IntegrityError, OutOfBlocks
+from radixkv.namespaces import NamespaceTree, TenantState, next_victim
+from radixkv.tree import ID_BYTES, Node
+from radixkv.types import Journal
+
+
+class Evictor:
+    """Keeps what is resident within the pool. All methods are called under the cache's lock."""
+
+    __slots__ = ("_block_size", "_grain", "_journal", "_pool", "_tenants")
+
+    def __init__(
+        self, pool: BlockPool, tenants: dict[str, TenantState], block_size: int, journal: Journal | None
+    ) -> None:
+        self._pool, self._tenants, self._block_size, self._journal = pool, tenants, block_size, journal
+        self._grain = journal.grain_tokens if journal is not None else 0
+
+    # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
+
+    def lease(self, node: Node) -> None:
+        """Protect a node, and with it its ancestors."""
+        tree = cast(NamespaceTree, node.tree)
+        tenant, policy = tree.tenant, tree.tenant.policy
+        at: Node | None = node
+        while at is not None:
+            at.uses += 1
+            if at.uses > 1:
+                return
+            if at.parent is not None:
+                tenant.evictable_blocks -= len(at.block_ids) // ID_BYTES
+                policy.leased(at)
+            at = at.parent
+
+    def release(self, node: Node) -> None:
+        """Undo one ``lease``; what nobody uses any more becomes evictable, and goes at once if its tree was cleared."""
+        tree = cast(NamespaceTree, node.tree)
+        tenant, policy = tree.tenant, tree.tenant.policy
+        at: Node | None = node
+        while at is not None:
+            at.uses -= 1
+            if at.uses:
+                break
+            if at.parent is not None:
+                tenant.evictable_blocks += len(at.block_ids) // ID_BYTES
+                policy.unleased(at)
+            at = at.parent
+        if tree.detached:
+            self.reclaim(node)
+        if at is None:
+            tenant.drop_if_empty(tree)
+
+    def unprotected_above(self, node: Node) -> int:
+        """Blocks that a lease on ``node`` would take from the evictable ones. O(ancestors)."""
+        found = 0
+        at: Node | None = node
+        while at is not None and not at.uses:
+            found += len(at.block_ids) // ID_BYTES
+            at = at.parent
+        return found
+
+    # --- residency
+
+    def split(self, child: Node, at: int) -> Node:
+        """Cut a node after ``at`` label bytes and return the upper half."""
+        tree = cast(NamespaceTree, child.tree)
+        upper = tree.split(child, at)
+        tree.tenant.policy.split(upper, child)
+        return upper
+
+    def add(self, parent: Node, label: bytes, block_ids: bytes) -> Node:
+        """Add a path of new nodes below ``parent``; returns the deepest. They are evictable until leased."""
+        tree = cast(NamespaceTree, parent.tree)
+        tenant = tree.tenant
+        nodes = tree.attach(parent, label, block_ids)
+        for node in reversed(nodes):
+            tenant.policy.inserted(node, node.num_blocks, node.depth)
+        tenant.evictable_blocks += len(block_ids) // ID_BYTES
+        return nodes[-1]
+
+    def grow(self, leaf: Node, label: bytes, block_ids: bytes) -> None:
+        """Add blocks to a leaf in use, in place."""
+        tree = cast(NamespaceTree, leaf.tree)
+        tree.grow(leaf, label, block_ids)
+        tree.tenant.policy.extended(leaf, len(block_ids) // ID_BYTES)
+
+    # --- blocks
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Blocks that evictions could free now. O(tenants)."""
+        return sum(tenant.evictable_blocks for tenant in self._tenants.values())
+
+    def require(self, needed: int, about_to_lease: int = 0) -> None:
+        """Raise OutOfBlocks unless ``needed`` blocks can be had after ``about_to_lease`` more are protected."""
+        free = self._pool.num_free
+        if needed > free:
+            evictable = self.evictable_blocks - about_to_lease
+            if needed > free + evictable:
+                raise OutOfBlocks(needed, free, evictable)
+
+    def take(self, num_blocks: int, requester: TenantState | None) -> bytes:
+        """Packed ids of ``num_blocks`` blocks, evicting what is short. Raises OutOfBlocks, and changes nothing."""
+        self.require(num_blocks)
+        short = num_blocks - self._pool.num_free
+        if short > 0 and self.evict(short, requester) < short:
+            raise IntegrityError(f"{short} blocks were counted as evictable and could not be evicted")
+        return self._pool.take(num_blocks)
+
+    def evict(self, num_blocks: int, requester: TenantState | None) -> int:
+        """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + victims × tenants)."""
+        freed = 0
+        while freed < num_blocks:
+            turn = next_victim(self._tenants, requester)
+            if turn is None:
+                break
+            tenant, most = turn
+            freed += self._evict_from(tenant, min(most, num_blocks - freed))
+        return freed
+
+    def _evict_from(self, tenant: TenantState, num_blocks: int) -> int:
+        freed = 0
+        while freed < num_blocks:
+            node = tenant.policy.victim()
+            if not isinstance(node, Node) or node.children or node.uses:
+                raise IntegrityError(
+                    f"policy {type(tenant.policy).__name__} named a victim that is no evictable leaf"
+                )
+            size = min(node.num_blocks, num_blocks - freed)
+            tenant.policy.trimmed(node, size)
+            tenant.evicted_blocks += size
+            self._remove(node, size)
+            freed += size
+        return freed
+
+    def reclaim(self, node: Node) -> None:
+        """Free a node of a cleared tree, and its ancestors as far as nothing else holds them."""
+        at: Node | None = node
+        while at is not None and at.parent is not None and not at.uses and not at.children:
+            parent = at.parent
+            if at.tree.is_linked(at):
+                self._remove(at, at.num_blocks)
+            at = parent
+
+    def _remove(self, node: Node, num_blocks: int) -> None:
+        """Take the last ``num_blocks`` of an evictable leaf out of its tree and give them to the pool."""
+        tree = cast(NamespaceTree, node.tree)
+        tenant = tree.tenant
+        if self._journal is not None and not tree.detached:
+            self._report_removed(tree, node, num_blocks)
+        if num_blocks == node.num_blocks:
+            tenant.policy.removed(node)
+        self._pool.give(tree.trim(node, num_blocks))
+        tenant.evictable_blocks -= num_blocks
+        tenant.used_blocks -= num_blocks
+        tenant.drop_if_empty(tree)
+
+    # --- journal
+
+    def report_stored(self, tree: NamespaceTree, key: bytes, start: int, stop: int) -> None:
+        """Tell the journal that blocks ``[start, stop)`` became resident; ``key`` reaches at least to ``stop``."""
+        if self.reports(tree, start, stop):
+            assert self._journal is not None
+            self._journal.stored(
+                tree.namespace,
+                key[: stop * tree.block_bytes],
+                start * self._block_size,
+                stop * self._block_size,
+            )
+
+    def reports(self, tree: NamespaceTree, start: int, stop: int) -> bool:
+        """Whether the journal wants to hear of blocks ``[start, stop)``."""
+        grain, size = self._grain, self._block_size
+        return bool(grain) and not tree.detached and start * size // grain < stop * size // grain
+
+    def _report_removed(self, tree: NamespaceTree, node: Node, num_blocks: int) -> None:
+        start = node.depth - num_blocks
+        if self.reports(tree, start, node.depth):
+            assert self._journal is not None
+            size = self._block_size
+            self._journal.removed(tree.namespace, tree.key_of(node), start * size, node.depth * size)

@@ -1,0 +1,269 @@
+"""Sequence: a lease on a match, private blocks, and the tokens that are not committed yet. Run: shared private blocks.
+
+    block table   [ leased from the tree ][ private, in runs                          ]
+    tokens        [0 … committed)          [committed … num_tokens)
+
+A ``Run`` is a stretch of private blocks, and knows by count how many *owners* it has: sequences that end with it
+and runs that continue it. Runs form a tree that hangs below the radix tree: a fork adds an owner to the last
+run and copies nothing, a divergent write starts a new run. So a fork costs the same however many blocks
+are shared, and no block carries a count of its own.
+
+    fork, then both write:            run [20, 23)  owners 2
+                                      ├── run [23, 24)  the parent, writing on in its tail block
+                                      └── run [23, 24)  the child, in a copy of that tail
+
+When a commit gives blocks to the tree that other sequences share, their run keeps a lease on the node in
+place of the blocks (``node`` is set), so that no block table changes and nothing is counted twice.
+
+Everything here is bookkeeping on one sequence; what needs the pool or the tree is done by the cache, which
+holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.blocks import unpack
+from radixkv.tokens import TOKEN_BYTES, TokenIds, decode
+from radixkv.tree import ID_BYTES, Node
+
+if TYPE_CHECKING:
+    from radixkv.namespaces import Namespace, NamespaceTree
+    from radixkv.types import BlockIds
+
+MAX_COPIED_TAIL_BYTES = 4_096
+"""A fork copies at most so many key bytes for each child; longer tails are folded into the shared base once."""
+
+
+class Run:
+    """Private blocks ``[start, end)`` of one sequence or several."""
+
+    __slots__ = ("block_ids", "node", "owners", "parent", "start")
+
+    def __init__(self, parent: Run | None, start: int, block_ids: bytes | bytearray) -> None:
+        self.parent = parent
+        self.start = start
+        self.block_ids = bytearray(block_ids)
+        self.owners = 1
+        self.node: Node | None = None
+
+    @property
+    def end(self) -> int:
+        """The position after its last block."""
+        return self.start + len(self.block_ids) // ID_BYTES
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether its one owner may write into it: not shared, and not the tree's."""
+        return self.owners == 1 and self.node is None
+
+    def split(self, at: int) -> Run:
+        """Cut before position ``at``; returns the new upper part, this run keeps the lower one and its owners.
+
+        The caller leases ``node`` once more if there is one.
+        """
+        assert self.start < at < self.end
+        cut = (at - self.start) * ID_BYTES
+        upper = Run(self.parent, self.start, self.block_ids[:cut])
+        upper.node = self.node
+        del self.block_ids[:cut]
+        self.start, self.parent = at, upper
+        return upper
+
+
+class SequenceIndex(Protocol):
+    """What a sequence asks of the cache that opened it."""
+
+    def commit_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
+    def extend_sequence(self, sequence: Sequence, ids: TokenIds) -> None: ...
+    def append_to(self, sequences: list[Sequence], ids: TokenIds) -> None: ...
+    def truncate_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
+    def fork_sequence(self, sequence: Sequence, num_children: int) -> list[Sequence]: ...
+    def release_sequence(self, sequence: Sequence) -> None: ...
+    def read_sequence(self, sequence: Sequence) -> tuple[bytes, bytes]: ...
+
+
+class Sequence:
+    """A request's token ids and the blocks that hold their KV. Made by ``PrefixCache.open``; use it in a ``with``.
+
+    The first ``num_cached_tokens`` tokens' KV are there already; the engine computes the rest into the blocks
+    of ``block_table`` and says so with ``commit``. Every method but ``release`` raises LeaseError once the sequence
+    is released or consumed. Safe to use from several threads, one call at a time taking effect.
+    """
+
+    __slots__ = (
+        "_base",
+        "_claim",
+        "_index",
+        "_is_open",
+        "_namespace",
+        "_node",
+        "_num_cached",
+        "_num_committed",
+        "_prompt_blocks",
+        "_run",
+        "_table",
+        "_tail",
+        "_tree",
+    )
+
+    def __init__(
+        self,
+        index: SequenceIndex,
+        namespace: Namespace,
+        tree: NamespaceTree,
+        node: Node,
+        key: bytes,
+        num_cached: int,
+    ) -> None:
+        self._index = index
+        self._namespace = namespace
+        self._tree = tree
+        self._node = node
+        self._base = key  # immutable, shared by forks
+        self._tail = bytearray()  # what was appended since
+        self._num_cached = num_cached
+        self._num_committed = num_cached
+        self._table = bytearray()
+        self._run: Run | None = None
+        self._claim: tuple[Node, bytes] | None = None
+        self._prompt_blocks = 0
+        self._is_open = True
+
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "released"
+        return f"<Sequence {state}, {self.num_tokens} tokens, {self._num_committed} committed, {self.num_blocks} blocks>"
+
+    # --- what it is
+
+    @property
+    def namespace(self) -> Namespace:
+        """Where it matches and commits."""
+        return self._namespace
+
+    @property
+    def is_open(self) -> bool:
+        """False once released or consumed."""
+        return self._is_open
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has room for: prompt and everything appended."""
+        return (len(self._base) + len(self._tail)) // TOKEN_BYTES
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading tokens whose KV were found when it was opened: skip these in the prefill."""
+        return self._num_cached
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Leading tokens whose KV exist."""
+        return self._num_committed
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its block table: ⌈num_tokens ÷ block_size⌉."""
+        return len(self._table) // ID_BYTES
+
+    @property
+    def block_table(self) -> BlockIds:
+        """Block ids in order, int32 ``[num_blocks]``: a read-only snapshot that later calls don't change. O(blocks) copy."""
+        return unpack(bytes(self._table))
+
+    @property
+    def token_ids(self) -> NDArray[np.uint32]:
+        """Its ids, uint32 ``[num_tokens]``, read-only. O(tokens) copy."""
+        base, tail = self._index.read_sequence(self)
+        return decode(base + tail)
+
+    # --- what it does
+
+    def commit(self, num_tokens: int) -> None:
+        """The first ``num_tokens`` tokens' KV exist now: their whole blocks become matchable.
+
+        Blocks that another sequence committed first stay private to this one until its release; the block
+        table never changes. Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of
+        the sequence``. O(nodes passed), independent of what is committed already.
+        """
+        self._index.commit_sequence(self, num_tokens)
+
+    def append(self, token_id: int) -> None:
+        """Make room for one more token: ``PrefixCache.append`` with a batch of one."""
+        self._index.append_to([self], (token_id,))
+
+    def extend(self, ids: TokenIds) -> None:
+        """Make room for ``ids``; copies a shared tail block first. Raises TokenError, CapacityError, and changes nothing."""
+        self._index.extend_sequence(self, ids)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Roll back to ``num_tokens`` what was never committed, such as rejected drafts; frees whole blocks.
+
+        Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of the sequence``.
+        """
+        self._index.truncate_sequence(self, num_tokens)
+
+    def fork(self, num_children: int) -> list[Sequence]:
+        """``num_children`` ≥ 1 sequences that share every block with this one, which stays open. Copies no block.
+
+        The first write into a shared tail block copies it then. O(children).
+        """
+        return self._index.fork_sequence(self, num_children)
+
+    def release(self) -> None:
+        """Give up the lease and free what is private. What was committed stays resident. A second call raises LeaseError."""
+        self._index.release_sequence(self)
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_open:
+            self._index.release_sequence(self)
+
+    # --- for the cache, under its lock
+
+    def key_between(self, start: int, stop: int) -> bytes:
+        """Key bytes ``[start, stop)``."""
+        base = self._base
+        if stop <= len(base):
+            return base[start:stop]
+        if start >= len(base):
+            return bytes(self._tail[start - len(base) : stop - len(base)])
+        return base[start:] + bytes(self._tail[: stop - len(base)])
+
+    def child(self) -> Sequence:
+        """Another sequence in the same state that shares the last run; the caller leases the node for it."""
+        if len(self._tail) > MAX_COPIED_TAIL_BYTES:
+            self._base += bytes(self._tail)
+            self._tail = bytearray()
+        twin = Sequence(self._index, self._namespace, self._tree, self._node, self._base, self._num_cached)
+        twin._tail = self._tail[:]
+        twin._num_committed = self._num_committed
+        twin._table = self._table[:]
+        twin._run = self._run
+        if twin._run is not None:
+            twin._run.owners += 1
+        return twin
+
+    def add_block(self, block_ids: bytes) -> None:
+        """Append fresh private blocks to the table."""
+        run, at = self._run, self.num_blocks
+        if run is not None and run.is_writable and run.end == at:
+            run.block_ids += block_ids
+        else:
+            self._run = Run(run, at, block_ids)
+        self._table += block_ids
+
+    def cut_key(self, size: int) -> None:
+        """Forget key bytes from ``size`` on."""
+        if size < len(self._base):
+            self._base, self._tail = self._base[:size], bytearray()
+        else:
+            del self._tail[size - len(self._base) :]

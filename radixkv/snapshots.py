@@ -1,0 +1,150 @@
+"""What the cache says of itself: counts for people and metrics, snapshots for the audit.
+
+Functions over the cache's parts, called under its lock. Counts are summed here, when somebody asks, so that
+requests don't pay for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from radixkv.blocks import BlockPool
+from radixkv.config import CacheConfig
+from radixkv.namespaces import NamespaceTree, TenantState
+from radixkv.sequence import Run, Sequence
+from radixkv.tree import Node
+from radixkv.types import (
+    CacheStats,
+    LeaseSnapshot,
+    NodeSnapshot,
+    RunSnapshot,
+    SequenceSnapshot,
+    Snapshot,
+    TenantSnapshot,
+    TenantStats,
+    TreeSnapshot,
+)
+
+NodeIndex = tuple[int, int | None]
+
+
+def stats_of(
+    pool: BlockPool, tenants: dict[str, TenantState], num_sequences: int, num_copied_blocks: int
+) -> CacheStats:
+    """See PrefixCache.stats."""
+    states = list(tenants.values())
+    resident = sum(state.resident_blocks for state in states)
+    quarantined = sum(state.quarantined_blocks for state in states)
+    return CacheStats(
+        num_blocks=pool.num_blocks,
+        free_blocks=pool.num_free,
+        resident_blocks=resident,
+        sequence_blocks=sum(state.used_blocks for state in states) - resident - quarantined,
+        quarantined_blocks=quarantined,
+        lent_blocks=len(pool.lent),
+        evictable_blocks=sum(state.evictable_blocks for state in states),
+        num_nodes=sum(tree.num_nodes for state in states for tree in state.trees.values()),
+        num_sequences=num_sequences,
+        num_namespaces=sum(len(state.trees) for state in states),
+        num_tenants=len(states),
+        requests=sum(state.requests for state in states),
+        hit_tokens=sum(state.hit_tokens for state in states),
+        missed_tokens=sum(state.missed_tokens for state in states),
+        evicted_blocks=sum(state.evicted_blocks for state in states),
+        copied_blocks=num_copied_blocks,
+    )
+
+
+def tenant_stats_of(tenant_id: str, state: TenantState | None) -> TenantStats:
+    """See PrefixCache.tenant_stats."""
+    if state is None:
+        return TenantStats(tenant_id, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    resident = state.resident_blocks
+    return TenantStats(
+        tenant=tenant_id,
+        used_blocks=state.used_blocks,
+        resident_blocks=resident,
+        sequence_blocks=state.used_blocks - resident - state.quarantined_blocks,
+        evictable_blocks=state.evictable_blocks,
+        num_namespaces=len(state.trees),
+        requests=state.requests,
+        hit_tokens=state.hit_tokens,
+        missed_tokens=state.missed_tokens,
+        evicted_blocks=state.evicted_blocks,
+    )
+
+
+def snapshot_of(
+    config: CacheConfig,
+    pool: BlockPool,
+    tenants: dict[str, TenantState],
+    sequences: Iterable[Sequence],
+    leases: Iterable[tuple[Node | None, bytes]],
+) -> Snapshot:
+    """See PrefixCache.snapshot. Copies references to immutable bytes, not the bytes."""
+    states = list(tenants.values())
+    trees = [tree for state in states for tree in (*state.trees.values(), *state.detached)]
+    where: dict[Node, NodeIndex] = {}
+    tree_snapshots = tuple(_tree_snapshot(index, tree, where) for index, tree in enumerate(trees))
+    running = list(sequences)
+    runs = _runs_of(running)
+    run_index = {run: index for index, run in enumerate(runs)}
+    return Snapshot(
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        free_ids=pool.free_ids(),
+        lent_ids=tuple(pool.lent),
+        trees=tree_snapshots,
+        runs=tuple(_run_snapshot(run, run_index, where) for run in runs),
+        sequences=tuple(_sequence_snapshot(sequence, run_index, where) for sequence in running),
+        leases=tuple(LeaseSnapshot(where[node], packed) for node, packed in leases if node is not None),
+        tenants=tuple(
+            TenantSnapshot(state.tenant_id, state.used_blocks, state.evictable_blocks, len(state.policy))
+            for state in states
+        ),
+    )
+
+
+def _tree_snapshot(index: int, tree: NamespaceTree, where: dict[Node, NodeIndex]) -> TreeSnapshot:
+    nodes: list[NodeSnapshot] = []
+    where[tree.root] = (index, None)
+    pending: list[tuple[bytes, Node]] = list(tree.root.children.items())
+    while pending:
+        child_key, node = pending.pop()
+        assert node.parent is not None
+        parent = where.get(node.parent, (index, -1))[1]
+        where[node] = (index, len(nodes))
+        nodes.append(NodeSnapshot(parent, node.label, node.block_ids, node.depth, node.uses, child_key))
+        pending.extend(node.children.items())
+    return TreeSnapshot(tree.namespace, tree.detached, tree.num_blocks, tree.root.uses, tuple(nodes))
+
+
+def _runs_of(sequences: list[Sequence]) -> list[Run]:
+    found: dict[Run, None] = {}
+    for sequence in sequences:
+        run = sequence._run
+        while run is not None and run not in found:
+            found[run] = None
+            run = run.parent
+    return list(found)
+
+
+def _run_snapshot(run: Run, index: dict[Run, int], where: dict[Node, NodeIndex]) -> RunSnapshot:
+    parent = None if run.parent is None else index[run.parent]
+    node = None if run.node is None else where[run.node]
+    return RunSnapshot(parent, run.start, bytes(run.block_ids), run.owners, node)
+
+
+def _sequence_snapshot(
+    sequence: Sequence, runs: dict[Run, int], where: dict[Node, NodeIndex]
+) -> SequenceSnapshot:
+    return SequenceSnapshot(
+        namespace=sequence._namespace,
+        node=where[sequence._node],
+        run=None if sequence._run is None else runs[sequence._run],
+        block_ids=bytes(sequence._table),
+        num_tokens=sequence.num_tokens,
+        num_cached_tokens=sequence._num_cached,
+        num_committed_tokens=sequence._num_committed,
+        key=sequence._base + bytes(sequence._tail),
+    )

@@ -1,0 +1,237 @@
+"""RadixTree: the prefixes of ONE namespace. Pure structure: it knows no tenant, pool, clock or I/O.
+
+A node is a run of whole blocks: its ``label`` (the key bytes of their token ids) and their ``block_ids``
+(packed int32). A child is found by the bytes of its first block, a label is compared in one memcmp, so the
+Python work of a walk is per node on the path and never per block or token.
+
+    root ──"[0 … 1024)"──▶ system prompt ──"[1024 … 1312)"──▶ a conversation
+                                        └──"[1024 … 1600)"──▶ another one
+
+Invariants
+- ``len(label) == block_bytes × blocks`` and ``len(block_ids) == 4 × blocks``, at least one block, except for
+  the root, which has none; ``depth`` is the number of blocks from the root to the *end* of the node.
+- Siblings differ in their first block; ``children`` is keyed by it.
+- ``uses`` = leases that end here + children with ``uses`` > 0. So one lease touches one node and protects
+  all its ancestors, and only the change 0 ↔ 1 travels upward.
+- A split keeps the *lower* half's identity: whoever holds the node still ends where it ended.
+
+Labels are at most ``MAX_LABEL_BYTES`` (or one block): so a split, a growth or a trim, which re-slice the
+label, cost a bounded copy however long the prompt is.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+ID_BYTES: Final = 4
+"""Bytes of a packed block id."""
+
+MAX_LABEL_BYTES: Final = 32_768
+"""Longest label that a new node gets, 8,192 tokens: a million-token prompt is a path of 123 nodes."""
+
+MAX_GROWN_LABEL_BYTES: Final = 8_192
+"""Longest label that a leaf is grown to in place: an append then copies at most this much."""
+
+_NO_CHILDREN: Final[dict[bytes, Node]] = {}
+
+
+class Node:
+    """A run of whole blocks. ``depth`` counts blocks from the root to its end."""
+
+    __slots__ = ("block_ids", "children", "depth", "label", "parent", "tree", "uses")
+
+    def __init__(
+        self, tree: RadixTree, parent: Node | None, label: bytes, block_ids: bytes, depth: int
+    ) -> None:
+        self.tree = tree
+        self.parent = parent
+        self.label = label
+        self.block_ids = block_ids
+        self.depth = depth
+        self.uses = 0
+        self.children: dict[bytes, Node] = _NO_CHILDREN
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of this node alone."""
+        return len(self.block_ids) // ID_BYTES
+
+
+class Walk(NamedTuple):
+    """Where a key leads: whole nodes ``path``, then ``common`` bytes (whole blocks) into ``child``.
+
+    ``node`` is the last of the path, or where the walk began; ``at`` is the number of key bytes that the
+    path covers. ``child`` is None and ``common`` 0 if the walk ended at a node's end.
+    """
+
+    node: Node
+    path: list[Node]
+    at: int
+    child: Node | None
+    common: int
+
+    @property
+    def matched(self) -> int:
+        """Matched bytes of the key from where the walk began."""
+        return self.at + self.common
+
+    def block_ids(self) -> bytes:
+        """Packed ids of the matched blocks from where the walk began. O(nodes) joins."""
+        parts = [node.block_ids for node in self.path]
+        if self.child is not None:
+            whole, label = self.child.block_ids, self.child.label
+            parts.append(whole[: len(whole) * self.common // len(label)])
+        return b"".join(parts)
+
+
+class RadixTree:
+    """The tree of one namespace, over blocks of ``block_bytes`` key bytes."""
+
+    __slots__ = ("block_bytes", "num_blocks", "num_nodes", "root")
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.num_blocks = 0
+        self.num_nodes = 0
+        self.root = Node(self, None, b"", b"", 0)
+
+    def walk(self, key: bytes, limit: int, start: Node | None = None) -> Walk:
+        """The longest resident prefix of ``key[:limit]`` below ``start`` (the root by default). Changes nothing.
+
+        ``key`` and ``limit`` are in bytes, counted from the end of ``start``; a limit inside a block is
+        rounded down. O(nodes on the path), each one dict lookup and one memcmp.
+        """
+        step = self.block_bytes
+        limit -= limit % step
+        node = start or self.root
+        path: list[Node] = []
+        at = 0
+        while at < limit:
+            child = node.children.get(key[at : at + step])
+            if child is None:
+                break
+            label = child.label
+            end = at + len(label)
+            if end > limit or not key.startswith(label, at):
+                return Walk(node, path, at, child, self._common(label, key, at, limit))
+            path.append(child)
+            node, at = child, end
+        return Walk(node, path, at, None, 0)
+
+    def _common(self, label: bytes, key: bytes, at: int, limit: int) -> int:
+        """Bytes, in whole blocks, that the label shares with ``key[at:limit]``; at least one block, never all."""
+        size = min(len(label), limit - at)
+        ours = np.frombuffer(label, np.uint32, size // 4)
+        theirs = np.frombuffer(key, np.uint32, size // 4, at)
+        differs = ours != theirs
+        first = int(differs.argmax())
+        if differs[first]:
+            size = first * 4
+        return size - size % self.block_bytes
+
+    def split(self, lower: Node, at: int) -> Node:
+        """Cut a node after ``at`` label bytes; returns the new upper half, the lower keeps its identity.
+
+        ``0 < at < len(label)``, whole blocks. O(label).
+        """
+        parent = lower.parent
+        assert parent is not None and 0 < at < len(lower.label) and at % self.block_bytes == 0
+        cut = at // self.block_bytes * ID_BYTES
+        depth = lower.depth - lower.num_blocks + cut // ID_BYTES
+        upper = Node(self, parent, lower.label[:at], lower.block_ids[:cut], depth)
+        upper.uses = 1 if lower.uses else 0
+        upper.children = {lower.label[at : at + self.block_bytes]: lower}
+        parent.children[upper.label[: self.block_bytes]] = upper
+        self.num_nodes += 1
+        lower.parent, lower.label, lower.block_ids = upper, lower.label[at:], lower.block_ids[cut:]
+        return upper
+
+    def attach(self, parent: Node, label: bytes, block_ids: bytes) -> list[Node]:
+        """Add a path below ``parent``, as few nodes as ``MAX_LABEL_BYTES`` allows; returns them, deepest last.
+
+        The caller knows that no child of ``parent`` begins with the label's first block.
+        """
+        step = max(MAX_LABEL_BYTES // self.block_bytes, 1) * self.block_bytes
+        new: list[Node] = []
+        for at in range(0, len(label), step):
+            piece = label[at : at + step]
+            ids_at = at // self.block_bytes * ID_BYTES
+            ids = block_ids[ids_at : ids_at + len(piece) // self.block_bytes * ID_BYTES]
+            node = Node(self, parent, piece, ids, parent.depth + len(ids) // ID_BYTES)
+            if parent.children is _NO_CHILDREN:
+                parent.children = {}
+            parent.children[piece[: self.block_bytes]] = node
+            new.append(node)
+            parent = node
+        self.num_blocks += len(block_ids) // ID_BYTES
+        self.num_nodes += len(new)
+        return new
+
+    def can_grow(self, node: Node, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` may be added to the node in place: a leaf with one user, not too long, not the root."""
+        size = len(node.label)
+        return node.uses == 1 and not node.children and 0 < size and size + num_bytes <= MAX_GROWN_LABEL_BYTES
+
+    def grow(self, leaf: Node, label: bytes, block_ids: bytes) -> None:
+        """Add blocks to a leaf in place. O(label after)."""
+        leaf.label += label
+        leaf.block_ids += block_ids
+        added = len(block_ids) // ID_BYTES
+        leaf.depth += added
+        self.num_blocks += added
+
+    def trim(self, leaf: Node, num_blocks: int) -> bytes:
+        """Cut the last ``num_blocks`` off an unused leaf; a leaf with nothing left leaves the tree.
+
+        Returns the packed ids that were cut off. O(label).
+        """
+        assert not leaf.children and not leaf.uses and 0 < num_blocks <= leaf.num_blocks
+        keep = (leaf.num_blocks - num_blocks) * ID_BYTES
+        freed = leaf.block_ids[keep:]
+        if keep:
+            leaf.block_ids = leaf.block_ids[:keep]
+            leaf.label = leaf.label[: keep // ID_BYTES * self.block_bytes]
+            leaf.depth -= num_blocks
+        else:
+            self._unlink(leaf)
+        self.num_blocks -= num_blocks
+        return freed
+
+    def _unlink(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.label[: self.block_bytes]]
+        self.num_nodes -= 1
+        if not parent.children:
+            parent.children = _NO_CHILDREN
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is resident and nothing leased."""
+        return not self.root.children and not self.root.uses
+
+    def is_linked(self, node: Node) -> bool:
+        """Whether the node is still in the tree."""
+        parent = node.parent
+        return parent is not None and parent.children.get(node.label[: self.block_bytes]) is node
+
+    def key_of(self, node: Node) -> bytes:
+        """The whole key from the root to the node's end. O(bytes)."""
+        labels: list[bytes] = []
+        at: Node | None = node
+        while at is not None:
+            labels.append(at.label)
+            at = at.parent
+        return b"".join(reversed(labels))
+
+    def nodes(self) -> list[Node]:
+        """All nodes except the root, parents before children. O(nodes)."""
+        found: list[Node] = []
+        pending = list(self.root.children.values())
+        while pending:
+            node = pending.pop()
+            found.append(node)
+            pending.extend(node.children.values())
+        return found

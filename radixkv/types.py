@@ -1,0 +1,176 @@
+"""What the cache hands out and what it talks to: counts, snapshots, hints, the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from radixkv.namespaces import Namespace
+
+BlockIds = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts of a whole cache at one moment. Blocks unless the name says otherwise; tokens since the start."""
+
+    num_blocks: int
+    free_blocks: int
+    resident_blocks: int
+    """Owned by trees and matchable."""
+    sequence_blocks: int
+    """Private to running sequences."""
+    quarantined_blocks: int
+    """Of cleared namespaces, held by running sequences."""
+    lent_blocks: int
+    """Lent to the engine."""
+    evictable_blocks: int
+    """Owned by trees and protected by no lease."""
+    num_nodes: int
+    num_sequences: int
+    num_namespaces: int
+    num_tenants: int
+    requests: int
+    hit_tokens: int
+    missed_tokens: int
+    evicted_blocks: int
+    copied_blocks: int
+    """Copies by copy-on-write."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """Counts of one tenant; says nothing of others or of the pool."""
+
+    tenant: str
+    used_blocks: int
+    resident_blocks: int
+    sequence_blocks: int
+    evictable_blocks: int
+    num_namespaces: int
+    requests: int
+    hit_tokens: int
+    missed_tokens: int
+    evicted_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What a request tells the eviction policy. ``labels`` are free: session, turn, a pending tool call."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Journal(Protocol):
+    """Hears what becomes resident and what leaves, at a coarse grain.
+
+    Called under the cache's lock: an implementation may only append to a queue. Ranges are in tokens and are
+    reported only if they contain a multiple of ``grain_tokens`` (itself a multiple of the block size): the
+    segment that ends at token ``e`` is resident from a ``stored`` with ``start < e ≤ stop`` until a ``removed``
+    with ``start < e ≤ stop``, or a ``cleared``. ``key`` is the key (uint32 bytes, see ``tokens``) of the
+    ids ``[0, stop)``.
+    """
+
+    grain_tokens: int
+
+    def stored(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+        """Tokens ``[start, stop)`` of the prefix became resident."""
+
+    def removed(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+        """Tokens ``[start, stop)`` of the prefix left."""
+
+    def cleared(self, namespace: Namespace) -> None:
+        """Everything of the namespace left."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """A node: ``parent`` is its index in the tree's list (None below the root), ``depth`` in blocks to its end."""
+
+    parent: int | None
+    label: bytes
+    block_ids: bytes
+    depth: int
+    uses: int
+    child_key: bytes
+    """The key under which the parent's children hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSnapshot:
+    """A tree, parents before children. ``num_blocks`` and ``root_uses`` are the cache's own counts."""
+
+    namespace: Namespace
+    detached: bool
+    num_blocks: int
+    root_uses: int
+    nodes: tuple[NodeSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """Blocks ``[start, start + n)`` of some sequences. ``parent`` is an index into the snapshot's runs.
+
+    ``node`` is the (tree, node) whose lease it holds once a tree owns its blocks; None while they are private.
+    """
+
+    parent: int | None
+    start: int
+    block_ids: bytes
+    owners: int
+    node: tuple[int, int | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSnapshot:
+    """A running sequence. ``node`` is the leased (tree, node), node None being the root; ``run`` its last run."""
+
+    namespace: Namespace
+    node: tuple[int, int | None]
+    run: int | None
+    block_ids: bytes
+    num_tokens: int
+    num_cached_tokens: int
+    num_committed_tokens: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSnapshot:
+    """A lease on a match."""
+
+    node: tuple[int, int | None]
+    block_ids: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSnapshot:
+    """A tenant's counts as the cache keeps them; ``policy_nodes`` is how many nodes its policy calls evictable."""
+
+    tenant: str
+    used_blocks: int
+    evictable_blocks: int
+    policy_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything the audit needs, taken at one moment. In-process only: labels are token ids.
+
+    (tree, node) pairs index ``trees`` and the tree's ``nodes``.
+    """
+
+    num_blocks: int
+    block_size: int
+    free_ids: BlockIds
+    lent_ids: tuple[int, ...]
+    trees: tuple[TreeSnapshot, ...]
+    runs: tuple[RunSnapshot, ...]
+    sequences: tuple[SequenceSnapshot, ...]
+    leases: tuple[LeaseSnapshot, ...]
+    tenants: tuple[TenantSnapshot, ...]
