@@ -247,14 +247,14 @@ class PrefixCache:
         size = self._block_bytes
         tree = self._tree(namespace) or self._new_tree(namespace)
         walk = tree.walk(key, len(key) - 1 if key else 0)
-        num_cached = walk.matched // size
+        num_cached, shared_ids = walk.matched // size, walk.block_ids()
         needed = -(-len(key) // size) - num_cached
         if needed > self._pool.num_free:
             self._evictor.require(needed, self._newly_protected(walk))
         self._tenants.setdefault(namespace.tenant, tree.tenant)
         tree.tenant.trees[namespace] = tree
         sequence = Sequence(self, namespace, tree, self._lease_walk(walk), key, num_cached * self._block_size)
-        sequence._table += walk.block_ids()
+        sequence._table += shared_ids
         if needed:
             sequence.add_block(self._evictor.take(needed, tree.tenant))
             tree.tenant.used_blocks += needed

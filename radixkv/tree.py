@@ -78,7 +78,7 @@ class Walk(NamedTuple):
         return self.at + self.common
 
     def block_ids(self) -> bytes:
-        """Packed ids of the matched blocks from where the walk began. O(nodes) joins."""
+        """Packed ids of the matched blocks from where the walk began; ask before ``child`` is split. O(nodes)."""
         parts = [node.block_ids for node in self.path]
         if self.child is not None:
             whole, label = self.child.block_ids, self.child.label
