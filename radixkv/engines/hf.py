@@ -1,0 +1,540 @@
+"""HFEngine: transformers models served through the prefix cache.
+
+    prompt rows ──open──▶ leased prefix + room ──prefill, a row at a time──▶ PagedCache ──model.generate──▶ tokens
+                                  only what isn't cached, committed          all rows together
+                                  chunk by chunk
+
+The engine computes a prompt's KV up to its last token, each row by itself because rows hit differently. Then
+transformers' own ``generate`` runs the loop, from the last token on, over a PagedCache: sampling, beams, logits
+processors and stopping are stock code, and the tokens are those of ``model.generate`` on the same prompts
+(left-padded, with their attention mask). Keys and values live in the cache's blocks alone; beams are forks of
+one sequence.
+
+When a request ends, the KV of its output rows is committed, so that the next turn of a conversation finds
+it: all tokens of a row but its newest, which was never computed. Whatever the end, normal, stopped or by an
+error, every sequence is released.
+
+An engine is used by one thread at a time; the cache may be shared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from radixkv import tokens
+from radixkv.cache import PrefixCache
+from radixkv.clock import Clock, monotonic
+from radixkv.engines.hf_cache import PagedCache
+from radixkv.engines.hf_models import demo_model, fingerprint, layout_of, load_model, max_model_len_of
+from radixkv.errors import ArgumentError, ConfigError, TokenError
+from radixkv.namespaces import Namespace
+from radixkv.sequence import Sequence
+
+__all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
+
+Prompt = NDArray[np.uint32]
+
+_STOCK_SETTINGS: dict[str, Any] = {
+    "use_cache": True,
+    "cache_implementation": None,
+    "prefill_chunk_size": None,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "guidance_scale": None,
+    "stop_strings": None,
+    "token_healing": False,
+    "max_time": None,
+}
+"""Settings of a model's own generation config that would change who runs the loop or what it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What ``HFEngine.prefill`` did: tokens of the prompt, found cached, computed; its blocks; seconds."""
+
+    num_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What ``HFEngine.generate`` made.
+
+    token_ids: the new tokens of each output row, the rows of a prompt adjacent; an end-of-sequence token is included.
+    num_prompt_tokens, num_cached_tokens: of each prompt.
+    finish_reasons: of each output row, "length" if it has ``max_new_tokens`` and did not end by itself, else "stop".
+    time_to_first_token_s: from the call to the choice of the first new token; ``seconds`` if there was none.
+    """
+
+    token_ids: list[list[int]]
+    num_prompt_tokens: list[int]
+    num_cached_tokens: list[int]
+    finish_reasons: list[str]
+    time_to_first_token_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The validated arguments of a ``generate``."""
+
+    namespace: Namespace
+    prompts: list[Prompt]
+    max_new_tokens: int
+    do_sample: bool
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    num_beams: int
+    num_return_sequences: int
+    eos_token_ids: frozenset[int]
+    on_step: Callable[[list[list[int]]], None] | None
+    stop: Callable[[], bool] | None
+
+    @property
+    def fanout(self) -> int:
+        """Rows that decode each prompt."""
+        return max(self.num_beams, self.num_return_sequences)
+
+
+class HFEngine:
+    """Prefill and generation of one transformers model over one PrefixCache with storage.
+
+    ``chunk_tokens``: prefill runs in chunks of this many tokens, each committed when computed. ``tokenizer_digest``:
+    SHA-256 of the tokenizer's files, part of the fingerprint. Raises ConfigError when the cache has no
+    storage, or one of another layout, or the model can't be served (see ``layout_of``).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PrefixCache,
+        *,
+        tokenizer_digest: str = "",
+        chunk_tokens: int = 512,
+        clock: Clock = monotonic,
+    ) -> None:
+        if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
+            raise ConfigError("chunk_tokens", chunk_tokens, "an integer ≥ 1")
+        if model.training:
+            raise ConfigError("model.training", True, "a model in eval mode: model.eval()")
+        layout = layout_of(model)
+        if cache.storage is None or cache.config.layout != layout:
+            raise ConfigError("cache.config.layout", cache.config.layout, f"the model's: {layout}")
+        if cache.storage.device.type != model.device.type:
+            raise ConfigError("cache.config.device", cache.config.device, f"the model's: {model.device}")
+        self.model, self.cache = model, cache
+        self._storage, self._chunk_tokens, self._clock = cache.storage, chunk_tokens, clock
+        self.fingerprint = fingerprint(model, tokenizer_digest, cache.config.block_size)
+        self.vocab_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
+        limit = max_model_len_of(model)
+        self.max_model_len = cache.config.num_blocks * cache.config.block_size if limit is None else limit
+        self.eos_token_ids = _ids_of(model.generation_config.eos_token_id)
+        self._pad_token_id: int | None = model.generation_config.pad_token_id
+        self._keeps_logits = "logits_to_keep" in _parameters(model)
+
+    def namespace(self, tenant: str, adapter: str | None = None, salt: str = "") -> Namespace:
+        """The tenant's namespace for this model: its ``model`` is the engine's fingerprint."""
+        return Namespace(tenant, self.fingerprint, adapter, salt)
+
+    # Prefill --------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, ns: Namespace, ids: tokens.TokenIds, *, on_chunk: Callable[[int, int], None] | None = None
+    ) -> Prefill:
+        """Compute the KV of all tokens of ``ids`` that isn't cached, and commit it, chunk by chunk.
+
+        ``on_chunk(done, total)`` hears the tokens done after each chunk. Raises TokenError and ArgumentError
+        for ids that the model can't take, CapacityError when there is no room; nothing stays open.
+        """
+        started = self._clock()
+        self._check_namespace(ns)
+        prompt = self._check_prompt(ids, "ids", self.max_model_len)
+        with self.cache.open(ns, prompt) as sequence:
+            cached = sequence.num_cached_tokens
+            for done in self._compute(self._paged([sequence], [cached]), prompt):
+                if on_chunk is not None:
+                    on_chunk(done, len(prompt))
+            num_blocks = sequence.num_blocks
+        return Prefill(len(prompt), cached, len(prompt) - cached, num_blocks, self._clock() - started)
+
+    @torch.no_grad()
+    def _compute(self, paged: PagedCache, prompt: Prompt) -> Iterator[int]:
+        """Prefill the one row of ``paged`` to the end of ``prompt``; yields the tokens done after each chunk."""
+        with paged.attached(self.model):
+            while paged.width < len(prompt):
+                chunk = prompt[paged.width : paged.width + self._chunk_tokens]
+                ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
+                extra = {"logits_to_keep": 1} if self._keeps_logits else {}
+                self.model(input_ids=ids, past_key_values=paged, use_cache=True, **extra)
+                paged.commit()
+                yield paged.width
+
+    def _paged(
+        self,
+        sequences: list[Sequence],
+        num_computed: list[int],
+        request: _Request | None = None,
+        fanout: int = 1,
+    ) -> PagedCache:
+        # Beams that end leave the running ones, so among those an end-of-sequence token ends nothing.
+        eos = request.eos_token_ids if request is not None and request.num_beams == 1 else frozenset[int]()
+        return PagedCache(
+            self.cache, self._storage, sequences, num_computed, fanout=fanout, eos_token_ids=eos
+        )
+
+    # Generation -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        ns: Namespace,
+        ids: Any,
+        max_new_tokens: int,
+        *,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        num_beams: int = 1,
+        num_return_sequences: int = 1,
+        eos_token_id: int | Iterable[int] | None = None,
+        on_step: Callable[[list[list[int]]], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Generation:
+        """Continue one prompt (ids in any form) or a batch of them (a list of prompts).
+
+        The tokens are those of ``model.generate`` with these arguments (``top_k=None`` meaning no top-k) on the
+        prompts, left-padded with their attention mask. With ``do_sample`` and a ``seed`` they are those that follow
+        ``torch.manual_seed(seed)``, and torch's random state afterwards is what it was before; without a
+        ``seed`` it is used and advanced.
+
+        eos_token_id: None for the model's own; -1 or an empty list for never.
+        on_step: hears the new token of each output row after each step, ``[]`` for rows that ended; not with beams.
+        stop: asked after each prefill chunk and each step; True ends the request with what there is.
+
+        Raises before anything happens: TokenError (ids that aren't token ids or lie outside the vocabulary),
+        ArgumentError (everything else). Raises CapacityError when the pool can't hold the rows, also in
+        the middle. Nothing stays open in any case; what was committed stays matchable.
+        """
+        started = self._clock()
+        request = self._check_request(
+            ns,
+            ids,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            num_beams=num_beams,
+            num_return_sequences=num_return_sequences,
+            eos_token_ids=self.eos_token_ids if eos_token_id is None else _ids_of(eos_token_id),
+            on_step=on_step,
+            stop=stop,
+        )
+        watcher = _Watcher(request, self._clock)
+        with ExitStack() as stack:
+            pages = self._prefill_rows(request, watcher, stack)
+            cached = [page.sequences[0].num_cached_tokens for page in pages]
+            rows = None if watcher.stopped else self._decode(request, watcher, pages, stack)
+        seconds = self._clock() - started
+        return _generation(request, rows, cached, watcher, started, seconds)
+
+    def _prefill_rows(self, request: _Request, watcher: _Watcher, stack: ExitStack) -> list[PagedCache]:
+        """Open each prompt and compute all but its last token; ends early when the caller asks to stop."""
+        pages: list[PagedCache] = []
+        for prompt in request.prompts:
+            sequence = stack.enter_context(self.cache.open(request.namespace, prompt))
+            pages.append(self._paged([sequence], [sequence.num_cached_tokens], request, fanout=1))
+            for _ in self._compute(pages[-1], prompt[:-1]):
+                if watcher.ask_to_stop():
+                    return pages
+        return pages
+
+    def _decode(
+        self, request: _Request, watcher: _Watcher, pages: list[PagedCache], stack: ExitStack
+    ) -> list[list[int]]:
+        """Run transformers' own loop over all rows; the new tokens of each output row."""
+        if len(pages) * request.fanout == 1:
+            paged = pages[0]
+        else:
+            computed = [len(prompt) - 1 for prompt in request.prompts]
+            sequences = [page.sequences[0] for page in pages]
+            paged = self._paged(sequences, computed, request, fanout=request.fanout)
+        stack.callback(paged.release)
+        input_ids, attention_mask = self._pad(request.prompts)
+        with paged.attached(self.model), _seeded(request.seed, self.model.device):
+            output: Tensor = cast(Any, self.model).generate(
+                input_ids,
+                attention_mask=attention_mask,
+                past_key_values=paged,
+                stopping_criteria=StoppingCriteriaList([watcher]),
+                **self._settings(request),
+            )
+        rows = [_until_end(row, request.eos_token_ids) for row in output[:, input_ids.shape[1] :].tolist()]
+        _commit_outputs(paged, request, rows)
+        return rows
+
+    def _settings(self, request: _Request) -> dict[str, Any]:
+        """Generation settings by name, as ``model.generate`` takes them."""
+        return {
+            **_STOCK_SETTINGS,
+            "max_new_tokens": request.max_new_tokens,
+            "do_sample": request.do_sample,
+            "temperature": request.temperature if request.do_sample else None,
+            "top_k": (request.top_k or 0) if request.do_sample else None,
+            "top_p": request.top_p if request.do_sample else None,
+            "num_beams": request.num_beams,
+            "num_return_sequences": request.num_return_sequences,
+            "eos_token_id": sorted(request.eos_token_ids) or None,
+            "pad_token_id": self._pad_token_id,
+        }
+
+    def _pad(self, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
+        """The prompts left-padded ``[prompts, longest]``, and the mask of what is not padding."""
+        width = max(len(prompt) for prompt in prompts)
+        ids = np.full((len(prompts), width), self._pad_token_id or 0, dtype=np.int64)
+        mask = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        return torch.from_numpy(ids).to(self.model.device), torch.from_numpy(mask).to(self.model.device)
+
+    # Checks ---------------------------------------------------------------------------------------------------
+
+    def _check_request(self, ns: Namespace, ids: Any, **arguments: Any) -> _Request:
+        self._check_namespace(ns)
+        _check_arguments(arguments)
+        outside = [token_id for token_id in arguments["eos_token_ids"] if not 0 <= token_id < self.vocab_size]
+        if outside:
+            raise ArgumentError(
+                "eos_token_id", outside[0], f"ids from 0 to {self.vocab_size - 1}, or -1 for never"
+            )
+        if not _is_batch(ids):
+            prompts = [self._check_prompt(ids, "ids", self.max_model_len - 1)]
+        else:
+            prompts = [
+                self._check_prompt(row, f"ids[{index}]", self.max_model_len - 1)
+                for index, row in enumerate(ids)
+            ]
+        longest = max(len(prompt) for prompt in prompts)
+        if longest + arguments["max_new_tokens"] > self.max_model_len:
+            allowed = f"1 to {self.max_model_len - longest} after a prompt of {longest} tokens"
+            raise ArgumentError("max_new_tokens", arguments["max_new_tokens"], allowed)
+        return _Request(namespace=ns, prompts=prompts, **arguments)
+
+    def _check_namespace(self, ns: Namespace) -> None:
+        if not isinstance(ns, Namespace):
+            raise ArgumentError("ns", ns, "a Namespace")
+        if ns.model != self.fingerprint:
+            raise ArgumentError("ns.model", ns.model, f"this engine's fingerprint, {self.fingerprint}")
+
+    def _check_prompt(self, ids: tokens.TokenIds, field: str, max_tokens: int) -> Prompt:
+        try:
+            prompt = tokens.decode(tokens.encode(ids))
+        except TokenError as error:
+            raise TokenError(f"{field}: {error}", error.index) from None
+        if not 1 <= len(prompt) <= max_tokens:
+            raise ArgumentError(field, f"{len(prompt)} tokens", f"1 to {max_tokens} tokens")
+        if int(prompt.max()) >= self.vocab_size:
+            index = int(np.argmax(prompt >= self.vocab_size))
+            allowed = f"allowed are ids of the vocabulary, 0 to {self.vocab_size - 1}"
+            raise TokenError(f"{field}[{index}]={int(prompt[index])}: {allowed}", index)
+        return prompt
+
+
+class _Watcher(StoppingCriteria):
+    """Sits in transformers' loop: notes the first token's time, tells the caller each step, asks whether to stop."""
+
+    def __init__(self, request: _Request, clock: Clock) -> None:
+        self._request, self._clock = request, clock
+        self._ended = [False] * (len(request.prompts) * request.fanout)
+        self.first_token_at: float | None = None
+        self.stopped = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """One answer for each row of ``input_ids`` ``[rows, tokens so far]``: whether it ends here."""
+        if self.first_token_at is None:
+            self.first_token_at = self._clock()
+        if self._request.on_step is not None:
+            self._request.on_step(self._step(input_ids[:, -1].tolist()))
+        self.ask_to_stop()
+        return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
+
+    def ask_to_stop(self) -> bool:
+        """Ask the caller; once yes, always yes."""
+        if self._request.stop is not None and not self.stopped:
+            self.stopped = bool(self._request.stop())
+        return self.stopped
+
+    def _step(self, newest: list[int]) -> list[list[int]]:
+        step = [[] if ended else [token_id] for token_id, ended in zip(newest, self._ended, strict=True)]
+        for row, token_id in enumerate(newest):
+            self._ended[row] = self._ended[row] or token_id in self._request.eos_token_ids
+        return step
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Inside, the device's random state is that after ``torch.manual_seed(seed)``; afterwards what it was before."""
+    if seed is None:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _commit_outputs(paged: PagedCache, request: _Request, rows: list[list[int]]) -> None:
+    """Commit the KV of the output rows, as far as a decoded row holds it.
+
+    A sampled row is a decoded row. A beam hypothesis that ended while others went on may have no row any more;
+    then what the closest row shares with it is committed.
+    """
+    group = len(paged.sequences) // len(request.prompts)
+    for index, row in enumerate(rows):
+        prompt = index // request.num_return_sequences
+        wanted = np.concatenate([request.prompts[prompt], np.array(row, dtype=np.uint32)])
+        shared, closest = max(
+            (_num_shared(paged.sequences[at].token_ids[: paged.lengths[at]], wanted), at)
+            for at in range(prompt * group, (prompt + 1) * group)
+        )
+        sequence = paged.sequences[closest]
+        if shared > sequence.num_committed_tokens:
+            sequence.commit(shared)
+
+
+def _num_shared(left: Prompt, right: Prompt) -> int:
+    """Leading ids that are equal."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(np.argmax(differs)) if differs.any() else length
+
+
+def _generation(
+    request: _Request,
+    rows: list[list[int]] | None,
+    cached: list[int],
+    watcher: _Watcher,
+    started: float,
+    seconds: float,
+) -> Generation:
+    if rows is None:  # stopped before the first token
+        rows = [[] for _ in range(len(request.prompts) * request.num_return_sequences)]
+    return Generation(
+        token_ids=rows,
+        num_prompt_tokens=[len(prompt) for prompt in request.prompts],
+        num_cached_tokens=cached + [0] * (len(request.prompts) - len(cached)),
+        finish_reasons=[_finish_reason(row, request) for row in rows],
+        time_to_first_token_s=seconds if watcher.first_token_at is None else watcher.first_token_at - started,
+        seconds=seconds,
+    )
+
+
+def _finish_reason(row: list[int], request: _Request) -> str:
+    is_whole = len(row) == request.max_new_tokens
+    return "length" if is_whole and row[-1] not in request.eos_token_ids else "stop"
+
+
+def _until_end(row: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    """The row up to its end-of-sequence token, which is included; what follows it is padding."""
+    for index, token_id in enumerate(row):
+        if token_id in eos_token_ids:
+            return row[: index + 1]
+    return row
+
+
+def _ids_of(value: Any) -> frozenset[int]:
+    """End-of-sequence ids given as None, an id or several; -1 stands for none."""
+    if value is None:
+        return frozenset()
+    try:
+        ids = (
+            [operator.index(value)]
+            if not isinstance(value, Iterable)
+            else [operator.index(item) for item in value]
+        )
+    except TypeError:
+        raise ArgumentError("eos_token_id", value, "an id, ids, or -1 for never") from None
+    return frozenset(ids) - {-1}
+
+
+def _is_batch(ids: Any) -> bool:
+    """Whether ``ids`` are prompts rather than one prompt."""
+    if getattr(ids, "ndim", 1) == 2:
+        return len(ids) > 0
+    if not isinstance(ids, (list, tuple)) or not ids:
+        return False
+    first = ids[0]
+    return isinstance(first, (list, tuple, range, bytes, array)) or getattr(first, "ndim", 0) == 1
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise ArgumentError for the first argument of ``generate`` that can't work."""
+    for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
+        _require(name, arguments[name], _is_int(arguments[name]) and arguments[name] >= 1, "an integer ≥ 1")
+    _require("do_sample", arguments["do_sample"], isinstance(arguments["do_sample"], bool), "true or false")
+    temperature, top_k, top_p, seed = (arguments[name] for name in ("temperature", "top_k", "top_p", "seed"))
+    _require("temperature", temperature, _is_number(temperature) and temperature > 0, "a finite number > 0")
+    _require("top_k", top_k, top_k is None or (_is_int(top_k) and top_k >= 1), "an integer ≥ 1, or None")
+    _require(
+        "top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1), "a number in (0, 1], or None"
+    )
+    in_range = seed is None or (_is_int(seed) and -(2**63) <= seed < 2**64)
+    _require("seed", seed, in_range, "an integer from -2^63 to 2^64 - 1, or None")
+    beams, returned = arguments["num_beams"], arguments["num_return_sequences"]
+    if beams > 1:
+        _require("num_return_sequences", returned, returned <= beams, f"at most num_beams = {beams}")
+        _require("on_step", arguments["on_step"], arguments["on_step"] is None, "None with num_beams > 1")
+    elif not arguments["do_sample"]:
+        _require(
+            "num_return_sequences",
+            returned,
+            returned == 1,
+            "1 for greedy decoding, whose rows would be equal",
+        )
+
+
+def _require(argument: str, value: object, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise ArgumentError(argument, value, allowed)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _parameters(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)

@@ -1,0 +1,291 @@
+"""A transformers ``Cache`` whose truth is the paged block storage. The one module that knows transformers' internals.
+
+Rows and columns. transformers sees a rectangle of ``rows × columns``; row ``r`` holds the tokens of one
+sequence, right-aligned, so rows of different lengths have columns of padding on their left:
+
+    column   0        pad[r]                      width
+    row r    ·········t0 t1 t2 ... t[length[r]-1] │ the step's tokens go here
+
+Padding exists in the rectangle only. Blocks hold tokens at their own positions, from 0, and nothing else.
+
+A step (one ``forward``):
+1. ``begin_step(ids)``, from a hook on the model's forward, makes room: one ``PrefixCache.append`` for all rows, so
+   that copy-on-write's copies go in one launch, and decides where each new token's KV goes.
+2. Each layer's ``update(keys, values)`` writes the new tokens into the blocks and returns the rectangle.
+3. After the last layer ``width`` and the lengths move on.
+
+The rectangle is a working copy of the blocks, head-major as attention wants it, kept from step to step and grown
+in place; any fork or permutation of rows drops it, and the next step gathers it from the blocks again: one
+index operation a row and layer, no loop over blocks. So what beams read after a fork is what the blocks hold.
+
+Rows come in groups of ``fanout`` that continue one prompt (beams, or several returned sequences). Until the
+step after the prompt's last token, the rows of a group are one sequence, whose KV the group's first row
+writes; then it is forked. A row whose newest token ends it (``eos_token_ids``) is finished: transformers goes on
+feeding it padding until the others end too, and none of that enters its sequence or takes a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from radixkv.cache import PrefixCache
+from radixkv.sequence import Sequence
+from radixkv.storage.device import DeviceStorage
+
+_GROWTH_COLUMNS = 256
+"""The rectangle grows by this many columns: a copy every 256 decode steps, at most 256 columns unused."""
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of a PagedCache, as transformers' masks and attention see it."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, owner: PagedCache, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner, self._index = owner, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the storage exists."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the step's keys and values ``[rows, kv_heads, tokens, head_dim]``; return those of all columns."""
+        return self._owner.write(self._index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns after a step of ``query_length`` tokens, and the first column, 0."""
+        return self._owner.width + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns so far, padding included."""
+        return self._owner.width
+
+    def get_max_length(self) -> int:
+        """-1, transformers' word for unlimited."""
+        return -1
+
+
+class _Slots:
+    """Where a step's KV goes: token ``i`` is ``(row, column)`` of the step's tensors and ``(block, offset)`` in storage."""
+
+    __slots__ = ("blocks", "columns", "offsets", "rows")
+
+    def __init__(self, table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> None:
+        self.rows, self.columns, self.blocks, self.offsets = torch.from_numpy(table).to(device).unbind(0)
+
+
+class PagedCache(Cache):
+    """The KV of some sequences, for ``forward`` and ``generate`` of a transformers model.
+
+    ``sequences``: one for each group of ``fanout`` rows; the cache takes charge of them. ``num_computed[i]`` of
+    their tokens are in the blocks already. ``width`` is what transformers calls the sequence length.
+    """
+
+    def __init__(
+        self,
+        prefix_cache: PrefixCache,
+        storage: DeviceStorage,
+        sequences: list[Sequence],
+        num_computed: list[int],
+        *,
+        fanout: int = 1,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._prefix_cache, self._storage = prefix_cache, storage
+        self._block_size = prefix_cache.config.block_size
+        self._eos_token_ids = eos_token_ids
+        self.sequences = list(sequences)
+        self.fanout = fanout
+        self.width = max(num_computed)
+        self.lengths = list(num_computed)
+        self._pads = [self.width - length for length in num_computed]
+        self._finished = [False] * len(sequences)
+        self._forked = fanout == 1
+        self._num_step_tokens = 0
+        self._slots: _Slots | None = None
+        self._tables: list[Tensor] = []
+        self._rectangle: list[Tensor | None] = [None] * storage.layout.num_layers
+        super().__init__(layers=[PagedLayer(self, index) for index in range(storage.layout.num_layers)])
+
+    # A step ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def attached(self, model: PreTrainedModel) -> Iterator[None]:
+        """While the context lasts, a forward of ``model`` with this cache tells it the step's ids first."""
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kwargs.get("past_key_values") is self:
+                self.begin_step(kwargs["input_ids"])
+
+        handle = model.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def begin_step(self, input_ids: Tensor) -> None:
+        """Make room for ``input_ids`` ``[rows, tokens]``; more than one token a row only where room exists.
+
+        Raises CapacityError, with nothing changed but groups forked.
+        """
+        rows, num_tokens = input_ids.shape
+        if not self._forked and self._has_no_room(0):
+            self._fork()
+        if num_tokens == 1:
+            self._append(input_ids[:: rows // len(self.sequences), 0].tolist())
+        self._num_step_tokens = num_tokens
+        self._slots = _Slots(self._place(num_tokens), self._storage.device)
+        self._tables = self._tables_to_gather() if self._rectangle[0] is None else []
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values into the blocks; return the rectangle's."""
+        slots = self._slots
+        assert slots is not None, "update without begin_step"
+        data = self._storage.layer(layer)
+        data[:, 0][slots.blocks, slots.offsets] = keys.transpose(1, 2)[slots.rows, slots.columns]
+        data[:, 1][slots.blocks, slots.offsets] = values.transpose(1, 2)[slots.rows, slots.columns]
+        stop = self.width + self._num_step_tokens
+        rectangle = self._rectangle_of(layer, keys.shape[0], stop)
+        rectangle[0, :, :, self.width : stop] = keys
+        rectangle[1, :, :, self.width : stop] = values
+        if layer == len(self.layers) - 1:
+            self._end_step()
+        return rectangle[0, :, :, :stop], rectangle[1, :, :, :stop]
+
+    def commit(self) -> None:
+        """Make every computed token's KV matchable, as far as it fills blocks."""
+        for sequence, length in zip(self.sequences, self.lengths, strict=True):
+            sequence.commit(length)
+
+    def release(self) -> None:
+        """Give up all sequences that are open still."""
+        for sequence in self.sequences:
+            if sequence.is_open:
+                sequence.release()
+
+    def _has_no_room(self, index: int) -> bool:
+        return bool(self.sequences[index].num_tokens == self.lengths[index])
+
+    def _append(self, token_ids: list[int]) -> None:
+        growing: list[Sequence] = []
+        growing_ids: list[int] = []
+        for index, token_id in enumerate(token_ids):
+            if self._finished[index] or not self._has_no_room(index):
+                continue
+            if token_id in self._eos_token_ids:
+                self._finished[index] = True
+                continue
+            growing.append(self.sequences[index])
+            growing_ids.append(token_id)
+        if growing:
+            self._prefix_cache.append(growing, growing_ids)
+
+    def _place(self, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """``[4, tokens]``: row, column, block id, offset of each token that the step stores."""
+        rows_each = 1 if self._forked else self.fanout
+        parts = []
+        steps = np.arange(num_tokens)
+        for index, sequence in enumerate(self.sequences):
+            if self._finished[index]:
+                continue
+            positions = self.lengths[index] + steps
+            blocks = sequence.block_table[positions // self._block_size]
+            parts.append(
+                (np.full(num_tokens, index * rows_each), steps, blocks, positions % self._block_size)
+            )
+        if not parts:
+            return np.zeros((4, 0), dtype=np.int64)
+        return np.concatenate([np.stack(part).astype(np.int64) for part in parts], axis=1)
+
+    def _end_step(self) -> None:
+        for index, finished in enumerate(self._finished):
+            if not finished:
+                self.lengths[index] += self._num_step_tokens
+        self.width += self._num_step_tokens
+        self._slots = None
+
+    # The rectangle --------------------------------------------------------------------------------------------
+
+    def _rectangle_of(self, layer: int, rows: int, columns: int) -> Tensor:
+        """``[2, rows, kv_heads, ≥ columns, head_dim]``, its first ``width`` columns filled."""
+        rectangle = self._rectangle[layer]
+        if rectangle is None:
+            rectangle = self._gather(layer, rows, columns)
+        elif rectangle.shape[3] < columns:
+            rectangle = torch.nn.functional.pad(
+                rectangle, (0, 0, 0, columns + _GROWTH_COLUMNS - rectangle.shape[3])
+            )
+        self._rectangle[layer] = rectangle
+        return rectangle
+
+    def _gather(self, layer: int, rows: int, columns: int) -> Tensor:
+        layout, size = self._storage.layout, self._block_size
+        capacity = columns + _GROWTH_COLUMNS + size
+        data = self._storage.layer(layer)
+        rectangle = data.new_zeros((2, rows, layout.num_kv_heads, capacity, layout.head_dim))
+        rows_each = rows // len(self.sequences)
+        for index, table in enumerate(self._tables):
+            blocks = data.index_select(0, table).permute(
+                1, 3, 0, 2, 4
+            )  # [2, kv_heads, blocks, size, head_dim]
+            start = self._pads[index]
+            for row in range(index * rows_each, (index + 1) * rows_each):
+                target = rectangle[:, row, :, start : start + len(table) * size]
+                target.view(2, layout.num_kv_heads, len(table), size, layout.head_dim).copy_(blocks)
+        return rectangle
+
+    def _tables_to_gather(self) -> list[Tensor]:
+        """The blocks of each sequence that hold computed tokens."""
+        tables = []
+        for sequence, length in zip(self.sequences, self.lengths, strict=True):
+            table = sequence.block_table[: -(-length // self._block_size)]
+            tables.append(torch.from_numpy(table.astype(np.int64)).to(self._storage.device))
+        return tables
+
+    # Forks ----------------------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """A beam step: row ``i`` continues what row ``beam_idx[i]`` was. Copies nothing; the next step does."""
+        if not self._forked:
+            self._fork()
+        self._permute(beam_idx.tolist())
+
+    def _fork(self) -> None:
+        """Give every row a sequence of its own; the prompts are computed to the end."""
+        self.commit()
+        rows: list[Sequence] = []
+        with ExitStack() as undo:
+            for sequence in self.sequences:
+                children = sequence.fork(self.fanout - 1)
+                rows += [sequence, *children]
+                for child in children:
+                    undo.callback(child.release)
+            undo.pop_all()
+        groups = [index for index in range(len(self.sequences)) for _ in range(self.fanout)]
+        self.sequences = rows
+        self._take(groups)
+        self._forked = True
+
+    def _permute(self, parents: list[int]) -> None:
+        self.sequences = self._prefix_cache.reorder(self.sequences, parents)
+        if parents != list(range(len(self.lengths))):
+            self._rectangle = [None] * len(self.layers)
+        self._take(parents)
+
+    def _take(self, parents: list[int]) -> None:
+        self.lengths = [self.lengths[parent] for parent in parents]
+        self._pads = [self._pads[parent] for parent in parents]
+        self._finished = [self._finished[parent] for parent in parents]
