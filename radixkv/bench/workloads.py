@@ -1,0 +1,117 @@
+"""Workloads for the index benchmark: requests as (tenant, prompt ids, prompt + answer ids), from a seed.
+
+    trace     the requests of a trace file of 512-token hash ids, or a generator of the same shape without one
+    chat      64 tenants × 32 conversations × 8 turns over one 2,048-token system prompt of equal ids
+    thin      64-token prompts that share nothing: a leaf for each
+    unique    4,096-token prompts that share nothing
+
+Ids are drawn below 128,000. Every workload is a generator: the ids of one request exist at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.errors import ConfigError
+
+VOCABULARY = 128_000
+SEGMENT_TOKENS = 512
+"""Tokens that a hash id of a trace stands for."""
+
+Ids = NDArray[np.int64]
+
+
+class Request(NamedTuple):
+    """A prompt, and the prompt with its answer: int64 ids."""
+
+    tenant: str
+    prompt: Ids
+    full: Ids
+
+
+def draw(seed: int, *path: int, size: int) -> Ids:
+    """``size`` ids that depend on the seed and the path alone."""
+    return np.random.Generator(np.random.SFC64([seed, *path])).integers(0, VOCABULARY, size, dtype=np.int64)
+
+
+def chat(seed: int, tenants: int = 64, conversations: int = 32, turns: int = 8) -> Iterator[Request]:
+    """Turn by turn: 120 user and 80 answer tokens each, after a system prompt that is the same for everybody."""
+    system = draw(seed, 1, size=2_048)
+    for turn in range(1, turns + 1):
+        for conversation in range(conversations):
+            for tenant in range(tenants):
+                body = draw(seed, 2, tenant, conversation, size=turns * 200)
+                full = np.concatenate([system, body[: turn * 200]])
+                yield Request(f"tenant-{tenant}", full[:-80], full)
+
+
+def thin(seed: int, requests: int = 50_500) -> Iterator[Request]:
+    """Prompts of 63 tokens and an answer of one."""
+    for number in range(requests):
+        full = draw(seed, 3, number, size=64)
+        yield Request("tenant-0", full[:-1], full)
+
+
+def unique(seed: int, requests: int = 700) -> Iterator[Request]:
+    """Prompts of 4,095 tokens and an answer of one."""
+    for number in range(requests):
+        full = draw(seed, 4, number, size=4_096)
+        yield Request("tenant-0", full[:-1], full)
+
+
+def trace_file(seed: int, path: Path, limit: int) -> Iterator[Request]:
+    """JSON lines with ``hash_ids`` (one for each 512 tokens, chained), ``input_length``, ``output_length``."""
+    with path.open() as lines:
+        for number, line in enumerate(lines):
+            if number >= limit:
+                return
+            try:
+                record = json.loads(line)
+                hash_ids, size, answer = record["hash_ids"], record["input_length"], record["output_length"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"--trace line {number + 1}", str(error), "JSON with hash_ids, input_length, output_length") from error
+            yield _segments(seed, number, hash_ids, size, answer)
+
+
+def trace_like(seed: int, limit: int) -> Iterator[Request]:
+    """Requests of the same shape without a file: conversations that continue, over a few shared system prompts."""
+    rng = np.random.Generator(np.random.SFC64([seed, 5]))
+    conversations: list[list[int]] = []
+    next_id = 16
+    for number in range(limit):
+        if conversations and rng.random() < 0.45:
+            hash_ids = conversations.pop(int(len(conversations) * rng.random() ** 0.3))
+        else:
+            hash_ids = [int(min(rng.zipf(1.6), 16)) - 1]
+        added = 1 + int(rng.exponential(16.0))
+        hash_ids = [*hash_ids, *range(next_id, next_id + added)][:256]
+        next_id += added
+        conversations = [*conversations[-2_000:], hash_ids]
+        size = len(hash_ids) * SEGMENT_TOKENS - int(rng.integers(SEGMENT_TOKENS))
+        yield _segments(seed, number, hash_ids, size, 1 + int(rng.exponential(340.0)))
+
+
+def _segments(seed: int, number: int, hash_ids: list[int], size: int, answer: int) -> Request:
+    prompt = np.concatenate([draw(seed, 6, hash_id, size=SEGMENT_TOKENS) for hash_id in hash_ids])[:size]
+    return Request("tenant-0", prompt, np.concatenate([prompt, draw(seed, 7, number, size=answer)]))
+
+
+def build(name: str, seed: int, trace: Path | None, limit: int | None) -> Callable[[], Iterator[Request]]:
+    """The workload of that name, to be run as often as needed. Raises ConfigError for an unknown one."""
+    if name == "trace":
+        count = limit or 3_000
+        return lambda: trace_file(seed, trace, count) if trace is not None else trace_like(seed, count)
+    makers: dict[str, Callable[[], Iterator[Request]]] = {
+        "chat": lambda: chat(seed),
+        "thin": lambda: thin(seed, limit or 50_500),
+        "unique": lambda: unique(seed, limit or 700),
+    }
+    if name not in makers:
+        raise ConfigError("--workload", name, "trace, chat, thin or unique")
+    return makers[name]
