@@ -15,31 +15,31 @@ from typing import Literal
 import torch
 
 from radixkv_kernels import reference
-from radixkv_kernels.checks import Ids, check_storage, fork_table
+from radixkv_kernels.checks import Ids, check_storage, fork_pairs
 
 
 def fork_blocks(storage: torch.Tensor, src: Ids, dst: Ids, num_rows: Ids) -> None:
     """Copies the first ``num_rows[i]`` rows of block ``src[i]`` into block ``dst[i]``, every layer, K and V.
 
     ``storage``: contiguous ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``, any dtype
-    and device. ``src``, ``dst``, ``num_rows``: equally long host arrays (NumPy, torch CPU, sequences of int),
-    int32 at best. Rows from ``num_rows[i]`` on and blocks that are no target keep their bytes. Nothing to
+    and device. ``src``, ``dst``, ``num_rows``: equally long host arrays of integers (NumPy, torch CPU,
+    lists). Rows from ``num_rows[i]`` on and blocks that are no target keep their bytes. Nothing to
     copy, nothing launched.
 
     Raises InputError (a ValueError), with nothing changed, for storage of another form and for pairs that
-    can't be copied in any order (see ``checks.fork_table``). Enqueues on the current stream and returns
+    can't be copied in any order (see ``checks.fork_pairs``). Enqueues on the current stream and returns
     without waiting for it. Cost: bytes of the valid rows, read and written, and one launch.
     """
     check_storage(storage)
-    table = fork_table(src, dst, num_rows, storage.shape[0], storage.shape[3])
-    if len(table) == 0:
+    pairs = fork_pairs(src, dst, num_rows, storage.shape[0], storage.shape[3])
+    if not pairs.sources:
         return
     if backend(storage) == "triton":
         from radixkv_kernels import fork_triton
 
-        fork_triton.launch(storage, fork_triton.upload(table, storage.device))
+        fork_triton.launch(storage, fork_triton.upload(pairs, storage.device))
     else:
-        reference.fork_blocks(storage, *table.T.tolist())
+        reference.fork_blocks(storage, *pairs)
 
 
 def backend(storage: torch.Tensor) -> Literal["triton", "torch"]:

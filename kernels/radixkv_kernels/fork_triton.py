@@ -23,7 +23,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from radixkv_kernels.checks import Int32Array
+from radixkv_kernels.checks import ForkPairs
 
 MAX_CHUNK_WORDS = 4096
 MAX_NUM_WARPS = 4
@@ -82,9 +82,9 @@ def geometry(storage: torch.Tensor) -> Geometry:
     return Geometry(word_bytes, row_words, plane_words, num_layers * 2, chunk_words)
 
 
-def upload(table: Int32Array, device: torch.device) -> torch.Tensor:
+def upload(pairs: ForkPairs, device: torch.device) -> torch.Tensor:
     """The pairs on ``device``, as int32 ``[num_pairs, 3]``; enqueued, never waited for."""
-    host = torch.from_numpy(table)
+    host = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
     if device.type == "cpu":
         return host
     # From pinned memory the copy is asynchronous, and torch keeps the buffer until the stream has read it.
@@ -92,7 +92,7 @@ def upload(table: Int32Array, device: torch.device) -> torch.Tensor:
 
 
 def launch(storage: torch.Tensor, table: torch.Tensor) -> None:
-    """Enqueues the copies of a checked, non-empty ``table`` on the storage's device: one launch."""
+    """Enqueues the copies of a non-empty ``table`` that ``upload`` made on the storage's device: one launch."""
     shape = geometry(storage)
     words = storage.view(-1).view(torch.int32 if shape.word_bytes == 4 else torch.int8)
     num_programs = len(table) * shape.num_planes * triton.cdiv(shape.plane_words, shape.chunk_words)

@@ -1,0 +1,369 @@
+"""What a fork's copies cost: fork_blocks beside what one would write without it, as a share of memory's speed.
+
+A step's copy-on-write copies the valid rows of a few tail blocks (``num_rows`` between 1 and block_size - 1,
+drawn from the seed). The variants do that work on the same blocks:
+
+    fork_blocks       one call: on a GPU one upload of the pairs and one launch, elsewhere one copy_ a pair
+    launch_per_layer  the same over one tensor a layer: the pairs are uploaded once, then one launch a layer
+    copy_loop         a Python loop of copy_, one a pair
+    index_copy        index_select and index_copy_ over whole blocks, indices uploaded beforehand
+
+Every variant is first compared, byte for byte, with the torch reference; one that differs stops the run.
+Then, for each number of pairs, each of ``repeats`` rounds calls each variant once, in an order drawn anew, on
+other blocks, so that ``rotate_bytes`` (more than the caches hold) lie between two visits of one. On CUDA a
+call is timed by device events and includes the device's wait for the host; ``enqueue_seconds`` is the host's
+part. Figures are medians.
+
+Bytes are those that have to move: valid rows, read and written. ``of_copy_bandwidth`` relates bytes a second
+to those of one large ``copy_`` that took turns with the variants, reading and writing counted too.
+
+Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from radixkv_kernels import backend, fork_blocks, reference
+from radixkv_kernels.checks import ForkPairs
+
+from radixkv.errors import ArgumentError, KernelError
+from radixkv.storage import DeviceStorage, KVLayout
+
+CPU_ROTATE_BYTES = 512 << 20
+WARMUP_ROUNDS = 3
+COPY = "copy"
+MAX_CHECKED_PAIRS = 4
+
+Int32Array = NDArray[np.int32]
+Progress = Callable[[int, int], None]
+
+
+class Pairs(NamedTuple):
+    """The copies of one step, as each variant wants them."""
+
+    sources: Int32Array
+    targets: Int32Array
+    num_rows: Int32Array
+    source_index: torch.Tensor  # int64, on the device
+    target_index: torch.Tensor
+
+
+class Workload(NamedTuple):
+    """Blocks of random bytes, as one storage and as one storage a layer, and steps that never share a block."""
+
+    storage: torch.Tensor
+    layers: list[torch.Tensor]
+    steps: list[Pairs]
+
+    @property
+    def bytes_per_step(self) -> NDArray[np.float64]:
+        """Bytes of the valid rows of each step, read and written."""
+        row_bytes = self.storage[0].nbytes / self.storage.shape[3]
+        return 2 * row_bytes * np.array([step.num_rows.sum() for step in self.steps], dtype=np.float64)
+
+
+class Sample(NamedTuple):
+    """Of the calls of one variant: mean bytes, median seconds, median of bytes / seconds of each call."""
+
+    bytes: float
+    seconds: float
+    enqueue_seconds: float
+    bytes_per_s: float
+
+
+Variant = Callable[[Workload, int], None]
+
+
+def run(
+    *,
+    device: str = "cpu",
+    dtype: str = "bfloat16",
+    num_layers: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    block_size: int = 16,
+    num_pairs: Sequence[int] = (1, 4, 16),
+    repeats: int = 30,
+    seed: int = 0,
+    rotate_bytes: int | None = None,
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, object]:
+    """Measures all variants for each number of pairs; returns what ``radixkv bench fork --json`` prints.
+
+    The default layout is Llama-3-8B's. ``rotate_bytes``: None is four times the L2 cache on CUDA and
+    512 MiB on a CPU; memory taken is about twice that, or four times the blocks of the largest step if that
+    is more, and as much again to measure the copy. ``num_threads``: of torch on the CPU.
+    ``progress(done, total)`` is called after each number of pairs.
+
+    Raises ConfigError for a device or layout that can't be, ArgumentError for the other arguments, and
+    KernelError if a variant's bytes are not those of the reference.
+    """
+    _check_arguments(block_size, num_pairs, repeats, seed, rotate_bytes, num_threads)
+    layout = KVLayout(num_layers, num_kv_heads, head_dim, dtype)
+    with _torch_threads(num_threads):
+        probe = DeviceStorage(layout, 1, block_size, device)
+        if rotate_bytes is None:
+            rotate_bytes = _default_rotate_bytes(probe.device)
+        check_variants(layout, block_size, device, seed)
+        results: list[dict[str, object]] = []
+        copies: list[float] = []
+        for done, count in enumerate(num_pairs, start=1):
+            work = make_workload(layout, block_size, device, count, rotate_bytes, seed)
+            samples = measure(work, repeats, rotate_bytes, seed)
+            copies.append(samples.pop(COPY).bytes_per_s)
+            results += [_result(name, count, sample, copies[-1]) for name, sample in samples.items()]
+            if progress is not None:
+                progress(done, len(num_pairs))
+    return {
+        "benchmark": "fork",
+        "device": _device_name(probe.device),
+        "path": backend(probe.data),
+        "versions": _versions(),
+        "seed": seed,
+        "repeats": repeats,
+        "num_threads": num_threads,
+        "layout": {
+            "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "dtype": layout.dtype,
+            "block_size": block_size,
+            "block_bytes": layout.bytes_per_token * block_size,
+        },
+        "rotate_bytes": rotate_bytes,
+        "copy_bytes_per_s": float(np.median(copies)),
+        "results": results,
+    }
+
+
+# -- the variants --------------------------------------------------------------------------------------
+
+
+def one_call(work: Workload, step: int) -> None:
+    """All pairs, layers, keys and values in one fork_blocks."""
+    pairs = work.steps[step]
+    fork_blocks(work.storage, pairs.sources, pairs.targets, pairs.num_rows)
+
+
+def launch_per_layer(work: Workload, step: int) -> None:
+    """A launch a layer, as over an engine's own per-layer tensors; unchecked, uploaded once."""
+    pairs = work.steps[step]
+    columns = (pairs.sources.tolist(), pairs.targets.tolist(), pairs.num_rows.tolist())
+    if backend(work.storage) == "triton":
+        from radixkv_kernels import fork_triton
+
+        uploaded = fork_triton.upload(ForkPairs(*columns), work.storage.device)
+        for layer in work.layers:
+            fork_triton.launch(layer, uploaded)
+        return
+    for layer in work.layers:
+        reference.fork_blocks(layer, *columns)
+
+
+def copy_loop(work: Workload, step: int) -> None:
+    """A copy_ a pair; on a GPU as many launches as pairs."""
+    pairs = work.steps[step]
+    columns = (pairs.sources.tolist(), pairs.targets.tolist(), pairs.num_rows.tolist())
+    reference.fork_blocks(work.storage, *columns)
+
+
+def index_copy(work: Workload, step: int) -> None:
+    """Whole blocks through a temporary: every byte of them is read twice and written twice."""
+    pairs = work.steps[step]
+    words = (
+        work.storage.view(torch.uint8) if work.storage.element_size() == 1 else work.storage
+    )  # no fp8 there
+    words.index_copy_(0, pairs.target_index, words.index_select(0, pairs.source_index))
+
+
+VARIANTS: dict[str, Variant] = {
+    "fork_blocks": one_call,
+    "launch_per_layer": launch_per_layer,
+    "copy_loop": copy_loop,
+    "index_copy": index_copy,
+}
+
+
+def check_variants(layout: KVLayout, block_size: int, device: str, seed: int) -> None:
+    """Raises KernelError unless each variant gives the reference's bytes in all valid rows.
+
+    Rows beyond the valid ones must keep theirs too, but for ``index_copy``, which copies whole blocks.
+    """
+    for name, variant in VARIANTS.items():
+        work = make_workload(layout, block_size, device, MAX_CHECKED_PAIRS, 0, seed)
+        pairs = work.steps[0]
+        num_rows = np.full_like(pairs.num_rows, block_size) if name == "index_copy" else pairs.num_rows
+        want = work.storage.clone()
+        reference.fork_blocks(want, pairs.sources.tolist(), pairs.targets.tolist(), num_rows.tolist())
+        variant(work, 0)
+        got = torch.cat(work.layers, dim=1) if name == "launch_per_layer" else work.storage
+        if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
+            raise KernelError(
+                f"{name} on {device} differs from the reference for {layout}, block_size={block_size}"
+            )
+
+
+# -- workload and measurement --------------------------------------------------------------------------
+
+
+def make_workload(
+    layout: KVLayout, block_size: int, device: str, num_pairs: int, rotate_bytes: int, seed: int
+) -> Workload:
+    """Steps of ``num_pairs`` copies between blocks of random bytes, at least two and ``rotate_bytes`` in all."""
+    step_bytes = 2 * num_pairs * layout.bytes_per_token * block_size
+    num_steps = max(2, -(-rotate_bytes // step_bytes))
+    storage = DeviceStorage(layout, num_steps * 2 * num_pairs, block_size, device).data
+    storage.view(torch.uint8).random_(0, 256, generator=torch.Generator(storage.device).manual_seed(seed))
+    layers = [storage[:, layer : layer + 1].contiguous() for layer in range(layout.num_layers)]
+    rng = np.random.default_rng(seed)
+    block_ids = rng.permutation(len(storage)).astype(np.int32).reshape(num_steps, 2, num_pairs)
+    last_partial = max(1, block_size - 1)
+    num_rows = rng.integers(1, last_partial, (num_steps, num_pairs), dtype=np.int32, endpoint=True)
+    steps = [
+        Pairs(ids[0], ids[1], rows, *(torch.tensor(side, dtype=torch.int64, device=device) for side in ids))
+        for ids, rows in zip(block_ids, num_rows, strict=True)
+    ]
+    return Workload(storage, layers, steps)
+
+
+def measure(work: Workload, repeats: int, rotate_bytes: int, seed: int) -> dict[str, Sample]:
+    """Times every variant and a large ``copy_``, once in each of ``repeats`` rounds, in an order drawn anew.
+
+    So whatever else the machine does, and the dirty lines that a large copy leaves in the caches, fall on all
+    alike. Each call takes the next step, so ``rotate_bytes`` lie between two visits of a block.
+    """
+    device = work.storage.device
+    source = torch.ones(max(rotate_bytes, 1 << 20), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    calls: dict[str, Callable[[int], object]] = {COPY: lambda _: target.copy_(source)}
+    calls |= {name: partial(variant, work) for name, variant in VARIANTS.items()}
+    rng = np.random.default_rng(seed)
+    rounds = [rng.permutation(list(calls)).tolist() for _ in range(WARMUP_ROUNDS + repeats)]
+    turns = [(name, number % len(work.steps)) for number, name in enumerate(chain.from_iterable(rounds))]
+    watch = _time_cuda if device.type == "cuda" else _time_host
+    timings = watch([(calls[name], step) for name, step in turns], device)
+    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
+    for (name, step), timing in list(zip(turns, timings, strict=True))[WARMUP_ROUNDS * len(calls) :]:
+        moved = 2 * source.nbytes if name == COPY else float(work.bytes_per_step[step])
+        measured[name].append((moved, *timing))
+    return {name: _sample(np.array(rows)) for name, rows in measured.items()}
+
+
+def _sample(rows: NDArray[np.float64]) -> Sample:
+    num_bytes, seconds, enqueue_seconds = rows.T
+    medians = (float(np.median(values)) for values in (seconds, enqueue_seconds, num_bytes / seconds))
+    return Sample(float(num_bytes.mean()), *medians)
+
+
+Order = list[tuple[Callable[[int], object], int]]
+
+
+def _time_host(order: Order, _: torch.device) -> list[tuple[float, float]]:
+    timings = []
+    for call, step in order:
+        start = time.perf_counter()
+        call(step)
+        seconds = time.perf_counter() - start
+        timings.append((seconds, seconds))
+    return timings
+
+
+def _time_cuda(order: Order, device: torch.device) -> list[tuple[float, float]]:
+    enqueue, events = [], []
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        for call, step in order:
+            before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            before.record()
+            start = time.perf_counter()
+            call(step)
+            enqueue.append(time.perf_counter() - start)
+            after.record()
+            events.append((before, after))
+        torch.cuda.synchronize()
+    on_device = (before.elapsed_time(after) / 1e3 for before, after in events)
+    return list(zip(on_device, enqueue, strict=True))
+
+
+def _result(name: str, num_pairs: int, sample: Sample, copy_bytes_per_s: float) -> dict[str, object]:
+    return {
+        "variant": name,
+        "num_pairs": num_pairs,
+        **sample._asdict(),
+        "of_copy_bandwidth": sample.bytes_per_s / copy_bytes_per_s,
+    }
+
+
+# -- arguments and machine -----------------------------------------------------------------------------
+
+
+def _check_arguments(
+    block_size: int,
+    num_pairs: Sequence[int],
+    repeats: int,
+    seed: int,
+    rotate_bytes: int | None,
+    num_threads: int,
+) -> None:
+    if not num_pairs or min(num_pairs) < 1:
+        raise ArgumentError("num_pairs", list(num_pairs), "one or more counts, each at least 1")
+    least = {
+        "block_size": (block_size, 1),
+        "repeats": (repeats, 1),
+        "seed": (seed, 0),
+        "num_threads": (num_threads, 1),
+    }
+    if rotate_bytes is not None:
+        least["rotate_bytes"] = (rotate_bytes, 1)
+    for argument, (value, allowed) in least.items():
+        if value < allowed:
+            raise ArgumentError(argument, value, f"at least {allowed}")
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _default_rotate_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return 4 * int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return CPU_ROTATE_BYTES
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    models = Path("/proc/cpuinfo")
+    lines = models.read_text().splitlines() if models.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{device.type}: {names[0] if names else platform.machine()}"
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("radixkv", "torch", "triton", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found

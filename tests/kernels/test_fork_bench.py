@@ -1,0 +1,111 @@
+"""The fork benchmark: what it reports, and that it measures only what is right. No timing is judged here."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.bench import fork as bench
+from radixkv.errors import ArgumentError, ConfigError, KernelError
+from radixkv.storage import KVLayout
+from radixkv.storage.layout import ELEMENT_BYTES
+
+TINY = {
+    "num_layers": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "block_size": 4,
+    "repeats": 3,
+    "rotate_bytes": 1 << 16,
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_reports_every_variant_for_every_number_of_pairs(device: str) -> None:
+    progress: list[tuple[int, int]] = []
+    report = bench.run(
+        device=device,
+        num_pairs=(1, 3),
+        seed=5,
+        dtype="float16",
+        progress=lambda done, total: progress.append((done, total)),
+        **TINY,
+    )
+    assert json.loads(json.dumps(report)) == report
+    assert report["seed"] == 5
+    assert report["path"] == {"cpu": "torch", "cuda": "triton"}[device]
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["device"]
+    assert report["layout"]["block_bytes"] == 4 * 2 * 2 * 8 * 2
+    assert report["copy_bytes_per_s"] > 0
+    assert progress == [(1, 2), (2, 2)]
+    found = [(result["num_pairs"], result["variant"]) for result in report["results"]]
+    assert found == [(count, name) for count in (1, 3) for name in bench.VARIANTS]
+    for result in report["results"]:
+        row_bytes = 2 * 2 * 8 * 2
+        assert (
+            2 * row_bytes * result["num_pairs"] <= result["bytes"] <= 2 * row_bytes * 3 * result["num_pairs"]
+        )
+        assert min(result["seconds"], result["enqueue_seconds"], result["bytes_per_s"]) > 0
+        assert result["of_copy_bandwidth"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ELEMENT_BYTES)
+def test_every_variant_copies_what_the_reference_copies(dtype: str, device: str) -> None:
+    bench.check_variants(KVLayout(3, 2, 5, dtype), 4, device, seed=1)
+
+
+@pytest.mark.parametrize("name", bench.VARIANTS)
+def test_a_variant_that_copies_wrongly_is_not_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.VARIANTS, name, lambda work, step: None)
+    with pytest.raises(KernelError, match=f"{name} on cpu differs from the reference"):
+        bench.run(**TINY)
+
+
+def test_steps_never_share_a_block_and_follow_the_seed() -> None:
+    layout = KVLayout(2, 1, 8, "float16")
+    first, again, other = (bench.make_workload(layout, 4, "cpu", 3, 1 << 14, seed) for seed in (1, 1, 2))
+    ids = np.concatenate([np.concatenate((step.sources, step.targets)) for step in first.steps])
+    assert sorted(ids) == list(range(len(first.storage)))
+    assert first.storage.nbytes >= 1 << 14
+    for step in first.steps:
+        assert step.num_rows.min() >= 1
+        assert step.num_rows.max() <= 3
+    assert torch.equal(first.storage.view(torch.uint8), again.storage.view(torch.uint8))
+    assert not torch.equal(first.storage.view(torch.uint8), other.storage.view(torch.uint8))
+    for left, right in zip(first.steps, again.steps, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_blocks_of_one_row_work() -> None:
+    bench.run(**{**TINY, "block_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("num_pairs", (), ArgumentError),
+        ("num_pairs", (4, 0), ArgumentError),
+        ("repeats", 0, ArgumentError),
+        ("seed", -1, ArgumentError),
+        ("block_size", 0, ArgumentError),
+        ("rotate_bytes", 0, ArgumentError),
+        ("num_threads", 0, ArgumentError),
+        ("device", "nonsense", ConfigError),
+        ("dtype", "float128", ConfigError),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(argument: str, value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=argument):
+        bench.run(**{**TINY, argument: value})
+
+
+def test_gives_torch_its_threads_back() -> None:
+    before = torch.get_num_threads()
+    bench.run(num_threads=2, **TINY)
+    assert torch.get_num_threads() == before
