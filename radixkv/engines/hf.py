@@ -143,7 +143,7 @@ class HFEngine:
         layout = layout_of(model)
         if cache.storage is None or cache.config.layout != layout:
             raise ConfigError("cache.config.layout", cache.config.layout, f"the model's: {layout}")
-        if cache.storage.device.type != model.device.type:
+        if cache.storage.device != model.device:
             raise ConfigError("cache.config.device", cache.config.device, f"the model's: {model.device}")
         self.model, self.cache = model, cache
         self._storage, self._chunk_tokens, self._clock = cache.storage, chunk_tokens, clock

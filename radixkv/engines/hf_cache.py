@@ -233,7 +233,8 @@ class PagedCache(Cache):
 
     def _gather(self, layer: int, rows: int, columns: int) -> Tensor:
         layout, size = self._storage.layout, self._block_size
-        capacity = columns + _GROWTH_COLUMNS + size
+        rooms = [pad + sequence.num_tokens for pad, sequence in zip(self._pads, self.sequences, strict=True)]
+        capacity = max(columns, *rooms) + _GROWTH_COLUMNS + size
         data = self._storage.layer(layer)
         rectangle = data.new_zeros((2, rows, layout.num_kv_heads, capacity, layout.head_dim))
         rows_each = rows // len(self.sequences)
