@@ -19,6 +19,7 @@ from radixkv.coordination.protocol import (
 )
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
+from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from radixkv.coordination.memory import MemoryStore
@@ -73,6 +74,10 @@ def connect(
         from radixkv.coordination.memory import MemoryCoordinator
 
         return MemoryCoordinator(settings, store)
-    from radixkv.coordination.redis import RedisCoordinator
-
+    try:
+        from radixkv.coordination.redis import RedisCoordinator
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "redis", "a URL", f"only with the extra radixkv[redis] installed ({error})"
+        ) from None
     return RedisCoordinator(settings, url)

@@ -58,7 +58,7 @@ def _content(value: str | int | bytes) -> tuple[bytes, bytes]:
     return b"b", value
 
 
-def checked_secret(secret: bytes) -> bytes:
+def checked_secret(secret: object) -> bytes:
     """``secret`` itself. Raises ConfigError, without quoting it, if it is no bytes or too short."""
     if not isinstance(secret, bytes) or len(secret) < MIN_SECRET_BYTES:
         size = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__

@@ -17,9 +17,9 @@
     coordinator.leave(); coordinator.close()                     # close() leaves by itself, ends the threads
 
     headers = sign_request(secret, method="POST", path="/v1/warm", tenant="acme", body=body,
-                           audience=peer.audience, timestamp_s=time.time())      # radixkv.coordination.signing
+                           audience=peer.audience, timestamp_s=time.time())
     tenant = verifier.verify(request.headers, method="POST", path="/v1/warm", body=body,
-                             audience=coordinator.info().audience)                  # a RequestVerifier(secret)
+                             audience=coordinator.info().audience)     # verifier = RequestVerifier(secret)
 
 Rules that every implementation keeps:
 
@@ -37,15 +37,15 @@ With the store gone everything local goes on; the views of others run out with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from radixkv.tokens import TokenIds
     from radixkv.namespaces import Namespace
+    from radixkv.tokens import TokenIds
     from radixkv.types import Journal, Snapshot
 
 SEGMENT_TOKENS = 256
@@ -225,7 +225,7 @@ class Coordinator(Protocol):
         """Write what the journal has queued, now. Raises StaleEpoch or StoreUnavailable."""
 
     def leave(self) -> None:
-        """Give the lease back, so that the others forget this replica at once. Never raises for a lost store."""
+        """Give the lease back, so that the others forget this replica at once. A lost store is no error."""
 
     def close(self) -> None:
         """Leave, end the threads and the connections. Idempotent."""
@@ -253,7 +253,10 @@ class Coordinator(Protocol):
         """State the load that the next beat carries."""
 
     def create_job(self, namespace: Namespace, num_tokens: int, replica_ids: Sequence[str]) -> WarmJob:
-        """Record a warm job with a part, queued, for each live replica. Raises StoreUnavailable, ArgumentError."""
+        """Record a warm job with a part, queued, for each replica.
+
+        Raises ArgumentError for a replica that isn't live, StoreUnavailable.
+        """
 
     def report_job(self, job_id: str, state: JobState, num_tokens_done: int = 0, error: str = "") -> bool:
         """State this replica's part. False if the job is unknown (or expired). Raises StoreUnavailable."""

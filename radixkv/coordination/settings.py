@@ -65,7 +65,9 @@ def check_address(address: str | None) -> None:
         return
     parts = urlsplit(address)
     plain = not (parts.username or parts.password or parts.query or parts.fragment)
-    printable = len(address) <= _MAX_TEXT and address.isascii() and address.isprintable() and " " not in address
+    printable = (
+        len(address) <= _MAX_TEXT and address.isascii() and address.isprintable() and " " not in address
+    )
     if not (parts.scheme in ("http", "https") and parts.hostname and plain and printable):
         raise ConfigError("address", address, "http(s)://host[:port], or none")
 
@@ -73,4 +75,6 @@ def check_address(address: str | None) -> None:
 def check_published_block_size(block_size: int) -> None:
     """Raises ConfigError unless a published segment ends at a block's end."""
     if SEGMENT_TOKENS % block_size:
-        raise ConfigError("block_size", block_size, f"a divisor of {SEGMENT_TOKENS} where replicas coordinate")
+        raise ConfigError(
+            "block_size", block_size, f"a divisor of {SEGMENT_TOKENS} where replicas coordinate"
+        )

@@ -103,7 +103,9 @@ class RequestVerifier:
         self._wall = wall
         self._guard = ReplayGuard(2 * max_skew_s, clock=clock)
 
-    def verify(self, headers: Mapping[str, str], *, method: str, path: str, body: bytes, audience: str) -> str:
+    def verify(
+        self, headers: Mapping[str, str], *, method: str, path: str, body: bytes, audience: str
+    ) -> str:
         """The tenant that the request acts for. Raises UnverifiedRequest."""
         return verify_request(
             self._secret,
@@ -163,7 +165,14 @@ def _parsed(headers: Mapping[str, str]) -> tuple[str, int, str, str]:
 
 
 def _signature(
-    secret: bytes, method: str, path: str, tenant: str, body: bytes, audience: str, timestamp_ms: int, nonce: str
+    secret: bytes,
+    method: str,
+    path: str,
+    tenant: str,
+    body: bytes,
+    audience: str,
+    timestamp_ms: int,
+    nonce: str,
 ) -> str:
     digest = hashlib.sha256(body).digest()
     return mac(secret, "request", method.upper(), path, tenant, digest, audience, timestamp_ms, nonce).hex()

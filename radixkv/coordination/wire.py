@@ -1,0 +1,271 @@
+"""What stands in the store: registrations, log entries, snapshots, parts of jobs. Bytes in, bytes out.
+
+Everything read here was written by somebody else, and may be anything: whatever has not the form of this
+version raises WireError, and sizes are bounded before memory is taken. No client of any store is used here.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
+from radixkv.coordination.protocol import JobPart, JobState, Load, WarmJob
+
+DIGESTS_AN_ENTRY = 64
+SNAPSHOT_CHUNK_BYTES = 512 << 10
+MAX_SNAPSHOT_CHUNKS = 256
+MAX_SNAPSHOT_DIGESTS = 4_000_000
+"""A replica with more publishes that many: a hint may be missing."""
+
+_MAX_SNAPSHOT_BYTES = MAX_SNAPSHOT_DIGESTS * (DIGEST_BYTES + NAMESPACE_BYTES + 4)
+_MAGIC = b"RKS1"
+_GROUP = struct.Struct(f"<{NAMESPACE_BYTES}sI")
+_OPS = frozenset({"store", "remove", "clear"})
+_JOB_STATES: dict[str, JobState] = {
+    "queued": "queued",
+    "running": "running",
+    "done": "done",
+    "failed": "failed",
+    "lost": "lost",
+}
+_NUMBER = re.compile(rb"[0-9]{1,15}")
+_CODE = re.compile(r"[a-z_]{0,64}")
+_MAX_FIELD = 256
+
+
+class WireError(ValueError):
+    """Bytes in the store that have not the form of this version. Handled here: their writer is left out."""
+
+
+class Entry(NamedTuple):
+    """One entry of a log: ``op`` is store, remove or clear; ``digests`` up to 64, packed.
+
+    ``parent`` is the digest before the first of them (empty at a prefix's start). A ``clear`` without a
+    namespace means all of them.
+    """
+
+    op: str
+    namespace: bytes
+    parent: bytes = b""
+    digests: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a replica says of itself when it registers."""
+
+    replica_id: str
+    epoch: int
+    nonce: str
+    address: str
+    """Empty if it has none."""
+    fingerprint: str
+    block_size: int
+    wire_version: int
+    canary: str
+    last_seq: int = 0
+    proof: str = ""
+
+    def difference(self, other: Registration) -> tuple[str, object, object] | None:
+        """The setting that keeps the two out of one fleet, with both values, or None."""
+        if self.wire_version != other.wire_version:
+            return "wire_version", self.wire_version, other.wire_version
+        if self.canary != other.canary:
+            return "fleet_secret", f"(canary {self.canary[:8]})", f"(canary {other.canary[:8]})"
+        if self.block_size != other.block_size:
+            return "block_size", self.block_size, other.block_size
+        return None
+
+
+REGISTRATION_FIELDS = (
+    "epoch",
+    "nonce",
+    "address",
+    "fingerprint",
+    "block_size",
+    "wire",
+    "canary",
+    "last_seq",
+    "proof",
+)
+
+
+def registration_fields(registration: Registration) -> dict[str, str]:
+    """What the registering replica writes itself; epoch, last_seq and proof come from the scripts."""
+    return {
+        "nonce": registration.nonce,
+        "address": registration.address,
+        "fingerprint": registration.fingerprint,
+        "block_size": str(registration.block_size),
+        "wire": str(registration.wire_version),
+        "canary": registration.canary,
+        "tiers": "device",
+    }
+
+
+def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Registration:
+    """From the values of ``REGISTRATION_FIELDS``; an absent proof is an empty one."""
+    found = dict(zip(REGISTRATION_FIELDS, values, strict=True))
+    return Registration(
+        replica_id=replica_id,
+        epoch=number(found["epoch"]),
+        nonce=_text(found["nonce"]),
+        address=_text(found["address"]),
+        fingerprint=_text(found["fingerprint"]),
+        block_size=number(found["block_size"]),
+        wire_version=number(found["wire"]),
+        canary=_text(found["canary"]),
+        last_seq=number(found["last_seq"]),
+        proof=_text(found["proof"] or b""),
+    )
+
+
+LOAD_FIELDS = ("queued_prefill_tokens", "decode_blocks", "resident_blocks")
+
+
+def parse_load(values: Iterable[bytes | None]) -> Load:
+    """From the values of ``LOAD_FIELDS``; absent ones are 0."""
+    queued, decode, resident = (number(value or b"0") for value in values)
+    return Load(queued, decode, resident)
+
+
+def parse_entry(fields: Mapping[bytes, bytes], epoch: int, seq: int) -> Entry:
+    """The entry that stands at ``epoch-seq`` of a stream."""
+    try:
+        op, namespace, parent, digests = (fields[name] for name in (b"o", b"n", b"p", b"b"))
+        stated = number(fields[b"e"]), number(fields[b"s"])
+    except KeyError as missing:
+        raise WireError(f"an entry without field {missing}") from None
+    entry = Entry(op.decode("ascii", "replace"), namespace, parent, digests)
+    whole = len(digests) % DIGEST_BYTES == 0 and len(digests) <= DIGESTS_AN_ENTRY * DIGEST_BYTES
+    named = len(namespace) == NAMESPACE_BYTES or (not namespace and not digests)
+    if entry.op not in _OPS or not (whole and named) or stated != (epoch, seq):
+        raise WireError(f"a malformed entry at {epoch}-{seq}")
+    return entry
+
+
+class Snapshot(NamedTuple):
+    """Holdings as chunks, with what a reader needs to know that it has them whole."""
+
+    chunks: list[bytes]
+    checksum: str
+
+
+def pack_snapshot(groups: Iterable[tuple[bytes, AbstractSet[bytes]]]) -> Snapshot:
+    """Compressed chunks of ``(namespace digest, digests)`` groups. O(digests); digests hardly compress."""
+    room = MAX_SNAPSHOT_DIGESTS
+    parts = [_MAGIC]
+    for namespace, held in groups:
+        digests = list(islice(held, room))
+        room -= len(digests)
+        if digests:
+            parts.append(_GROUP.pack(namespace, len(digests)) + b"".join(digests))
+    data = zlib.compress(b"".join(parts), 1)
+    chunks = [data[at : at + SNAPSHOT_CHUNK_BYTES] for at in range(0, len(data), SNAPSHOT_CHUNK_BYTES)]
+    return Snapshot(chunks, xxh3_128_hexdigest(data))
+
+
+def unpack_snapshot(chunks: Iterable[bytes], checksum: str) -> list[tuple[bytes, bytes]]:
+    """``(namespace digest, packed digests)`` groups. Raises WireError if torn, malformed or too large."""
+    data = b"".join(chunks)
+    if xxh3_128_hexdigest(data) != checksum:
+        raise WireError("a snapshot that doesn't have its checksum")
+    inflater = zlib.decompressobj()
+    try:
+        body = inflater.decompress(data, _MAX_SNAPSHOT_BYTES)
+    except zlib.error as error:
+        raise WireError(f"a snapshot that can't be inflated: {error}") from None
+    if not inflater.eof or not body.startswith(_MAGIC):
+        raise WireError("a snapshot of another form, or too large")
+    return _groups(body)
+
+
+def _groups(body: bytes) -> list[tuple[bytes, bytes]]:
+    groups = []
+    at = len(_MAGIC)
+    while at < len(body):
+        if at + _GROUP.size > len(body):
+            raise WireError("a snapshot that ends inside a group")
+        namespace, count = _GROUP.unpack_from(body, at)
+        at += _GROUP.size
+        end = at + count * DIGEST_BYTES
+        if end > len(body):
+            raise WireError("a snapshot that ends inside a group")
+        groups.append((namespace, body[at:end]))
+        at = end
+    return groups
+
+
+PART_PREFIX = "part:"
+
+
+def job_fields(job: WarmJob) -> dict[str, str]:
+    """A job as fields of a hash."""
+    fields = {
+        "tenant": job.tenant_digest.hex(),
+        "namespace": job.namespace_digest.hex(),
+        "num_tokens": str(job.num_tokens),
+    }
+    return fields | {PART_PREFIX + part.replica_id: format_part(part) for part in job.parts}
+
+
+def format_part(part: JobPart) -> str:
+    """``epoch state done error``."""
+    return f"{part.epoch} {part.state} {part.num_tokens_done} {part.error}"
+
+
+def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
+    """From all fields of the hash."""
+    try:
+        tenant, namespace = (bytes.fromhex(_text(fields[name])) for name in (b"tenant", b"namespace"))
+        num_tokens = number(fields[b"num_tokens"])
+    except (KeyError, ValueError):
+        raise WireError(f"a malformed job {job_id}") from None
+    prefix = PART_PREFIX.encode()
+    named = sorted((name, value) for name, value in fields.items() if name.startswith(prefix))
+    parts = tuple(_parse_part(_text(name)[len(prefix) :], value) for name, value in named)
+    return WarmJob(job_id, tenant, namespace, num_tokens, parts)
+
+
+def _parse_part(replica_id: str, value: bytes) -> JobPart:
+    words = _text(value).split(" ")
+    if len(words) != 4 or not is_code(words[3]):
+        raise WireError(f"a malformed part of replica {replica_id}")
+    epoch, state, done, error = words
+    return JobPart(replica_id, number(epoch.encode()), _job_state(state), number(done.encode()), error)
+
+
+def _job_state(word: str) -> JobState:
+    if word not in _JOB_STATES:
+        raise WireError(f"no state of a job: {word[:32]!r}")
+    return _JOB_STATES[word]
+
+
+def is_code(text: str) -> bool:
+    """Whether ``text`` may stand as the error of a part: up to 64 of a-z and _."""
+    return _CODE.fullmatch(text) is not None
+
+
+def number(value: bytes | None) -> int:
+    """A non-negative decimal of at most 15 digits."""
+    if value is None or not _NUMBER.fullmatch(value):
+        raise WireError(f"no number: {value[:32] if value else value!r}")
+    return int(value)
+
+
+def _text(value: bytes | None) -> str:
+    if value is None or len(value) > _MAX_FIELD:
+        raise WireError("a field that is missing or too long")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise WireError("a field that is no text") from None
