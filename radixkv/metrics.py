@@ -1,0 +1,130 @@
+"""Counters and gauges for Prometheus, by its own client library, in a registry of their own.
+
+Counts of the cache, its tenants and the fleet are read when scraped, so they cost nothing in between and can't
+drift from the truth; what happens once (a request, a first token) is counted when it happens. Everything
+here is for the operator: the tenant is a label, and no token id, prompt or key is anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+    from radixkv.coordination.protocol import Coordinator
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_COUNTERS = frozenset({"requests", "hit_tokens", "missed_tokens", "evicted_blocks", "copied_blocks"})
+"""Counts of the cache that only grow; all others are levels."""
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """What one process of the service counts. ``levels`` are gauges by name, read when scraped."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tenants: Sequence[str],
+        coordinator: Coordinator,
+        levels: Sequence[tuple[str, str, Callable[[], float]]] = (),
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_CacheCollector(cache, tenants))
+        self.registry.register(_FleetCollector(coordinator))
+        for name, text, read in levels:
+            Gauge(f"radixkv_{name}", text, registry=self.registry).set_function(read)
+        self._requests = Counter(
+            "radixkv_http_requests", "Requests answered", ("method", "path", "status"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "radixkv_http_seconds", "Time to the answer", ("path",), registry=self.registry, buckets=_SECONDS
+        )
+        self._in_flight = Gauge(
+            "radixkv_http_in_flight", "Requests being answered", ("path",), registry=self.registry
+        )
+        self._first_token = Histogram(
+            "radixkv_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            ("tenant",),
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+        self._tokens = Counter(
+            "radixkv_completion_tokens", "Tokens of completions, by where they come from", ("tenant", "kind"),
+            registry=self.registry,
+        )  # fmt: skip
+
+    @contextmanager
+    def in_flight(self, path: str) -> Iterator[None]:
+        """Count a request as being answered."""
+        gauge = self._in_flight.labels(path)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            gauge.dec()
+
+    def answered(self, method: str, path: str, status: int, seconds: float) -> None:
+        """A request was answered; ``path`` is the endpoint's, never the client's text."""
+        self._requests.labels(method, path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def completed(
+        self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float
+    ) -> None:
+        """A completion ended."""
+        self._first_token.labels(tenant).observe(first_token_s)
+        for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
+            self._tokens.labels(tenant, kind).inc(max(count, 0))
+
+    def render(self) -> bytes:
+        """The registry as Prometheus' text format. O(series)."""
+        return generate_latest(self.registry)
+
+
+class _CacheCollector(Collector):
+    def __init__(self, cache: PrefixCache, tenants: Sequence[str]) -> None:
+        self._cache, self._tenants = cache, tuple(tenants)
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in asdict(self._cache.stats()).items():
+            yield _family(f"radixkv_cache_{name}", name, [], [([], value)])
+        rows = [asdict(self._cache.tenant_stats(tenant)) for tenant in self._tenants]
+        for name in rows[0] if rows else ():
+            if name != "tenant":
+                samples = [([row["tenant"]], row[name]) for row in rows]
+                yield _family(f"radixkv_tenant_{name}", name, ["tenant"], samples)
+
+
+class _FleetCollector(Collector):
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def collect(self) -> Iterable[Metric]:
+        health = asdict(self._coordinator.health())
+        yield GaugeMetricFamily(
+            "radixkv_replica_ok", "1 if registered and heard", value=health.pop("state") == "ok"
+        )
+        del health["reason"]
+        for name, value in health.items():
+            yield GaugeMetricFamily(f"radixkv_replica_{name}", f"{name} of the coordinator", value=value)
+
+
+def _family(full_name: str, name: str, labels: list[str], samples: list[tuple[list[str], int]]) -> Metric:
+    text = name.replace("_", " ")
+    kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+    family = kind(full_name, text, labels=labels)
+    for label_values, value in samples:
+        family.add_metric(label_values, value)
+    return family

@@ -1,0 +1,6 @@
+"""The HTTP service: Starlette, JSON, bearer keys for tenants, one model on one thread.
+
+``app.create_app(service)`` makes the application of a ``core.Service``; ``build.build_service(settings)`` makes the
+service of ``settings.ServeSettings``; ``server.run(settings)`` is ``radixkv serve``. Importing this package loads
+nothing of them.
+"""

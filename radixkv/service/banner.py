@@ -1,0 +1,70 @@
+"""What ``radixkv serve`` prints once it listens: what is served, where, and what to paste.
+
+Each curl command is one line that works in any POSIX shell. The prompt is made by ``printf``, so nothing has
+to be downloaded or copied; with the shipped tokenizer it has about 1,500 tokens.
+"""
+
+from __future__ import annotations
+
+from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
+from radixkv.service.core import Service
+from radixkv.service.settings import ServeSettings
+
+_PROMPT = (
+    "$(printf 'Rule %d: answer politely, name the page of the manual, and ask if in doubt. ' $(seq 1 75))"
+)
+
+
+def banner(settings: ServeSettings, service: Service, url: str) -> str:
+    """The text, several lines, without a newline at its end."""
+    lines = [f"radixkv serves {service.model_name} at {url}", *_model(settings, service), *_keys(settings)]
+    if settings.keys is None:
+        lines += ["", *_commands(url)]
+    return "\n".join([*lines, "", "Ctrl-C stops it."])
+
+
+def _model(settings: ServeSettings, service: Service) -> list[str]:
+    config = service.cache.config
+    room = config.num_blocks * config.block_size
+    lines = [
+        f"  cache    {config.num_blocks} blocks of {config.block_size} tokens ({room} tokens), {config.device}"
+    ]
+    if settings.model is None:
+        lines.insert(0, "  model    random weights: its text is noise, its cache and its timings are real")
+    if settings.redis is None:
+        lines.append(f"  replica  {settings.replica}, alone (no --redis)")
+    else:
+        health = service.fleet.coordinator.health()
+        note = "" if health.is_ok else f": {health.reason or health.state}"
+        lines.append(f"  replica  {settings.replica}, coordination {health.state}{note}")
+    return lines
+
+
+def _keys(settings: ServeSettings) -> list[str]:
+    if settings.keys is not None:
+        return [f"  keys     from {settings.keys}"]
+    tenants = ", ".join(f"{tenant}: {key}" for tenant, key in DEMO_KEYS.items())
+    return [f"  keys     demo tenants {tenants}; operator: {DEMO_OPERATOR_KEY}"]
+
+
+def _commands(url: str) -> list[str]:
+    warm = _curl(url, "warm", "")
+    lookup = _curl(url, "lookup", "")
+    cold = _curl(
+        url, "completions", r"\"max_tokens\": 8, \"temperature\": 0, \"salt\": \"cold-$(date +%s)\", "
+    )
+    again = _curl(url, "completions", r"\"max_tokens\": 8, \"temperature\": 0, ").removeprefix("curl ")
+    return [
+        "Warm a long prompt:",
+        warm,
+        "Look it up:",
+        lookup,
+        "Complete it, cold (under a salt never used before), then warm: see cached_tokens and time_to_first_token_s:",
+        f"{cold} --next {again}",
+    ]
+
+
+def _curl(url: str, endpoint: str, fields: str) -> str:
+    key = next(iter(DEMO_KEYS.values()))
+    headers = f"-H 'Authorization: Bearer {key}' -H 'Content-Type: application/json'"
+    return f'curl -sS {url}/v1/{endpoint} {headers} -d "{{{fields}\\"prompt\\": \\"{_PROMPT}\\"}}"'

@@ -1,0 +1,145 @@
+"""What the command line says to a running service: a thin HTTP client, and prompts out of files.
+
+A file is one prompt, its text; a ``.jsonl`` file is a prompt a line: a JSON string, or an object with one of
+``prompt``, ``messages`` and ``token_ids``, and ``salt`` and ``adapter`` of its own if it wants.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from radixkv.errors import ConfigError, RadixKVError
+from radixkv.service.auth import DEMO_KEYS
+
+_POLL_S = 0.05
+_BUSY_RETRIES = 60
+_PROMPT_FIELDS = frozenset({"prompt", "messages", "token_ids", "salt", "adapter"})
+
+Document = dict[str, Any]
+
+
+class ServiceError(RadixKVError):
+    """The service can't be reached, or refused; one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A prompt, as fields of a request, and where it came from."""
+
+    name: str
+    fields: Document
+
+
+class Client:
+    """Requests to one service with one key. ``with`` closes it."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("--url", url, "a base URL such as http://127.0.0.1:8400")
+        if key is None and parts.hostname in ("127.0.0.1", "localhost", "::1"):
+            key = next(iter(DEMO_KEYS.values()))
+        if key is None:
+            raise ConfigError("--key", None, "a key of that service")
+        headers = {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0))
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Document:
+        """The JSON answer to a request; waits and asks again while the service is busy. Raises ServiceError."""
+        for _ in range(_BUSY_RETRIES):
+            answer = self._send(method, path, body)
+            if answer.status_code not in (429, 503):
+                break
+            time.sleep(min(float(answer.headers.get("Retry-After", 1)), 10.0))
+        document = _json(answer)
+        if answer.is_error or document is None:
+            raise ServiceError(_complaint(self._http.base_url, answer, document))
+        return document
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        try:
+            return self._http.request(method, path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            reason = str(error) or type(error).__name__
+            raise ServiceError(f"{self._http.base_url} can't be reached: {reason}") from None
+
+    def warm(self, fields: Mapping[str, Any], on_progress: Callable[[float], None]) -> Document:
+        """Warm in the background and follow its job. ``on_progress`` hears the share that is done."""
+        job = self.call("POST", "/v1/warm", {**fields, "wait": False})["job"]
+        while True:
+            status = self.call("GET", f"/v1/warm/{job}")
+            total = status["progress"]["total"]
+            if status["state"] == "done":
+                on_progress(1.0)
+                return dict(status["result"])
+            if status["state"] == "failed":
+                raise ServiceError(f"the warm failed: {status['error']['message']}")
+            on_progress(status["progress"]["computed"] / total if total else 1.0)
+            time.sleep(_POLL_S)
+
+
+def _json(answer: httpx.Response) -> Document | None:
+    try:
+        document = answer.json()
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _complaint(url: httpx.URL, answer: httpx.Response, document: Document | None) -> str:
+    error = (document or {}).get("error")
+    if not isinstance(error, dict):
+        return f"{url} answered {answer.status_code}, not as radixkv does"
+    allowed = f"; allowed: {error['allowed']}" if error.get("allowed") else ""
+    return f"{url} answered {answer.status_code}: {error.get('message')}{allowed}"
+
+
+def sources(files: Sequence[str]) -> list[Source]:
+    """All prompts of the files, in their order. Raises ConfigError naming file and line."""
+    return [source for name in files for source in _of_file(Path(name))]
+
+
+def _of_file(path: Path) -> Iterator[Source]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8"
+        raise ConfigError("FILE", str(path), f"a file of UTF-8 text that can be read ({reason})") from None
+    if path.suffix != ".jsonl":
+        if not text:
+            raise ConfigError("FILE", str(path), "a file that isn't empty")
+        yield Source(str(path), {"prompt": text})
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield Source(f"{path}:{number}", _of_line(line, f"{path}:{number}"))
+
+
+def _of_line(line: str, place: str) -> Document:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError("FILE", place, "a line of JSON") from None
+    if isinstance(value, str):
+        return {"prompt": value}
+    if not isinstance(value, dict) or not set(value) <= _PROMPT_FIELDS:
+        fields = ", ".join(sorted(_PROMPT_FIELDS))
+        raise ConfigError("FILE", place, f"a JSON string, or an object with fields of {fields}")
+    return value

@@ -1,0 +1,323 @@
+"""``POST /v1/completions``: OpenAI's shape over the engine, whole or as a stream of server-sent events.
+
+    event loop:  validate ─▶ submit ─▶ wait, or forward pieces ─▶ reply
+    model thread:              generate ─▶ each step: ids → text, stop strings ─▶ pieces to the loop
+
+A client that hangs up cancels the work: the generation ends at its next step and releases what it holds. A
+stream begins once the first token is there, so that a refusal is still an HTTP status.
+
+Temperatures below 0.001 are greedy (dividing logits by less overflows fp32). Greedy completions of one prompt
+are equal, so ``n`` of them cost one. Beam search takes no temperature, top_p or top_k and isn't streamed:
+no beam is final before the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from starlette.responses import Response, StreamingResponse
+
+from radixkv.namespaces import Namespace
+from radixkv.service.endpoint import Call, reply, until_disconnect
+from radixkv.service.problems import ApiError, Json, invalid
+from radixkv.service.prompts import Ids, tokenized
+from radixkv.service.schemas import (
+    Choice,
+    CompletionReply,
+    CompletionRequest,
+    PromptTokensDetails,
+    Timings,
+    Usage,
+)
+from radixkv.service.textstream import TextStream
+from radixkv.service.worker import Work, finished
+
+if TYPE_CHECKING:
+    from radixkv.engines.hf import Generation
+    from radixkv.service.core import Service
+
+MAX_ROWS = 64
+_GREEDY_BELOW = 1e-3
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's ids, and its text for ``echo``."""
+
+    ids: Ids
+    text: str
+
+
+async def completions(call: Call) -> Response:
+    """Answer one completion request."""
+    body = call.read(CompletionRequest)
+    _check_options(call.service, body)
+    prompts = await _prompts(call.service, body)
+    _check_room(call.service, body, prompts)
+    run = Run(call, body, prompts)
+    return await (run.streamed() if body.stream else run.whole())
+
+
+class Run:
+    """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
+
+    def __init__(self, call: Call, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+        self.call, self.body, self.prompts = call, body, prompts
+        self.service = call.service
+        self.id = f"cmpl-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.greedy = body.temperature < _GREEDY_BELOW and not body.use_beam_search
+        self.copies = body.n if self.greedy else 1
+        rows = body.n // self.copies
+        self.texts = [
+            TextStream(self.service.tokenizer, prompt.ids.tolist(), body.stops)
+            for prompt in prompts
+            for _ in range(rows)
+        ]
+        self.began_at = call.started_at
+
+    async def whole(self) -> Response:
+        """The reply as one JSON body."""
+        work = self._submit(lambda: None)
+        try:
+            generation = await until_disconnect(self.call.request, finished(work))
+        finally:
+            work.cancel()
+        self._finish(generation)
+        texts = [self._echo(row) + text.take(final=True) for row, text in enumerate(self.texts)]
+        choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(texts)]
+        return reply(self._reply(choices, self._usage(generation), self._timings(generation)))
+
+    async def streamed(self) -> Response:
+        """The reply as server-sent events, begun once the first step is done."""
+        steps: asyncio.Queue[None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        work = self._submit(lambda: loop.call_soon_threadsafe(steps.put_nowait, None))
+        work.future.add_done_callback(lambda _: loop.call_soon_threadsafe(steps.put_nowait, None))
+        try:
+            await until_disconnect(self.call.request, steps.get())
+            if work.future.done():
+                await finished(work)
+        except BaseException:
+            work.cancel()
+            raise
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._events(work, steps), media_type="text/event-stream", headers=headers)
+
+    async def _events(self, work: Work[Generation], steps: asyncio.Queue[None]) -> AsyncIterator[bytes]:
+        try:
+            if self.body.echo:
+                yield self._chunk(
+                    [self._choice(row, self._echo(row), None) for row in range(len(self.texts))]
+                )
+            while not work.future.done():
+                if pieces := self._pieces():
+                    yield self._chunk(pieces)
+                await steps.get()
+            generation = await finished(work)
+            self._finish(generation)
+            for event in self._last_events(generation):
+                yield event
+        except Exception as error:  # noqa: BLE001 too late for a status: the stream says it
+            yield _event({"error": self.service.problem(error).body})
+        finally:
+            work.cancel()
+
+    def _last_events(self, generation: Generation) -> list[bytes]:
+        rest = [text.take(final=True) for text in self.texts]
+        choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(rest)]
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        timings = self._timings(generation)
+        usage = self._usage(generation)
+        events = [self._chunk(choices, timings=None if with_usage else timings)]
+        if with_usage:
+            events.append(_event(self._reply([], usage, timings).model_dump()))
+        return [*events, b"data: [DONE]\n\n"]
+
+    def _submit(self, on_progress: Callable[[], object]) -> Work[Generation]:
+        namespace = self.service.namespace(self.call.tenant, self.body.salt, self.body.adapter)
+        return self.service.worker.submit(
+            self.call.tenant, lambda work: self._generate(namespace, work, on_progress)
+        )
+
+    def _generate(
+        self, namespace: Namespace, work: Work[Generation], on_progress: Callable[[], object]
+    ) -> Generation:
+        """In the model's thread."""
+        self.began_at = self.service.clock()
+
+        def on_step(new_ids: Sequence[Sequence[int]]) -> None:
+            for text, ids in zip(self.texts, new_ids, strict=True):
+                text.push(ids)
+            on_progress()
+
+        return self.service.engine.generate(
+            namespace,
+            [prompt.ids.tolist() for prompt in self.prompts],
+            self.body.max_tokens,
+            on_step=None if self.body.use_beam_search else on_step,
+            stop=lambda: work.stopping or all(text.stopped for text in self.texts),
+            **self._sampling(),
+        )
+
+    def _sampling(self) -> dict[str, Any]:
+        body = self.body
+        options: dict[str, Any] = {"eos_token_id": -1} if body.ignore_eos else {}
+        if body.use_beam_search:
+            return options | {"num_beams": body.best_of or body.n, "num_return_sequences": body.n}
+        if self.greedy:
+            return options
+        top_p = body.top_p if body.top_p < 1 else None
+        return options | {
+            "do_sample": True,
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": top_p,
+            "seed": body.seed,
+            "num_return_sequences": body.n,
+        }
+
+    def _finish(self, generation: Generation) -> None:
+        """Bring the texts up to the last token, which a beam's steps don't tell."""
+        for text, ids in zip(self.texts, generation.token_ids, strict=True):
+            text.push(ids[text.num_tokens :])
+            text.close()
+        usage, timings = self._usage(generation), self._timings(generation)
+        self.service.metrics.completed(
+            self.call.tenant,
+            prompt=usage.prompt_tokens,
+            cached=usage.prompt_tokens_details.cached_tokens,
+            generated=usage.completion_tokens,
+            first_token_s=timings.time_to_first_token_s,
+        )
+
+    def _pieces(self) -> list[Choice]:
+        taken = [(row, text.take()) for row, text in enumerate(self.texts)]
+        return [self._choice(row, piece, None) for row, piece in taken if piece]
+
+    def _choice(self, row: int, text: str, reason: FinishReason | None) -> Choice:
+        return Choice(index=row * self.copies, text=text, finish_reason=reason)
+
+    def _reason(self, generation: Generation, row: int) -> FinishReason:
+        return "stop" if self.texts[row].stopped or generation.finish_reasons[row] == "stop" else "length"
+
+    def _echo(self, row: int) -> str:
+        return self.prompts[row * len(self.prompts) // len(self.texts)].text if self.body.echo else ""
+
+    def _usage(self, generation: Generation) -> Usage:
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        generated = self.copies * sum(text.num_tokens for text in self.texts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(generation.num_cached_tokens)),
+        )
+
+    def _timings(self, generation: Generation) -> Timings:
+        queued = self.began_at - self.call.started_at
+        return Timings(
+            queued_s=queued,
+            time_to_first_token_s=queued + generation.time_to_first_token_s,
+            total_s=self.service.clock() - self.call.started_at,
+        )
+
+    def _reply(self, choices: list[Choice], usage: Usage | None, timings: Timings | None) -> CompletionReply:
+        copied = [
+            choice.model_copy(update={"index": choice.index + copy})
+            for choice in choices
+            for copy in range(self.copies)
+        ]
+        return CompletionReply(
+            id=self.id,
+            created=self.created,
+            model=self.service.model_name,
+            choices=copied,
+            usage=usage,
+            timings=timings,
+        )
+
+    def _chunk(self, choices: list[Choice], timings: Timings | None = None) -> bytes:
+        unset = (
+            {"usage"}
+            if self.body.stream_options is None or not self.body.stream_options.include_usage
+            else set()
+        )
+        if timings is None:
+            unset |= {"timings"}
+        return _event(self._reply(choices, None, timings).model_dump(exclude=unset))
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + bytes(Json(document).body) + b"\n"
+
+
+def _check_options(service: Service, body: CompletionRequest) -> None:
+    """Combinations that can't be honoured. Raises ApiError 404 (model) or 422."""
+    if body.model is not None and body.model != service.model_name:
+        message = "no such model"
+        raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=service.model_name)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options needs stream", "stream_options", None, "stream: true with it")
+    if not body.use_beam_search:
+        if body.best_of not in (None, body.n):
+            raise invalid("best_of differs from n", "best_of", body.best_of, f"{body.n}, or use_beam_search")
+        return
+    if body.stream:
+        raise invalid("beam search can't be streamed", "stream", True, "false with use_beam_search")
+    if "temperature" in body.model_fields_set and body.temperature != 0:
+        raise invalid("beam search draws nothing", "temperature", body.temperature, "0 with use_beam_search")
+    for field, neutral in (("top_p", 1.0), ("top_k", None)):
+        if getattr(body, field) != neutral:
+            raise invalid(
+                "beam search draws nothing", field, getattr(body, field), "left out with use_beam_search"
+            )
+    if body.best_of is not None and body.best_of < body.n:
+        raise invalid("best_of is less than n", "best_of", body.best_of, f"at least {body.n}")
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+    """The prompts as ids, checked. Raises ApiError 422."""
+    given: list[Any] = (
+        body.prompt if isinstance(body.prompt, list) and not _is_ids(body.prompt) else [body.prompt]
+    )
+    fields = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
+    return [await _prompt(service, each, field) for each, field in zip(given, fields, strict=True)]
+
+
+def _is_ids(prompt: list[Any]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], int)
+
+
+async def _prompt(service: Service, given: str | list[int], field: str) -> Prompt:
+    if isinstance(given, str):
+        ids = await tokenized(len(given), field, lambda: service.tokenizer.encode(given))
+        return Prompt(service.rules.check(ids, field), given)
+    checked = service.rules.check(given, field)
+    return Prompt(checked, service.tokenizer.decode(given))
+
+
+def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    """What could not be served even by an empty server. Raises ApiError 422."""
+    if len(prompts) * body.n > MAX_ROWS:
+        raise invalid("too many completions", "n", body.n, f"at most {MAX_ROWS} completions, prompts × n")
+    limit = service.engine.max_model_len
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if longest + body.max_tokens > limit:
+        message = f"a prompt of {longest} tokens leaves room for {limit - longest}"
+        raise invalid(message, "max_tokens", body.max_tokens, f"prompt and max_tokens within {limit} tokens")
+    config = service.cache.config
+    width = max(body.n, body.best_of or 0)
+    shared = sum(len(prompt.ids) // config.block_size for prompt in prompts)
+    tails = [len(prompt.ids) % config.block_size + body.max_tokens for prompt in prompts]
+    private = sum(width * int(np.ceil(tail / config.block_size)) for tail in tails)
+    if shared + private > config.num_blocks:
+        allowed = f"prompts and completions that fit into {config.num_blocks * config.block_size} tokens"
+        raise invalid("the completions can't fit into the cache", "max_tokens", body.max_tokens, allowed)

@@ -1,0 +1,126 @@
+"""What one process of the service consists of, wired together; it knows no HTTP.
+
+event loop:  handlers, lookups, jobs, fleet      one thread:  the model
+     └────────────── worker (fair, bounded lanes) ─────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+
+from radixkv.clock import Clock, monotonic
+from radixkv.errors import IntegrityError
+from radixkv.metrics import Metrics
+from radixkv.service.auth import Keyring
+from radixkv.service.endpoint import problem_of
+from radixkv.service.fleet import Fleet
+from radixkv.service.jobs import JobTable
+from radixkv.service.problems import ApiError
+from radixkv.service.prompts import PromptRules
+from radixkv.service.warming import Warmer
+from radixkv.service.worker import ModelWorker
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+    from radixkv.engines.hf import HFEngine
+    from radixkv.namespaces import Namespace
+    from radixkv.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of what clients may ask. Queues and jobs are counted for each tenant by itself."""
+
+    max_body_bytes: int = 4 * 2**20
+    max_queued: int = 32
+    max_jobs: int = 256
+    job_ttl_s: float = 600.0
+
+
+class Service:
+    """Everything that handlers use. ``close`` it when done."""
+
+    def __init__(
+        self,
+        engine: HFEngine,
+        tokenizer: Tokenizer,
+        keyring: Keyring,
+        fleet: Fleet,
+        *,
+        model_name: str,
+        limits: Limits | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.engine, self.tokenizer, self.keyring, self.fleet = engine, tokenizer, keyring, fleet
+        self.model_name, self.clock = model_name, clock
+        self.limits = limits or Limits()
+        self.rules = PromptRules(self._vocab_size(), self._max_prompt_tokens(), self.cache.config.block_size)
+        self.worker = ModelWorker(self.limits.max_queued)
+        self.warmer = Warmer(engine, self.worker)
+        self.jobs = JobTable(clock, self.problem, ttl_s=self.limits.job_ttl_s, max_jobs=self.limits.max_jobs)
+        self.metrics = Metrics(self.cache, keyring.tenants, fleet.coordinator, self._levels())
+        self.num_integrity_errors = 0
+        self.is_stopping = False
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The engine's cache."""
+        return self.engine.cache
+
+    def namespace(self, tenant: str, salt: str, adapter: str | None) -> Namespace:
+        """The key space of a request."""
+        return self.engine.namespace(tenant, adapter=adapter, salt=salt)
+
+    def problem(self, error: Exception) -> ApiError:
+        """The answer to an error; remembers broken laws, which make this process unhealthy."""
+        if isinstance(error, IntegrityError):
+            self.num_integrity_errors += 1
+        return problem_of(error)
+
+    def sickness(self) -> list[str]:
+        """Why this process ought to be replaced; empty if it is well."""
+        reasons = ["integrity: a law of the cache was found broken"] if self.num_integrity_errors else []
+        health = self.fleet.coordinator.health()
+        if health.state in ("fenced", "failed"):
+            reasons.append(f"coordination: {health.state}")
+        return reasons
+
+    def unreadiness(self) -> list[str]:
+        """Why no requests should be sent here now; empty if it is ready."""
+        reasons = self.sickness()
+        if self.is_stopping:
+            reasons.append("stopping")
+        health = self.fleet.coordinator.health()
+        if health.state not in ("ok", "unavailable", "fenced", "failed"):
+            reasons.append(f"coordination: {health.state}")
+        elif health.state == "unavailable" and not self.fleet.coordinator.info().epoch:
+            reasons.append("coordination: not registered yet")
+        return reasons
+
+    async def close(self) -> None:
+        """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""
+        await self.jobs.close()
+        await anyio.to_thread.run_sync(self.worker.close)
+        await self.fleet.close()
+
+    def _levels(self) -> list[tuple[str, str, Callable[[], float]]]:
+        return [
+            (
+                "model_work_unfinished",
+                "Pieces of work that wait for the model or run",
+                lambda: self.worker.num_unfinished,
+            ),
+            ("warm_jobs_unfinished", "Warm jobs queued or running", lambda: self.jobs.num_unfinished),
+            ("integrity_errors", "Broken laws seen; not 0 is a bug", lambda: self.num_integrity_errors),
+        ]
+
+    def _vocab_size(self) -> int:
+        return min(self.engine.vocab_size, self.tokenizer.vocab_size)
+
+    def _max_prompt_tokens(self) -> int:
+        config = self.cache.config
+        return min(self.engine.max_model_len, config.num_blocks * config.block_size)

@@ -1,0 +1,200 @@
+"""An endpoint as a value: what routes are made of, and what OpenAPI is generated from.
+
+    body read (bounded) ──▶ who is calling (401, 403) ──▶ body validated (400, 415, 422) ──▶ handler ──▶ reply
+
+Authentication comes before anything that looks at the body, so that nobody without a key can tell what a
+good body is. Every error leaves as ``problems.ApiError`` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from radixkv.errors import IntegrityError, RadixKVError
+from radixkv.service import problems
+from radixkv.service.auth import Principal
+from radixkv.service.problems import ApiError, Json
+from radixkv.service.worker import Busy, Cancelled, Closed
+
+if TYPE_CHECKING:
+    from radixkv.service.core import Service
+
+Who = Literal["anyone", "tenant", "operator", "either", "replica"]
+B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
+
+log = logging.getLogger("radixkv.service")
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way through a handler."""
+
+    service: Service
+    request: Request
+    endpoint: Endpoint
+    started_at: float
+    principal: Principal | None = None
+    body: bytes = b""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that calls; only behind endpoints for tenants."""
+        assert self.principal is not None and self.principal.tenant is not None
+        return self.principal.tenant
+
+    def read(self, model: type[B]) -> B:
+        """The body as ``model``. Raises ApiError 400, 415 or 422."""
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            message = "the body has to be JSON"
+            raise ApiError(
+                415,
+                "unsupported_media_type",
+                message,
+                field="content-type",
+                value=kind or None,
+                allowed="application/json",
+            )
+        try:
+            return model.model_validate_json(self.body)
+        except ValidationError as error:
+            raise problems.of_validation(error, model) from None
+
+    def query(self, *allowed: str) -> dict[str, str]:
+        """The query's fields, each at most once. Raises ApiError 422 for others."""
+        found: dict[str, str] = {}
+        for name, value in self.request.query_params.multi_items():
+            if name not in allowed:
+                raise problems.invalid(f"unknown field {problems.shown(name)}", str(problems.shown(name)), value,
+                                       f"one of {', '.join(allowed)}" if allowed else "no query")  # fmt: skip
+            if name in found:
+                raise problems.invalid(f"{name} is given twice", name, value, "one value")
+            found[name] = value
+        return found
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A path, a method, who may call it, what goes in and what comes out."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    handler: Handler
+    summary: str
+    who: Who
+    replies: Mapping[int, Any]
+    """Status → model of the body, a union of models, or text that is a media type."""
+    body: type[BaseModel] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
+    internal: bool = False
+
+
+async def serve(service: Service, endpoint: Endpoint, request: Request) -> Response:
+    """Answer one request; whatever goes wrong becomes an answer too, except a bug of ours."""
+    call = Call(service, request, endpoint, service.clock())
+    response: Response | None = None
+    try:
+        with service.metrics.in_flight(endpoint.path):
+            response = await _answer(call)
+        return response
+    except ClientDisconnect:
+        response = Response(status_code=499)
+        return response
+    except Exception as error:  # noqa: BLE001 the one place where errors become answers
+        response = service.problem(error).response()
+        return response
+    finally:
+        status = response.status_code if response is not None else 499
+        service.metrics.answered(endpoint.method, endpoint.path, status, service.clock() - call.started_at)
+
+
+async def _answer(call: Call) -> Response:
+    if call.endpoint.who in ("tenant", "operator", "either"):
+        call.principal = _authenticated(call)
+    if call.endpoint.body is not None:
+        call.body = await _bounded_body(call.request, call.service.limits.max_body_bytes)
+    return await call.endpoint.handler(call)
+
+
+def _authenticated(call: Call) -> Principal:
+    principal = call.service.keyring.authenticate(call.request.headers.get("authorization"))
+    if principal is None:
+        headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
+        message = "a valid key is needed: Authorization: Bearer KEY"
+        raise ApiError(401, "unauthorized", message, field="authorization", headers=headers)
+    if call.endpoint.who == "operator" and not principal.is_operator:
+        raise ApiError(403, "forbidden", "this is for the operator's key", field="authorization")
+    if call.endpoint.who == "tenant" and principal.is_operator:
+        raise ApiError(403, "forbidden", "this is for a tenant's key", field="authorization")
+    return principal
+
+
+async def _bounded_body(request: Request, max_bytes: int) -> bytes:
+    allowed = f"at most {max_bytes} bytes"
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > max_bytes:
+        raise ApiError(413, "body_too_large", "the body is too large", field="content-length", value=int(stated), allowed=allowed)  # fmt: skip
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise ApiError(413, "body_too_large", "the body is too large", allowed=allowed)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def problem_of(error: Exception) -> ApiError:
+    """The answer to an error; what we didn't foresee is logged and answered with 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Busy):
+        return problems.busy()
+    if isinstance(error, Closed | Cancelled):
+        return problems.shutting_down()
+    if isinstance(error, RadixKVError):
+        answer = problems.of_library(error)
+    else:
+        answer = ApiError(500, "internal", "an error inside the server; its log says more")
+    if answer.status >= 500 and answer.status != 503:
+        kind = "a law of the cache is broken" if isinstance(error, IntegrityError) else "unforeseen error"
+        log.error("%s", kind, exc_info=error)
+    return answer
+
+
+def reply(body: BaseModel, status: int = 200) -> Json:
+    """A body of ``schemas`` as an answer."""
+    return Json(body.model_dump(), status)
+
+
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, or ClientDisconnect as soon as the client has hung up (``work`` is cancelled)."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,43 @@
+"""A service of one's own in a thread of this process, over a real socket: for benchmarks and notebooks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from radixkv import __version__
+from radixkv.service.build import build_service
+from radixkv.service.core import Limits, Service
+from radixkv.service.server import Server, address_of, base_url, bind
+from radixkv.service.settings import ServeSettings
+
+
+@contextmanager
+def demo_service(**settings: str | None) -> Iterator[str]:
+    """The base URL of a service with embedded defaults on a free port, as long as the ``with`` lasts."""
+    with running(ServeSettings.parse({"port": "0", **settings})) as (_, url):
+        yield url
+
+
+@contextmanager
+def running(settings: ServeSettings, limits: Limits | None = None) -> Iterator[tuple[Service, str]]:
+    """A registered service and its base URL, as long as the ``with`` lasts. Raises ConfigError."""
+    listener = bind(settings.host, settings.port)
+    try:
+        url = base_url(listener)
+        service = build_service(settings, address_of(settings, url), limits)
+        listener.listen(128)
+        service.fleet.coordinator.register()
+        ready = threading.Event()
+        server = Server(service, __version__, ready.set)
+        thread = threading.Thread(target=server.run, args=([listener],), name="radixkv-service", daemon=True)
+        thread.start()
+        ready.wait()
+        try:
+            yield service, url
+        finally:
+            server.should_exit = True
+            thread.join()
+    finally:
+        listener.close()

@@ -1,0 +1,160 @@
+"""``/openapi.json``, generated from the same endpoints and models that serve the requests. OpenAPI 3.1."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from radixkv.service.endpoint import Endpoint
+from radixkv.service.schemas import ErrorReply, RequestBody
+
+_REF = "#/components/schemas/{model}"
+_REASONS = {
+    200: "Done",
+    202: "Accepted",
+    400: "Not JSON",
+    401: "A valid key is needed",
+    403: "Not with this key",
+    404: "There is no such thing, or it isn't the caller's",
+    409: "The namespace was cleared meanwhile",
+    413: "The body is too large",
+    415: "The body isn't called JSON",
+    422: "The body, or the query, can't be served",
+    429: "Too much of the caller's is waiting; see Retry-After",
+    503: "No room, not ready or shutting down",
+}
+
+
+def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
+    """The OpenAPI document of the public endpoints. Made once at start."""
+    public = [endpoint for endpoint in endpoints if not endpoint.internal]
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in public:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "radixkv", "version": version, "description": "A prefix cache for LLM serving"},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(public),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": endpoint.handler.__name__,
+        "summary": endpoint.summary,
+        "description": (endpoint.handler.__doc__ or "").strip(),
+        "security": [] if endpoint.who == "anyone" else [{"key": []}],
+        "responses": {str(status): _response(status, model) for status, model in endpoint.replies.items()},
+    }
+    for status in _error_statuses(endpoint):
+        operation["responses"].setdefault(str(status), _response(status, ErrorReply))
+    parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
+    if "{job}" in endpoint.path:
+        parameters.append(_parameter("job", "path", "id of a job, from 202"))
+    if parameters:
+        operation["parameters"] = parameters
+    if endpoint.body is not None:
+        content = {"application/json": {"schema": _reference(endpoint.body)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _error_statuses(endpoint: Endpoint) -> list[int]:
+    statuses = set(endpoint.errors)
+    if endpoint.who != "anyone":
+        statuses.add(401)
+    if endpoint.who in ("tenant", "operator"):
+        statuses.add(403)
+    if endpoint.body is not None:
+        statuses |= {400, 413, 415, 422}
+    return sorted(statuses)
+
+
+def _response(status: int, model: Any) -> dict[str, Any]:
+    if isinstance(model, str):
+        content: dict[str, Any] = {model: {"schema": {"type": "string"}}}
+    elif isinstance(model, dict):
+        content = {kind: {"schema": _schema_of(each)} for kind, each in model.items()}
+    else:
+        content = {"application/json": {"schema": _schema_of(model)}}
+    response: dict[str, Any] = {"description": _REASONS[status], "content": content}
+    if status == 429:
+        response["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
+    return response
+
+
+def _schema_of(model: Any) -> dict[str, Any]:
+    models = _models(model)
+    if not models:
+        return {"type": "string"} if isinstance(model, str) else {"type": "object"}
+    references = [_reference(each) for each in models]
+    return references[0] if len(references) == 1 else {"anyOf": references}
+
+
+def _models(model: Any) -> list[type[BaseModel]]:
+    if isinstance(model, types.UnionType):
+        return [part for part in typing.get_args(model) if isinstance(part, type)]
+    if isinstance(model, dict):
+        return [part for each in model.values() for part in _models(each)]
+    return [model] if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}
+
+
+def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": place,
+        "required": place == "path",
+        "description": text,
+        "schema": {"type": "string"},
+    }
+
+
+def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    inputs = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
+    outputs = {
+        model for endpoint in endpoints for reply in endpoint.replies.values() for model in _models(reply)
+    }
+    wanted: list[tuple[type[BaseModel], typing.Literal["validation", "serialization"]]] = []
+    wanted += [(model, "validation") for model in inputs]
+    wanted += [(model, "serialization") for model in outputs | {ErrorReply}]
+    _, definitions = models_json_schema(sorted(wanted, key=lambda each: each[0].__name__), ref_template=_REF)
+    schemas: dict[str, Any] = definitions["$defs"]
+    for name in _request_names(inputs):
+        _admit_null(schemas[name])
+    return dict(sorted(schemas.items()))
+
+
+def _request_names(inputs: set[type[BaseModel]]) -> set[str]:
+    """Names of the request bodies and of what they contain."""
+    names: set[str] = set()
+    for model in inputs:
+        names.add(model.__name__)
+        names |= set(model.model_json_schema().get("$defs", {}))
+    assert all(issubclass(model, RequestBody) for model in inputs)
+    return names
+
+
+def _admit_null(schema: dict[str, Any]) -> None:
+    """Null stands for an optional field that was left out (see ``schemas.RequestBody``)."""
+    required = set(schema.get("required", ()))
+    for name, field in schema.get("properties", {}).items():
+        types_ = [field.get("type"), *(each.get("type") for each in field.get("anyOf", ()))]
+        if name in required or "null" in types_:
+            continue
+        kept = {key: field.pop(key) for key in ("default", "description", "title") if key in field}
+        inner = dict(field)
+        field.clear()
+        field.update({"anyOf": [inner, {"type": "null"}], **kept})

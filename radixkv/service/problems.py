@@ -1,0 +1,177 @@
+"""Every answer that is not a success, in one JSON shape.
+
+    {"error": {"type": "validation_error", "message": "…", "field": "token_ids[3]", "value": 99999, "allowed": "…"}}
+
+All five names are always there; what does not apply is null. Values that a client sent are shortened before
+they are echoed. Nothing here tells one tenant about another: what does not exist and what is someone else's
+are the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.responses import JSONResponse
+
+from radixkv.errors import (
+    ArgumentError,
+    CapacityError,
+    LeaseError,
+    NamespaceError,
+    PendingError,
+    RadixKVError,
+    TokenError,
+)
+
+MAX_ECHO = 80
+RETRY_AFTER_S = 1
+_TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many"})
+
+
+class ApiError(Exception):
+    """An answer other than success. ``status`` is HTTP's; the rest is the body's."""
+
+    def __init__(
+        self,
+        status: int,
+        type: str,
+        message: str,
+        *,
+        field: str | None = None,
+        value: object = None,
+        allowed: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = {
+            "type": type,
+            "message": message,
+            "field": field,
+            "value": shown(value),
+            "allowed": allowed,
+        }
+
+    def response(self) -> JSONResponse:
+        """The answer to send."""
+        return Json({"error": self.body}, self.status, self.headers)
+
+
+class Json(JSONResponse):
+    """JSON that ends with a newline, so that a terminal's prompt starts on a line of its own."""
+
+    def render(self, content: Any) -> bytes:
+        return super().render(content) + b"\n"
+
+
+def shown(value: object) -> object:
+    """``value`` as it may be echoed: JSON, and no longer than MAX_ECHO characters."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and abs(value) < 2**63:
+        return value
+    text = value if isinstance(value, str) else _short_repr(value)
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= MAX_ECHO else text[:MAX_ECHO] + "…"
+
+
+def _short_repr(value: object) -> str:
+    if isinstance(value, int):
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object with {len(value)} names"
+    return repr(value)
+
+
+def invalid(message: str, field: str | None, value: object, allowed: str) -> ApiError:
+    """422: a body that can't be served as it is."""
+    return ApiError(422, "validation_error", message, field=field, value=value, allowed=allowed)
+
+
+def not_found(what: str) -> ApiError:
+    """404: there is no such thing, or it is someone else's."""
+    return ApiError(404, "not_found", f"no such {what}")
+
+
+def busy() -> ApiError:
+    """429: the caller has as much waiting as it may."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(429, "busy", "too many of your requests are waiting; try again shortly", headers=headers)
+
+
+def no_capacity() -> ApiError:
+    """503: no room for this request now."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(503, "no_capacity", "no room for this request at the moment; try again", headers=headers)
+
+
+def shutting_down() -> ApiError:
+    """503: this process is about to end."""
+    return ApiError(503, "shutting_down", "the server is shutting down", headers={"Retry-After": "5"})
+
+
+def of_library(error: RadixKVError) -> ApiError:
+    """The answer to an error of the library's; what is not the client's to mend is 500."""
+    if isinstance(error, TokenError):
+        field = "token_ids" if error.index is None else f"token_ids[{error.index}]"
+        return invalid(str(error), field, None, "token ids of the vocabulary")
+    if isinstance(error, ArgumentError):
+        return invalid(str(error), error.argument, error.value, error.allowed)
+    if isinstance(error, NamespaceError):
+        return invalid(str(error), "salt, adapter", None, "text that can name a namespace")
+    if isinstance(error, CapacityError):
+        return no_capacity()
+    if isinstance(error, LeaseError | PendingError):
+        return ApiError(409, "conflict", "the cache of this namespace was cleared meanwhile; try again")
+    return ApiError(500, "internal", "an error inside the server; its log says more")
+
+
+def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """The answer to a body that is not what ``model`` says: the first thing that is wrong with it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "invalid_json", first["msg"], allowed="one JSON object")
+    field = field_name(first["loc"])
+    value = None if first["type"] == "missing" else first["input"]
+    if first["type"] == "extra_forbidden":
+        return invalid(
+            f"unknown field {shown(field)}", str(shown(field)), value, _known_fields(first["loc"], model)
+        )
+    if first["type"] == "missing":
+        return invalid(f"{field} is required", field, None, "a value")
+    allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return invalid(f"{field or 'the body'}: {first['msg']}", field or None, value, allowed)
+
+
+def field_name(loc: tuple[int | str, ...]) -> str:
+    """A place in a body as a path such as ``messages[2].role``."""
+    name = ""
+    for part in loc:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part not in _TAGS or not name:
+            name += f".{part}" if name else part
+    return name
+
+
+def _known_fields(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    schema = model.model_json_schema()
+    definition: dict[str, Any] = schema
+    for part in loc[:-1]:
+        if isinstance(part, str) and part in definition.get("properties", {}):
+            reference = _reference(definition["properties"][part])
+            definition = schema["$defs"][reference] if reference else {}
+    return "one of " + ", ".join(definition.get("properties", {}))
+
+
+def _reference(schema: dict[str, Any]) -> str | None:
+    """Name of the definition that a property, or the items of its list, refer to."""
+    for candidate in (schema, schema.get("items", {}), *schema.get("anyOf", [])):
+        target = candidate.get("$ref") or candidate.get("items", {}).get("$ref")
+        if target:
+            return str(target).rsplit("/", 1)[-1]
+    return None

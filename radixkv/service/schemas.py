@@ -1,0 +1,325 @@
+"""The bodies of requests and replies. OpenAPI is generated from these, so they are the interface.
+
+Requests are strict: no text for a number, no unknown names (``tenant`` is one). A known optional field may be
+null, which means that it was left out. Replies are built from these classes too, so that what is documented
+is what is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+MAX_NAME = 256
+MAX_CHOICES = 32
+MAX_PROMPTS = 64
+
+
+class RequestBody(BaseModel):
+    """A body that a client sends: strict, without unknown names; null means left out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: value for name, value in data.items() if value is not None or name not in cls.model_fields
+        }
+
+
+class ReplyBody(BaseModel):
+    """A body that the service sends."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+Salt = Annotated[str, Field(max_length=MAX_NAME, description="names one of the tenant's own namespaces")]
+Adapter = Annotated[
+    str, Field(min_length=1, max_length=MAX_NAME, description="key space of an adapter; loads no weights")
+]
+
+
+class Message(RequestBody):
+    """One message of a chat."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str
+
+
+class PromptFields(RequestBody):
+    """A prompt in one of three forms, and the namespace it belongs to."""
+
+    prompt: Text | None = Field(None, description="text; exactly one of prompt, messages and token_ids")
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    token_ids: TokenIds | None = None
+    salt: Salt = ""
+    adapter: Adapter | None = None
+
+
+class LookupRequest(PromptFields):
+    """What to look up."""
+
+
+class WarmRequest(PromptFields):
+    """What to warm, where, and whether to wait for it."""
+
+    wait: bool = Field(True, description="false: answer 202 with a job at once")
+    replicas: Literal["self", "all"] = Field("self", description="all: on every live replica")
+
+
+def _prompt_form(value: Any) -> str:
+    if isinstance(value, list):
+        first = value[0] if value else 0
+        return "texts" if isinstance(first, str) else "batch" if isinstance(first, list) else "ids"
+    return "text"
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("batch")],
+    Discriminator(_prompt_form),
+]
+
+
+def _stop_form(value: Any) -> str:
+    return "many" if isinstance(value, list) else "one"
+
+
+Stop = Annotated[
+    Annotated[Text, Tag("one")] | Annotated[list[Text], Field(max_length=4, fail_fast=True), Tag("many")],
+    Discriminator(_stop_form),
+]
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class CompletionRequest(RequestBody):
+    """OpenAI's completion request with OpenAI's defaults, and salt, adapter, top_k, use_beam_search, ignore_eos.
+
+    Fields of OpenAI's that would change the output and can't be honoured are taken at their neutral value
+    only (``logprobs`` null, penalties 0, ``logit_bias`` empty, ``suffix`` empty); ``user`` changes nothing.
+    """
+
+    model: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    prompt: Prompt
+    salt: Salt = ""
+    adapter: Adapter | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="number of beams; equal to n when sampling"
+    )
+    max_tokens: int = Field(16, ge=1, le=2**31 - 1)
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy; with beam search 0 or left out")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=1, le=2**31 - 1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    use_beam_search: bool = Field(False, description="n beams (or best_of), the n best returned, best first")
+    ignore_eos: bool = False
+    echo: bool = False
+    user: str | None = Field(None, description="changes nothing")
+    suffix: Literal[""] | None = None
+    logprobs: None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+class ErrorDetail(ReplyBody):
+    """What was wrong."""
+
+    type: str
+    message: str
+    field: str | None
+    value: Any
+    allowed: str | None
+
+
+class ErrorReply(ReplyBody):
+    """Every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class LookupReply(ReplyBody):
+    """How much of a prompt is resident."""
+
+    matched_tokens: int
+    matched_blocks: int
+
+
+class ReplicaOutcome(ReplyBody):
+    """What became of a warm on one replica."""
+
+    replica: str
+    state: Literal["done", "failed"]
+    tokens: int = 0
+    cached_before: int = 0
+    computed: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class WarmReply(ReplyBody):
+    """A prefix that is resident now: ``tokens`` = ``cached_before`` + ``computed``, in ``blocks`` whole blocks."""
+
+    tokens: int
+    cached_before: int
+    computed: int
+    left_out: int = Field(
+        description="tokens of the prompt behind the last stable boundary and the last whole block"
+    )
+    blocks: int
+    seconds: float
+
+
+class FleetWarmReply(WarmReply):
+    """A warm that was asked for on every replica."""
+
+    replicas: list[ReplicaOutcome]
+
+
+class JobAccepted(ReplyBody):
+    """A warm that goes on in the background."""
+
+    job: str
+
+
+class Progress(ReplyBody):
+    """How far a warm is, in tokens; those that were resident before count as computed."""
+
+    computed: int
+    total: int
+
+
+class JobReply(ReplyBody):
+    """A job of the caller's."""
+
+    job: str
+    state: Literal["queued", "running", "done", "failed"]
+    progress: Progress
+    result: WarmReply | FleetWarmReply | None
+    error: ErrorDetail | None
+
+
+class Choice(ReplyBody):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class PromptTokensDetails(ReplyBody):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(ReplyBody):
+    """Tokens read, cached and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Timings(ReplyBody):
+    """Seconds since the request arrived; the wait for the model counts."""
+
+    queued_s: float
+    time_to_first_token_s: float
+    total_s: float
+
+
+class CompletionReply(ReplyBody):
+    """OpenAI's completion object, with timings. Of a stream: one chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class ClearReply(ReplyBody):
+    """What was forgotten."""
+
+    namespaces: int
+    blocks: int
+
+
+class TenantStatsReply(ReplyBody):
+    """A tenant's own counts: blocks at this moment, tokens and requests since the start."""
+
+    tenant: str
+    used_blocks: int
+    resident_blocks: int
+    sequence_blocks: int
+    evictable_blocks: int
+    num_namespaces: int
+    requests: int
+    hit_tokens: int
+    missed_tokens: int
+    evicted_blocks: int
+
+
+class OperatorStatsReply(ReplyBody):
+    """All tenants' counts and the pool's."""
+
+    cache: dict[str, int]
+    tenants: list[TenantStatsReply]
+
+
+class ReplicaReply(ReplyBody):
+    """One replica as this one sees it."""
+
+    id: str
+    is_self: bool
+    live: bool
+    reachable: bool = Field(description="live, its address proven, compatible: requests may be sent there")
+    address: str | None
+    epoch: int = Field(description="grows with each registration of the same id")
+    last_seq: int = Field(description="number of its last entry that is known here")
+    lease_remaining_s: float
+    model: str = Field(description="fingerprint")
+    block_size: int
+    incompatible: str | None
+
+
+class ReplicasReply(ReplyBody):
+    """All replicas that this one knows."""
+
+    replicas: list[ReplicaReply]
+
+
+class HealthReply(ReplyBody):
+    """Whether the process is well, or ready, and why not."""
+
+    status: Literal["ok", "unhealthy", "not_ready"]
+    reasons: list[str]

@@ -1,0 +1,202 @@
+"""What ``radixkv serve`` can be told, validated when made and frozen from then on.
+
+Every setting comes as text, from an option or from the environment; ``ServeSettings.parse`` turns all of
+them into one frozen value. The first that can't work raises ConfigError with its name as the user wrote it
+(``--port`` or ``RADIXKV_PORT``), its value and what is allowed. Imports neither torch nor starlette.
+
+Rules that span settings: ``--redis`` needs ``--fleet-secret`` (a fleet without a shared secret can't prove
+anything), and an address that is not loopback needs ``--keys`` (the demo keys are public knowledge).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from radixkv.config import policy_names
+from radixkv.errors import ConfigError
+
+DEFAULTS: Mapping[str, str] = {
+    "host": "127.0.0.1",
+    "port": "8400",
+    "lease-s": "10",
+    "num-blocks": "4096",
+    "block-size": "16",
+    "policy": "lru",
+    "device": "cpu",
+    "dtype": "float32",
+    "threads": "0",
+}
+"""What a setting is when nobody sets it. Settings that are not here default to nothing."""
+
+SETTINGS = (*DEFAULTS, "model", "keys", "redis", "replica", "fleet-secret", "advertise")
+MIN_SECRET_BYTES = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """One valid configuration of a service process.
+
+    ``fleet_secret`` is at least MIN_SECRET_BYTES long, random if no file named one; ``threads`` is the
+    number of compute threads, 0 for torch's own choice; ``advertise`` is the base URL at which other
+    replicas reach this one, None for the address it is bound to.
+    """
+
+    host: str
+    port: int
+    lease_s: float
+    num_blocks: int
+    block_size: int
+    policy: str
+    device: str
+    dtype: str
+    threads: int
+    model: Path | None
+    keys: Path | None
+    redis: str | None
+    replica: str
+    fleet_secret: bytes
+    advertise: str | None
+
+    @classmethod
+    def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> ServeSettings:
+        """Settings from text. ``values`` maps names such as ``num-blocks`` to text or None (the default).
+
+        ``names`` says what each setting is called in an error; ``--num-blocks`` if it doesn't say.
+        Raises ConfigError.
+        """
+        reader = _Reader({**DEFAULTS, **{k: v for k, v in values.items() if v is not None}}, names or {})
+        settings = cls(
+            host=reader.host(),
+            port=reader.integer("port", 0, 65_535),
+            lease_s=reader.seconds("lease-s", 0.5, 3600.0),
+            num_blocks=reader.integer("num-blocks", 2, 2**31 - 1),
+            block_size=reader.integer("block-size", 1, 1024),
+            policy=reader.choice("policy", policy_names()),
+            device=reader.pattern("device", _DEVICE, "cpu, mps, cuda, cuda:N, xpu or xpu:N"),
+            dtype=reader.choice("dtype", _DTYPES),
+            threads=reader.integer("threads", 0, 1024),
+            model=reader.path("model", directory=True),
+            keys=reader.path("keys", directory=False),
+            redis=reader.redis_url(),
+            replica=reader.replica(),
+            fleet_secret=reader.secret(),
+            advertise=reader.base_url("advertise"),
+        )
+        if settings.keys is None and not is_loopback(settings.host):
+            raise ConfigError(
+                reader.name("keys"), None, f"a keys file, as host {settings.host} is not loopback"
+            )
+        return settings
+
+
+class _Reader:
+    """Reads one setting after the other out of text; each method raises ConfigError."""
+
+    def __init__(self, values: Mapping[str, str], names: Mapping[str, str]) -> None:
+        self._values, self._names = values, names
+
+    def name(self, setting: str) -> str:
+        return self._names.get(setting, f"--{setting}")
+
+    def text(self, setting: str) -> str | None:
+        return self._values.get(setting)
+
+    def refuse(self, setting: str, allowed: str) -> ConfigError:
+        return ConfigError(self.name(setting), self.text(setting), allowed)
+
+    def integer(self, setting: str, low: int, high: int) -> int:
+        text = self._values[setting].strip()
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise self.refuse(setting, f"an integer from {low} to {high}")
+        return int(text)
+
+    def seconds(self, setting: str, low: float, high: float) -> float:
+        try:
+            value = float(self._values[setting])
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise self.refuse(setting, f"a number of seconds from {low:g} to {high:g}")
+        return value
+
+    def pattern(self, setting: str, pattern: re.Pattern[str], allowed: str) -> str:
+        text = self._values[setting]
+        if not pattern.match(text):
+            raise self.refuse(setting, allowed)
+        return text
+
+    def choice(self, setting: str, allowed: tuple[str, ...]) -> str:
+        if self._values[setting] not in allowed:
+            raise self.refuse(setting, f"one of {', '.join(allowed)}")
+        return self._values[setting]
+
+    def host(self) -> str:
+        text = self._values["host"].strip()
+        try:
+            socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise self.refuse("host", "an address of this machine, such as 127.0.0.1 or ::1") from None
+        return text
+
+    def path(self, setting: str, *, directory: bool) -> Path | None:
+        text = self.text(setting)
+        if text is None:
+            return None
+        path = Path(text)
+        if not text or not (path.is_dir() if directory else path.is_file()):
+            raise self.refuse(setting, "an existing directory" if directory else "an existing file")
+        return path
+
+    def redis_url(self) -> str | None:
+        text = self.text("redis")
+        if text is not None and urlsplit(text).scheme not in ("redis", "rediss", "unix"):
+            raise self.refuse("redis", "a URL such as redis://127.0.0.1:6379/0, rediss://… or unix:///path")
+        return text
+
+    def base_url(self, setting: str) -> str | None:
+        text = self.text(setting)
+        if text is None:
+            return None
+        url = urlsplit(text)
+        if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+            raise self.refuse(setting, "a base URL such as http://10.0.0.7:8400")
+        return text.rstrip("/")
+
+    def replica(self) -> str:
+        text = self.text("replica")
+        if text is None:
+            return f"replica-{secrets.token_hex(4)}"
+        if not _NAME.match(text):
+            raise self.refuse("replica", "1 to 64 letters, digits, dots, dashes or underscores")
+        return text
+
+    def secret(self) -> bytes:
+        path = self.path("fleet-secret", directory=False)
+        if path is None:
+            if self.text("redis") is not None:
+                raise self.refuse(
+                    "fleet-secret", "a file with the secret that the fleet shares, as --redis is set"
+                )
+            return secrets.token_bytes(32)
+        secret = path.read_bytes().strip()
+        if len(secret) < MIN_SECRET_BYTES:
+            raise self.refuse("fleet-secret", f"a file that holds at least {MIN_SECRET_BYTES} bytes")
+        return secret
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address that ``host`` resolves to is loopback. One name lookup."""
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return bool(found) and all(
+        ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in found
+    )

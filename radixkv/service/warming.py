@@ -1,0 +1,130 @@
+"""Prefixes that are being computed, and requests that wait for them.
+
+A ``Warming`` computes one prefix of one namespace. Requests for the same prefix, while it is under way, join
+it instead of computing again. Each request holds a share; when the last share is gone before the end, the
+computation is cancelled (what it has committed stays), so one client that hangs up never takes the prefix
+from another, and a prefix that nobody wants any more costs nothing.
+
+    absent ──join──▶ queued ──thread──▶ running ──▶ done | failed | cancelled
+                        ▲ join: one share more        the entry is gone from the table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from radixkv.errors import LeaseError
+from radixkv.namespaces import Namespace
+from radixkv.service.prompts import Ids
+from radixkv.service.worker import ModelWorker, Work, finished
+
+if TYPE_CHECKING:
+    from radixkv.engines.hf import HFEngine
+
+
+class ClearedMeanwhile(LeaseError):
+    """The namespace was cleared while the prefix was computed, so it isn't resident."""
+
+
+_Key = tuple[Namespace, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A prefix that is resident: ``num_tokens`` of it, of which ``num_cached`` were before."""
+
+    num_tokens: int
+    num_cached: int
+    num_blocks: int
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that had to be computed."""
+        return self.num_tokens - self.num_cached
+
+
+class Warming:
+    """A prefix on its way. ``num_ready`` tokens of ``num_tokens`` are computed; made by ``Warmer.join``."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.num_ready = 0
+        self.num_shares = 0
+        self.started = False
+        self.work: Work[Warmed] | None = None
+
+    async def result(self) -> Warmed:
+        """Wait for the end. Raises what the computation raised, or Cancelled."""
+        if self.work is None:
+            return Warmed(0, 0, 0)
+        return await finished(self.work)
+
+
+class Warmer:
+    """The table of what is under way. To be used from the event loop's thread."""
+
+    def __init__(self, engine: HFEngine, worker: ModelWorker) -> None:
+        self._engine, self._worker = engine, worker
+        self._under_way: dict[_Key, Warming] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        """Prefixes that wait or are computed."""
+        return len(self._under_way)
+
+    @contextmanager
+    def join(self, namespace: Namespace, ids: Ids) -> Iterator[Warming]:
+        """A share in computing ``ids`` (whole blocks), held until the ``with`` is left. Raises Busy or Closed."""
+        key = (namespace, ids.tobytes())
+        warming = self._under_way.get(key) or self._begin(key, ids)
+        warming.num_shares += 1
+        try:
+            yield warming
+        finally:
+            warming.num_shares -= 1
+            if not warming.num_shares:
+                self._end(key, warming)
+
+    def forget(self, namespace: Namespace) -> None:
+        """A namespace was cleared: what is under way there can't be joined any more."""
+        for key in [key for key in self._under_way if key[0] == namespace]:
+            del self._under_way[key]
+
+    def _begin(self, key: _Key, ids: Ids) -> Warming:
+        warming = Warming(len(ids))
+        if len(ids):
+            namespace = key[0]
+            warming.work = self._worker.submit(
+                namespace.tenant, lambda work: self._compute(namespace, ids, warming, work)
+            )
+            self._under_way[key] = warming
+        return warming
+
+    def _end(self, key: _Key, warming: Warming) -> None:
+        if self._under_way.get(key) is warming:
+            del self._under_way[key]
+        if warming.work is not None:
+            warming.work.cancel()
+
+    def _compute(self, namespace: Namespace, ids: Ids, warming: Warming, work: Work[Warmed]) -> Warmed:
+        """In the model's thread."""
+        warming.started = True
+
+        def on_chunk(num_ready: int, _total: int) -> None:
+            warming.num_ready = num_ready
+            work.check()
+
+        cache = self._engine.cache
+        match = cache.match(namespace, ids)
+        warming.num_ready = match.num_tokens
+        if match.num_tokens < len(ids):
+            self._engine.prefill(namespace, ids, on_chunk=on_chunk)
+            if cache.match(namespace, ids).num_tokens < len(ids):
+                raise ClearedMeanwhile
+        else:
+            cache.lease(match).release()
+        warming.num_ready = len(ids)
+        return Warmed(len(ids), match.num_tokens, len(ids) // cache.config.block_size)
