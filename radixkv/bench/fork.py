@@ -35,11 +35,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from radixkv_kernels import backend, fork_blocks, reference
-from radixkv_kernels.checks import ForkPairs
 
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
+from radixkv_kernels import backend, fork_blocks, reference
+from radixkv_kernels.checks import ForkPairs
 
 CPU_ROTATE_BYTES = 512 << 20
 WARMUP_ROUNDS = 3

@@ -16,11 +16,11 @@ from __future__ import annotations
 import os
 
 import torch
-from radixkv_kernels import InputError, fork_blocks
 
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.plan import StepPlan
 from radixkv.storage.layout import KVLayout
+from radixkv_kernels import InputError, fork_blocks
 
 MAX_NUM_BLOCKS = 2**31 - 1
 

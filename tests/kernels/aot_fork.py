@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 import triton
-from radixkv_kernels import fork_triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from radixkv_kernels import fork_triton
 
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
 # name: block storage of one block on "meta", which has a shape and no bytes

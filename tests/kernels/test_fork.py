@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import radixkv_kernels
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import radixkv_kernels
 from radixkv_kernels import InputError, fork_blocks, reference
 
 torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from radixkv_kernels import InputError, backend, fork_blocks
 
 pytestmark = pytest.mark.gpu

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from radixkv_kernels import reference
 
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.plan import StepPlan
 from radixkv.storage import DeviceStorage, KVLayout
 from radixkv.storage.layout import ELEMENT_BYTES
+from radixkv_kernels import reference
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
