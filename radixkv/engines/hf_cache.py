@@ -113,7 +113,7 @@ class PagedCache(Cache):
         self.lengths = list(num_computed)
         self._pads = [self.width - length for length in num_computed]
         self._finished = [False] * len(sequences)
-        self._forked = fanout == 1
+        self._is_decoding = False
         self._num_step_tokens = 0
         self._slots: _Slots | None = None
         self._tables: list[Tensor] = []
@@ -142,12 +142,13 @@ class PagedCache(Cache):
         Raises CapacityError, with nothing changed but groups forked.
         """
         rows, num_tokens = input_ids.shape
-        if not self._forked and self._has_no_room(0):
-            self._fork()
+        if not self._is_decoding and self._has_no_room(0):
+            self._start_decoding()
+        rows_each = rows // len(self.sequences)
         if num_tokens == 1:
-            self._append(input_ids[:: rows // len(self.sequences), 0].tolist())
+            self._append(input_ids[::rows_each, 0].tolist())
         self._num_step_tokens = num_tokens
-        self._slots = _Slots(self._place(num_tokens), self._storage.device)
+        self._slots = _Slots(self._place(num_tokens, rows_each), self._storage.device)
         self._tables = self._tables_to_gather() if self._rectangle[0] is None else []
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,9 +194,8 @@ class PagedCache(Cache):
         if growing:
             self._prefix_cache.append(growing, growing_ids)
 
-    def _place(self, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _place(self, num_tokens: int, rows_each: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """``[4, tokens]``: row, column, block id, offset of each token that the step stores."""
-        rows_each = 1 if self._forked else self.fanout
         parts = []
         steps = np.arange(num_tokens)
         for index, sequence in enumerate(self.sequences):
@@ -260,13 +260,18 @@ class PagedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """A beam step: row ``i`` continues what row ``beam_idx[i]`` was. Copies nothing; the next step does."""
-        if not self._forked:
-            self._fork()
+        if not self._is_decoding:
+            self._start_decoding()
         self._permute(beam_idx.tolist())
 
-    def _fork(self) -> None:
-        """Give every row a sequence of its own; the prompts are computed to the end."""
+    def _start_decoding(self) -> None:
+        """The prompts are computed to the end: commit them, and give every row a sequence of its own."""
         self.commit()
+        if self.fanout > 1:
+            self._fork()
+        self._is_decoding = True
+
+    def _fork(self) -> None:
         rows: list[Sequence] = []
         with ExitStack() as undo:
             for sequence in self.sequences:
@@ -278,7 +283,6 @@ class PagedCache(Cache):
         groups = [index for index in range(len(self.sequences)) for _ in range(self.fanout)]
         self.sequences = rows
         self._take(groups)
-        self._forked = True
 
     def _permute(self, parents: list[int]) -> None:
         self.sequences = self._prefix_cache.reorder(self.sequences, parents)

@@ -40,7 +40,10 @@ def _configs() -> dict[str, tuple[type[Any], Any]]:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     wide = {"initializer_range": 0.3, **small}
     return {
-        "qwen2": (Qwen2ForCausalLM, Qwen2Config(**wide, **sizes, num_key_value_heads=2, max_position_embeddings=512)),
+        "qwen2": (
+            Qwen2ForCausalLM,
+            Qwen2Config(**wide, **sizes, num_key_value_heads=2, max_position_embeddings=512),
+        ),
         "mistral": (
             MistralForCausalLM,
             MistralConfig(
@@ -64,7 +67,13 @@ def _configs() -> dict[str, tuple[type[Any], Any]]:
         ),
         "falcon": (
             FalconForCausalLM,
-            FalconConfig(**wide, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=512),
+            FalconConfig(
+                **wide,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=512,
+            ),
         ),
     }
 

@@ -117,7 +117,9 @@ def test_wrong_kv_would_show() -> None:
         engine.prefill(ns, prompt)
         block = int(engine.cache.match(ns, prompt).block_ids[2])
         data = engine.cache.storage.data
-        data[block, :, 0] = data[block, :, 0].flip(1)  # its tokens' keys in reverse, their values as they were
+        data[block, :, 0] = data[block, :, 0].flip(
+            1
+        )  # its tokens' keys in reverse, their values as they were
         assert engine.generate(ns, prompt, 20).token_ids != stock(model, [prompt], 20)
 
 
