@@ -188,8 +188,8 @@ class PrefixCache:
                 raise LeaseError(
                     f"the match of {match.num_tokens} tokens is stale: its blocks were evicted; match again"
                 )
-            node = self._lease_walk(walk)
-            return self._register(Lease(self, node, match))
+            assert tree is not None
+            return self._register(Lease(self, self._lease_walk(walk, tree), match))
 
     def _register(self, lease: Lease) -> Lease:
         self._leases.add(lease)
@@ -202,17 +202,17 @@ class PrefixCache:
             lease._is_open = False
             self._leases.discard(lease)
             if lease._node is not None:
-                self._evictor.release(lease._node)
+                self._evictor.release(lease._node, cast(NamespaceTree, lease._node.tree))
 
-    def _lease_walk(self, walk: Walk) -> Node:
+    def _lease_walk(self, walk: Walk, tree: NamespaceTree) -> Node:
         """Lease the end of a walk, splitting there if it lies inside a node, and tell the policy of the use."""
         node, path = walk.node, walk.path
         if walk.child is not None:
-            node = self._evictor.split(walk.child, walk.common)
+            node = self._evictor.split(walk.child, walk.common, tree)
             path = [*path, node]
-        self._evictor.lease(node)
+        self._evictor.lease(node, tree)
         if path:
-            cast(NamespaceTree, node.tree).tenant.policy.touched(path)
+            tree.tenant.policy.touched(path)
         return node
 
     # --- open
@@ -244,30 +244,28 @@ class PrefixCache:
             return self._open(namespace, key)
 
     def _open(self, namespace: Namespace, key: bytes) -> Sequence:
-        size = self._block_bytes
+        size, num_bytes = self._block_bytes, len(key)
         tree = self._tree(namespace) or self._new_tree(namespace)
-        walk = tree.walk(key, len(key) - 1 if key else 0)
-        num_cached, shared_ids = walk.matched // size, walk.block_ids()
-        needed = -(-len(key) // size) - num_cached
+        tenant = tree.tenant
+        walk = tree.walk(key, num_bytes - 1 if key else 0)
+        cached, table = (walk.at + walk.common) // size, walk.block_ids()
+        needed = -(-num_bytes // size) - cached
         if needed > self._pool.num_free:
             self._evictor.require(needed, self._newly_protected(walk))
-        self._tenants.setdefault(namespace.tenant, tree.tenant)
-        tree.tenant.trees[namespace] = tree
-        sequence = Sequence(self, namespace, tree, self._lease_walk(walk), key, num_cached * self._block_size)
-        sequence._table += shared_ids
+        if not tree.root.uses:
+            self._register_tree(tree)
+        num_cached = cached * self._block_size
+        sequence = Sequence(self, namespace, tree, self._lease_walk(walk, tree), key, num_cached)
+        sequence._prompt_blocks = num_bytes // size
+        sequence._table += table
         if needed:
-            sequence.add_block(self._evictor.take(needed, tree.tenant))
-            tree.tenant.used_blocks += needed
-        sequence._prompt_blocks = len(key) // size
-        self._claim(sequence)
-        self._count_request(tree.tenant, sequence)
+            sequence.add_block(self._evictor.take(needed, tenant))
+            tenant.used_blocks += needed
+        tenant.requests += 1
+        tenant.hit_tokens += num_cached
+        tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
         self._sequences.add(sequence)
         return sequence
-
-    def _count_request(self, tenant: TenantState, sequence: Sequence) -> None:
-        tenant.requests += 1
-        tenant.hit_tokens += sequence._num_cached
-        tenant.missed_tokens += sequence.num_tokens - sequence._num_cached
 
     def _newly_protected(self, walk: Walk) -> int:
         """Evictable blocks that a lease at the walk's end would protect."""
@@ -289,24 +287,12 @@ class PrefixCache:
             tenant = TenantState(namespace.tenant, policy)
         return NamespaceTree(namespace, tenant, self._block_bytes)
 
+    def _register_tree(self, tree: NamespaceTree) -> None:
+        """Make a tree reachable, for it is about to hold something."""
+        self._tenants.setdefault(tree.namespace.tenant, tree.tenant)
+        tree.tenant.trees[tree.namespace] = tree
+
     # --- pending blocks: who is computing what
-
-    def _claim(self, sequence: Sequence) -> None:
-        """Note that the sequence computes the next whole block of its prompt, unless somebody does or it is there."""
-        node, size = sequence._node, self._block_bytes
-        at = node.depth
-        if at >= sequence._prompt_blocks:
-            return
-        claim = (node, sequence._base[at * size : (at + 1) * size])
-        if claim[1] not in node.children and sequence._tree.claims.setdefault(claim, sequence) is sequence:
-            sequence._claim = claim
-
-    def _unclaim(self, sequence: Sequence) -> None:
-        if sequence._claim is not None:
-            del sequence._tree.claims[sequence._claim]
-            sequence._claim = None
-            if self._num_waiting:
-                self._progress.notify_all()
 
     def _await_pending(
         self, namespace: Namespace, key: bytes, on_pending: OnPending, timeout_s: float | None
@@ -327,14 +313,26 @@ class PrefixCache:
                 self._num_waiting -= 1
 
     def _is_pending(self, namespace: Namespace, key: bytes) -> bool:
+        """Whether a running sequence is to commit the first block that a request for ``key`` would miss. O(sequences)."""
         tree = self._tree(namespace)
-        if tree is None or not tree.claims:
+        if tree is None:
             return False
         size = self._block_bytes
         usable = max(len(key) - 1, 0) // size * size
         walk = tree.walk(key, usable)
-        at = walk.at
-        return walk.child is None and at < usable and (walk.node, key[at : at + size]) in tree.claims
+        at, node = walk.at, walk.node
+        if walk.child is not None or at == usable:
+            return False
+        block = key[at : at + size]
+        depth = node.depth
+        return any(
+            other._node is node and other._prompt_blocks > depth and other._base.startswith(block, at)
+            for other in self._sequences
+        )
+
+    def _wake_waiting(self) -> None:
+        if self._num_waiting:
+            self._progress.notify_all()
 
     # --- commit
 
@@ -342,14 +340,14 @@ class PrefixCache:
         """See Sequence.commit."""
         with self._lock:
             self._require_open(sequence)
-            low, high = sequence._num_committed, sequence.num_tokens
-            num_tokens = _require_between("num_tokens", num_tokens, low, high)
+            low, high = sequence._num_committed, sequence._size // TOKEN_BYTES
+            if type(num_tokens) is not int or not low <= num_tokens <= high:
+                num_tokens = _require_between("num_tokens", num_tokens, low, high)
             sequence._num_committed = num_tokens
             old, new = sequence._node.depth, num_tokens // self._block_size
             if new > old:
-                self._unclaim(sequence)
                 self._store(sequence, old, new)
-                self._claim(sequence)
+                self._wake_waiting()
 
     def _store(self, sequence: Sequence, old: int, new: int) -> None:
         """Make blocks ``[old, new)`` resident and lease their end.
@@ -359,20 +357,19 @@ class PrefixCache:
         tree, node, size, evictor = sequence._tree, sequence._node, self._block_bytes, self._evictor
         key = sequence.key_between(old * size, new * size)
         walk = tree.walk(key, len(key), node)
-        end = walk.node if walk.child is None else evictor.split(walk.child, walk.common)
-        resident = old + walk.matched // size
-        if resident == new:
-            evictor.lease(end)
-            evictor.release(node)
-        elif end is node and tree.can_grow(node, len(key)):
-            evictor.grow(node, key, bytes(sequence._table[old * ID_BYTES : new * ID_BYTES]))
+        end = walk.node if walk.child is None else evictor.split(walk.child, walk.common, tree)
+        matched = walk.at + walk.common
+        resident = old + matched // size
+        block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
+        if end is node and tree.can_grow(node, len(key)):
+            evictor.grow(node, key, block_ids, tree)
         else:
-            block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
-            end = evictor.add(end, key[walk.matched :], block_ids)
-            evictor.lease(end)
-            evictor.release(node)
-        sequence._node = end
-        if resident < new:
+            if block_ids:
+                end = evictor.add(end, key[matched:] if matched else key, block_ids, tree)
+            evictor.lease(end, tree)
+            evictor.release(node, tree)
+            sequence._node = end
+        if block_ids:
             self._adopt(sequence, resident, new, end)
             if self._journal is not None and evictor.reports(tree, resident, new):
                 evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
@@ -382,8 +379,12 @@ class PrefixCache:
 
         A run that other sequences share keeps a lease on the node instead.
         """
+        run = sequence._run
+        if run is not None and run.start == start and run.owners == 1 and run.end == stop:
+            sequence._run = run.parent
+            return
         below: Run | None = None
-        run, shared = sequence._run, False
+        shared = False
         while run is not None and run.end > start:
             shared = shared or run.owners > 1
             if run.start < stop:
@@ -393,7 +394,7 @@ class PrefixCache:
                     run.split(start)
                 if shared:
                     run.node = node
-                    self._evictor.lease(node)
+                    self._evictor.lease(node, sequence._tree)
                 else:
                     run = run.parent
                     if below is None:
@@ -438,17 +439,16 @@ class PrefixCache:
 
     def _grow(self, sequences: list[Sequence], keys: list[bytes]) -> None:
         """Make room for ``keys[i]`` at the end of ``sequences[i]``."""
-        size = self._block_size
+        size = self._block_bytes
         fresh = [
-            -(-(sequence.num_tokens + len(key) // TOKEN_BYTES) // size) - sequence.num_blocks
+            -(-(sequence._size + len(key)) // size) - len(sequence._table) // ID_BYTES
             for sequence, key in zip(sequences, keys, strict=True)
         ]
         needed = sum(fresh) + self._count_copies(sequences)
         blocks = self._evictor.take(needed, sequences[0]._tree.tenant) if needed else b""
         at = 0
         for sequence, key, num_fresh in zip(sequences, keys, fresh, strict=True):
-            rows = sequence.num_tokens % size
-            taken = at
+            rows, taken = sequence._size % size // TOKEN_BYTES, at
             if rows and not _tail_of(sequence).is_writable:
                 self._copy_on_write(sequence, blocks[at : at + ID_BYTES], rows)
                 at += ID_BYTES
@@ -456,6 +456,7 @@ class PrefixCache:
                 sequence.add_block(blocks[at : at + num_fresh * ID_BYTES])
                 at += num_fresh * ID_BYTES
             sequence._tail += key
+            sequence._size += len(key)
             sequence._tree.tenant.used_blocks += (at - taken) // ID_BYTES
         assert at == len(blocks)
         self._execute_copies()
@@ -465,12 +466,13 @@ class PrefixCache:
 
         Over shared partial tails, writers − 1 if every owner writes, otherwise writers.
         """
-        size = self._block_size
+        size = self._block_bytes
         writers: dict[Run, int] = {}
         for sequence in sequences:
-            if sequence.num_tokens % size and not _tail_of(sequence).is_writable:
+            if sequence._size % size:
                 tail = _tail_of(sequence)
-                writers[tail] = writers.get(tail, 0) + 1
+                if not tail.is_writable:
+                    writers[tail] = writers.get(tail, 0) + 1
         return sum(count - (count == tail.owners and tail.node is None) for tail, count in writers.items())
 
     def _copy_on_write(self, sequence: Sequence, fresh: bytes, rows: int) -> None:
@@ -479,11 +481,11 @@ class PrefixCache:
         if tail.start < last:
             tail.split(last)
             if tail.node is not None:
-                self._evictor.lease(tail.node)
+                self._evictor.lease(tail.node, sequence._tree)
         parent = tail.parent
         if parent is not None:
             parent.owners += 1
-        self._drop(tail, sequence._tree.tenant)
+        self._drop(tail, sequence._tree)
         sequence._run = Run(parent, last, fresh)
         source = int.from_bytes(sequence._table[-ID_BYTES:], "little")
         self._copies.append((source, int.from_bytes(fresh, "little"), rows))
@@ -518,28 +520,26 @@ class PrefixCache:
             self._cut_runs(sequence, keep)
             del sequence._table[keep * ID_BYTES :]
             sequence.cut_key(num_tokens * TOKEN_BYTES)
-            if sequence._prompt_blocks > num_tokens // self._block_size:
-                self._unclaim(sequence)
-                sequence._prompt_blocks = num_tokens // self._block_size
-                self._claim(sequence)
+            sequence._prompt_blocks = min(sequence._prompt_blocks, num_tokens // self._block_size)
+            self._wake_waiting()
 
     def _cut_runs(self, sequence: Sequence, keep: int) -> None:
         """Give up the sequence's private blocks from position ``keep`` on."""
-        run, tenant = sequence._run, sequence._tree.tenant
+        run, tree = sequence._run, sequence._tree
         while run is not None and run.end > keep:
             if run.start < keep:
                 parent = run.split(keep)
                 if run.node is not None:
-                    self._evictor.lease(run.node)
+                    self._evictor.lease(run.node, sequence._tree)
             else:
                 kept = run.parent
                 if kept is None:
-                    self._drop(run, tenant)
+                    self._drop(run, tree)
                     sequence._run = None
                     return
                 parent = kept
             parent.owners += 1
-            self._drop(run, tenant)
+            self._drop(run, tree)
             sequence._run = run = parent
 
     def fork_sequence(self, sequence: Sequence, num_children: int) -> list[Sequence]:
@@ -551,7 +551,7 @@ class PrefixCache:
 
     def _child(self, sequence: Sequence) -> Sequence:
         child = sequence.child()
-        self._evictor.lease(child._node)
+        self._evictor.lease(child._node, child._tree)
         self._sequences.add(child)
         return child
 
@@ -584,13 +584,13 @@ class PrefixCache:
     def _release(self, sequence: Sequence) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
-        self._unclaim(sequence)
         if sequence._run is not None:
-            self._drop(sequence._run, sequence._tree.tenant)
+            self._drop(sequence._run, sequence._tree)
             sequence._run = None
-        self._evictor.release(sequence._node)
+        self._evictor.release(sequence._node, sequence._tree)
+        self._wake_waiting()
 
-    def _drop(self, run: Run, tenant: TenantState) -> None:
+    def _drop(self, run: Run, tree: NamespaceTree) -> None:
         """One owner of the run is gone; without any it is freed, and so on upward."""
         at: Run | None = run
         while at is not None:
@@ -598,10 +598,10 @@ class PrefixCache:
             if at.owners:
                 return
             if at.node is not None:
-                self._evictor.release(at.node)
+                self._evictor.release(at.node, tree)
             else:
                 self._pool.give(at.block_ids)
-                tenant.used_blocks -= len(at.block_ids) // ID_BYTES
+                tree.tenant.used_blocks -= len(at.block_ids) // ID_BYTES
             at = at.parent
 
     # --- blocks by hand
@@ -659,16 +659,15 @@ class PrefixCache:
             return resident * self._block_size
 
     def _insert(self, tree: NamespaceTree, walk: Walk, key: bytes, blocks: BlockIds) -> None:
-        namespace, resident = tree.namespace, walk.matched // self._block_bytes
-        self._tenants.setdefault(namespace.tenant, tree.tenant)
-        tree.tenant.trees[namespace] = tree
+        evictor, resident = self._evictor, walk.matched // self._block_bytes
+        self._register_tree(tree)
         self._pool.claim(blocks[resident:])
         tree.tenant.used_blocks += len(blocks) - resident
-        above = self._lease_walk(walk)
-        node = self._evictor.add(above, key[walk.matched :], blocks[resident:].tobytes())
-        self._evictor.lease(node)
-        self._evictor.release(above)
-        self._evictor.release(node)
+        above = self._lease_walk(walk, tree)
+        node = evictor.add(above, key[walk.matched :], blocks[resident:].tobytes(), tree)
+        evictor.lease(node, tree)
+        evictor.release(above, tree)
+        evictor.release(node, tree)
         if self._journal is not None:
             self._evictor.report_stored(tree, key, resident, len(blocks))
 

@@ -33,37 +33,37 @@ class Evictor:
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
-    def lease(self, node: Node) -> None:
-        """Protect a node, and with it its ancestors."""
-        tree = cast(NamespaceTree, node.tree)
-        tenant, policy = tree.tenant, tree.tenant.policy
+    def lease(self, node: Node, tree: NamespaceTree) -> None:
+        """Protect a node of the tree, and with it its ancestors."""
         at: Node | None = node
         while at is not None:
-            at.uses += 1
-            if at.uses > 1:
+            at.uses = uses = at.uses + 1
+            if uses > 1:
                 return
-            if at.parent is not None:
+            parent = at.parent
+            if parent is not None:
+                tenant = tree.tenant
                 tenant.evictable_blocks -= len(at.block_ids) // ID_BYTES
-                policy.leased(at)
-            at = at.parent
+                tenant.policy.leased(at)
+            at = parent
 
-    def release(self, node: Node) -> None:
+    def release(self, node: Node, tree: NamespaceTree) -> None:
         """Undo one ``lease``; what nobody uses any more becomes evictable, and goes at once if its tree was cleared."""
-        tree = cast(NamespaceTree, node.tree)
-        tenant, policy = tree.tenant, tree.tenant.policy
         at: Node | None = node
         while at is not None:
-            at.uses -= 1
-            if at.uses:
+            at.uses = uses = at.uses - 1
+            if uses:
                 break
-            if at.parent is not None:
+            parent = at.parent
+            if parent is not None:
+                tenant = tree.tenant
                 tenant.evictable_blocks += len(at.block_ids) // ID_BYTES
-                policy.unleased(at)
-            at = at.parent
+                tenant.policy.unleased(at)
+            at = parent
         if tree.detached:
             self.reclaim(node)
         if at is None:
-            tenant.drop_if_empty(tree)
+            tree.tenant.drop_if_empty(tree)
 
     def unprotected_above(self, node: Node) -> int:
         """Blocks that a lease on ``node`` would take from the evictable ones. O(ancestors)."""
@@ -76,16 +76,14 @@ class Evictor:
 
     # --- residency
 
-    def split(self, child: Node, at: int) -> Node:
+    def split(self, child: Node, at: int, tree: NamespaceTree) -> Node:
         """Cut a node after ``at`` label bytes and return the upper half."""
-        tree = cast(NamespaceTree, child.tree)
         upper = tree.split(child, at)
         tree.tenant.policy.split(upper, child)
         return upper
 
-    def add(self, parent: Node, label: bytes, block_ids: bytes) -> Node:
+    def add(self, parent: Node, label: bytes, block_ids: bytes, tree: NamespaceTree) -> Node:
         """Add a path of new nodes below ``parent``; returns the deepest. They are evictable until leased."""
-        tree = cast(NamespaceTree, parent.tree)
         tenant = tree.tenant
         nodes = tree.attach(parent, label, block_ids)
         for node in reversed(nodes):
@@ -93,9 +91,8 @@ class Evictor:
         tenant.evictable_blocks += len(block_ids) // ID_BYTES
         return nodes[-1]
 
-    def grow(self, leaf: Node, label: bytes, block_ids: bytes) -> None:
+    def grow(self, leaf: Node, label: bytes, block_ids: bytes, tree: NamespaceTree) -> None:
         """Add blocks to a leaf in use, in place."""
-        tree = cast(NamespaceTree, leaf.tree)
         tree.grow(leaf, label, block_ids)
         tree.tenant.policy.extended(leaf, len(block_ids) // ID_BYTES)
 
@@ -116,10 +113,11 @@ class Evictor:
 
     def take(self, num_blocks: int, requester: TenantState | None) -> bytes:
         """Packed ids of ``num_blocks`` blocks, evicting what is short. Raises OutOfBlocks, and changes nothing."""
-        self.require(num_blocks)
         short = num_blocks - self._pool.num_free
-        if short > 0 and self.evict(short, requester) < short:
-            raise IntegrityError(f"{short} blocks were counted as evictable and could not be evicted")
+        if short > 0:
+            self.require(num_blocks)
+            if self.evict(short, requester) < short:
+                raise IntegrityError(f"{short} blocks were counted as evictable and could not be evicted")
         return self._pool.take(num_blocks)
 
     def evict(self, num_blocks: int, requester: TenantState | None) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from radixkv.errors import NamespaceError
-from radixkv.tree import Node, RadixTree
+from radixkv.tree import RadixTree
 from radixkv_policies import Policy
 
 MAX_FIELD_BYTES: Final = 1_024
@@ -134,19 +134,15 @@ class TenantState:
 
 
 class NamespaceTree(RadixTree):
-    """The tree of a namespace, with its owner and the blocks that its sequences are about to commit.
+    """The tree of a namespace, with its owner. ``detached`` once it was cleared and can't be reached any more."""
 
-    ``claims[node, first block's key]`` is the sequence that computes the block after ``node``.
-    """
-
-    __slots__ = ("claims", "detached", "namespace", "tenant")
+    __slots__ = ("detached", "namespace", "tenant")
 
     def __init__(self, namespace: Namespace, tenant: TenantState, block_bytes: int) -> None:
         super().__init__(block_bytes)
         self.namespace = namespace
         self.tenant = tenant
         self.detached = False
-        self.claims: dict[tuple[Node, bytes], object] = {}
 
 
 def next_victim(

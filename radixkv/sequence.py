@@ -97,7 +97,6 @@ class Sequence:
 
     __slots__ = (
         "_base",
-        "_claim",
         "_index",
         "_is_open",
         "_namespace",
@@ -106,6 +105,7 @@ class Sequence:
         "_num_committed",
         "_prompt_blocks",
         "_run",
+        "_size",
         "_table",
         "_tail",
         "_tree",
@@ -126,11 +126,11 @@ class Sequence:
         self._node = node
         self._base = key  # immutable, shared by forks
         self._tail = bytearray()  # what was appended since
+        self._size = len(key)  # of both, in bytes
         self._num_cached = num_cached
         self._num_committed = num_cached
         self._table = bytearray()
         self._run: Run | None = None
-        self._claim: tuple[Node, bytes] | None = None
         self._prompt_blocks = 0
         self._is_open = True
 
@@ -153,7 +153,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens it has room for: prompt and everything appended."""
-        return (len(self._base) + len(self._tail)) // TOKEN_BYTES
+        return self._size // TOKEN_BYTES
 
     @property
     def num_cached_tokens(self) -> int:
@@ -245,6 +245,7 @@ class Sequence:
             self._tail = bytearray()
         twin = Sequence(self._index, self._namespace, self._tree, self._node, self._base, self._num_cached)
         twin._tail = self._tail[:]
+        twin._size = self._size
         twin._num_committed = self._num_committed
         twin._table = self._table[:]
         twin._run = self._run
@@ -254,7 +255,7 @@ class Sequence:
 
     def add_block(self, block_ids: bytes) -> None:
         """Append fresh private blocks to the table."""
-        run, at = self._run, self.num_blocks
+        run, at = self._run, len(self._table) // ID_BYTES
         if run is not None and run.is_writable and run.end == at:
             run.block_ids += block_ids
         else:
@@ -263,6 +264,7 @@ class Sequence:
 
     def cut_key(self, size: int) -> None:
         """Forget key bytes from ``size`` on."""
+        self._size = size
         if size < len(self._base):
             self._base, self._tail = self._base[:size], bytearray()
         else:

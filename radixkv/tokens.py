@@ -30,6 +30,7 @@ TokenIds = Any
 
 _LITTLE = sys.byteorder == "little"
 _MAX_ID = 2**32 - 1
+_U32, _U64 = np.dtype("<u4"), np.dtype(np.uint64)
 
 
 def encode(ids: TokenIds) -> bytes:
@@ -79,6 +80,10 @@ def _from_array(ids: array[Any]) -> bytes:
         raise TokenError(f"token ids can't be an array of typecode {code!r}: allowed are integers")
     if ids.itemsize == TOKEN_BYTES and code in "IL" and _LITTLE:
         return ids.tobytes()
+    if ids.itemsize == 8 and ids:
+        wide = np.frombuffer(ids, _U64)
+        if np.maximum.reduce(wide) <= _MAX_ID:  # a negative id is huge here
+            return wide.astype(_U32).tobytes()
     return _from_numpy(np.frombuffer(ids, dtype=np.dtype(code))) if ids else b""
 
 
@@ -100,9 +105,13 @@ def _from_numpy(ids: NDArray[Any]) -> bytes:
         if ids.size == 0 and kind == "f":  # np.array([]) is float64 by default
             return b""
         raise TokenError(f"token ids can't be of dtype {ids.dtype}: allowed are integers")
+    if size == 8 and ids.size and ids.dtype.isnative:
+        wide = ids.view(_U64)
+        if np.maximum.reduce(wide) <= _MAX_ID:  # a negative id is huge here
+            return wide.astype(_U32).tobytes()
     if size > TOKEN_BYTES or kind == "i":
         _check_range(ids)
-    return ids.astype("<u4", copy=False).tobytes()
+    return ids.astype(_U32, copy=False).tobytes()
 
 
 def _check_range(ids: NDArray[Any]) -> None:
