@@ -1,0 +1,77 @@
+# radixkv: `make run` serves, `make test` tests. Both set up .venv first, once, and again when pyproject.toml changes.
+#
+#   make run ARGS="--port 8500"        further options of `radixkv serve`
+#   make test PYTEST="tests/core -q"   what pytest is told
+#   make … PYTHON=/path/to/python      the Python (3.11 or newer) that .venv is made of
+#   make … VENV=/path/to/venv          another place than .venv
+
+VENV   ?= .venv
+PYTHON ?=
+ARGS   ?=
+PYTEST ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint format clean
+MAKEFLAGS += --no-print-directory
+
+help:
+	@printf '%s\n' \
+	  'make run      set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
+	  'make test     set up, and run the whole test suite (PYTEST="…" for options)' \
+	  'make lint     ruff, mypy --strict, import contracts' \
+	  'make format   let ruff format and mend what it can' \
+	  'make clean    remove .venv, caches and builds'
+
+run: $(VENV)/.installed-all
+	@exec $(VENV)/bin/radixkv serve $(ARGS)
+
+test: $(VENV)/.installed-dev
+	@exec $(VENV)/bin/python -m pytest $(PYTEST)
+
+lint: $(VENV)/.installed-dev
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --quiet --check . || { $(VENV)/bin/ruff format --check . ; exit 1; }
+	@$(VENV)/bin/mypy --no-error-summary
+	@found=$$($(VENV)/bin/lint-imports 2>&1) || { printf '%s\n' "$$found"; exit 1; }
+	@echo 'lint: ruff, mypy --strict and the import contracts have nothing to say'
+
+format: $(VENV)/.installed-dev
+	@$(VENV)/bin/ruff format --quiet .
+	@$(VENV)/bin/ruff check --quiet --fix .
+
+clean:
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What runs the service is a part of what tests it: whoever has the second has the first.
+$(VENV)/.installed-all: pyproject.toml
+	@if [ -e $(VENV)/.installed-dev ]; then $(MAKE) $(VENV)/.installed-dev; else $(call install,all); fi
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml
+	@$(call install,dev)
+	@touch $@ $(VENV)/.installed-all
+
+# $(call install,EXTRA): radixkv and an extra into $(VENV), editable. Says one line; on failure, what pip said.
+define install
+	set -e; \
+	if ! $(VENV)/bin/python -c 'import pip' >/dev/null 2>&1; then \
+	  python=$$(sh -c '$(find_python)') || exit 1; \
+	  said=$$("$$python" -m venv --clear $(VENV) 2>&1) || { printf '%s\n' "$$said" \
+	    "make: $$python could not create $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	fi; \
+	echo 'Installing radixkv[$(1)] into $(VENV) (the first time takes a minute or two) ...'; \
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	  --editable '.[$(1)]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; \
+	  echo 'make: pip could not install radixkv[$(1)]; what it said stands above' >&2; exit 1; }
+endef
+
+# Prints the first Python that is new enough: the one given as PYTHON, otherwise one on PATH.
+define find_python
+	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	  if "$$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1; then \
+	    echo "$$python"; exit 0; fi; \
+	done; \
+	echo "make: no Python 3.11 or newer: tried $(or $(PYTHON),python3 python3.13 python3.12 python3.11)." \
+	  "Name one: make PYTHON=/path/to/python" >&2; exit 1
+endef

