@@ -1,0 +1,451 @@
+"""The laws of a cache, checked on a snapshot: ``check(cache)`` raises, ``inspect(cache)`` reports.
+
+A snapshot is taken under the cache's lock; everything else happens on it, outside, so a live cache may be
+audited at any time. Block accounting is one NumPy count over all ids; Python work is per resident node and
+per running sequence.
+
+The laws, as named in a report:
+
+    conservation       free + trees + private runs + lent == num_blocks, every id once and in range
+    reference-counts   a private run's owners are the sequences and the runs that end with it, at least one
+    one-namespace      a tree's blocks are reached by sequences and leases of its namespace only
+    prefix-closure     a node's parent is resident, and depths add up from it
+    labels             a label is ``blocks × block_size × 4`` bytes, at least one block
+    siblings           children are keyed by their first block, and differ in it
+    leases             a node's uses are the leases that end there and its children in use, no more, no less
+    tables             a block table is the blocks of the leased path and of the sequence's own runs, in order
+    committed          cached ≤ committed ≤ tokens, and what a tree holds for a sequence is a prefix of its ids
+    usage              a tenant's used and evictable blocks, and a tree's blocks, are what they sum to
+    policy             a policy holds exactly the nodes that no lease protects
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.errors import IntegrityError
+from radixkv.types import NodeSnapshot, RunSnapshot, SequenceSnapshot, Snapshot, TreeSnapshot
+
+TOKEN_BYTES = 4
+ID_BYTES = 4
+MAX_SHOWN = 5
+"""Block ids named in one violation."""
+
+NodeAt = tuple[int, int | None]
+"""(tree, node) as indices into the snapshot; node None is the root."""
+
+
+class Audited(Protocol):
+    """What the audit asks of a cache."""
+
+    def snapshot(self) -> Snapshot: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken law and where. ``detail`` holds ids, counts and indices of the snapshot, never token ids."""
+
+    law: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.detail}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What an audit found. ``counts`` says how much it looked at; ``seconds`` includes taking the snapshot."""
+
+    violations: tuple[Violation, ...]
+    counts: Mapping[str, int]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every law holds."""
+        return not self.violations
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as JSON types."""
+        return {
+            "ok": self.ok,
+            "violations": [{"law": found.law, "detail": found.detail} for found in self.violations],
+            "counts": dict(self.counts),
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{number} {name}" for name, number in self.counts.items())
+        if self.ok:
+            return f"all laws hold: {counted}; {self.seconds * 1e3:.1f} ms"
+        found = "\n".join(f"  {violation}" for violation in self.violations)
+        return f"{len(self.violations)} violations in {counted}:\n{found}"
+
+
+class BrokenLaws(IntegrityError):
+    """An audit found broken laws; ``report`` says which."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        super().__init__(str(report))
+
+
+def check(cache: Audited) -> Report:
+    """Check every law now. Raises IntegrityError, with ``report``, if one is broken. Linear in resident nodes."""
+    report = inspect(cache)
+    if not report.ok:
+        raise BrokenLaws(report)
+    return report
+
+
+def inspect(cache: Audited) -> Report:
+    """Check every law now and report, whatever was found. Linear in resident nodes."""
+    start = time.perf_counter()
+    snapshot = cache.snapshot()
+    violations = tuple(_Audit(snapshot).violations())
+    return Report(violations, _counts(snapshot), time.perf_counter() - start)
+
+
+def inspect_snapshot(snapshot: Snapshot) -> tuple[Violation, ...]:
+    """The broken laws of a snapshot taken earlier."""
+    return tuple(_Audit(snapshot).violations())
+
+
+def num_evictable(snapshot: Snapshot, about_to_lease: frozenset[int] | set[int] = frozenset()) -> int:
+    """Blocks in nodes that no lease protects, less those that a lease is about to protect. O(nodes)."""
+    found = 0
+    for tree in snapshot.trees:
+        for node in tree.nodes:
+            if not node.uses:
+                found += len(node.block_ids) // ID_BYTES
+                if about_to_lease:
+                    found -= sum(block in about_to_lease for block in _ids(node.block_ids).tolist())
+    return found
+
+
+def differences(before: Snapshot, after: Snapshot) -> list[str]:
+    """Names of the fields that differ between two snapshots; the order of free ids doesn't count. O(size)."""
+    found = []
+    for field in dataclasses.fields(Snapshot):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if field.name in ("free_ids", "lent_ids"):
+            old, new = sorted(map(int, old)), sorted(map(int, new))
+        if old != new:
+            found.append(field.name)
+    return found
+
+
+def _counts(snapshot: Snapshot) -> dict[str, int]:
+    return {
+        "blocks": snapshot.num_blocks,
+        "free": len(snapshot.free_ids),
+        "lent": len(snapshot.lent_ids),
+        "trees": len(snapshot.trees),
+        "nodes": sum(len(tree.nodes) for tree in snapshot.trees),
+        "sequences": len(snapshot.sequences),
+        "runs": len(snapshot.runs),
+        "leases": len(snapshot.leases),
+        "tenants": len(snapshot.tenants),
+    }
+
+
+def _ids(packed: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(packed, np.int32)
+
+
+class _Audit:
+    """One pass over one snapshot. Each method yields the violations of one law."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.block_bytes = snapshot.block_size * TOKEN_BYTES
+
+    def violations(self) -> Iterator[Violation]:
+        malformed = [*self._references(), *self._labels(), *self._closure()]
+        yield from malformed
+        yield from self._conservation()
+        if malformed:  # the laws below walk what these found broken
+            return
+        yield from self._siblings()
+        yield from self._leases()
+        yield from self._reference_counts()
+        yield from self._committed()
+        yield from self._tables()
+        yield from self._usage()
+
+    # Each block has one owner.
+
+    def _conservation(self) -> Iterator[Violation]:
+        places = list(self._places())
+        ids = np.concatenate([block_ids for _, block_ids in places])
+        num_blocks = self.snapshot.num_blocks
+        outside = (ids < 0) | (ids >= num_blocks)
+        if outside.any():
+            yield Violation("conservation", f"block ids out of range: {_shown(ids[outside])}")
+            ids = ids[~outside]
+        owners = np.bincount(ids, minlength=num_blocks)
+        for kind, wrong in (("no owner", owners == 0), ("several owners", owners > 1)):
+            if wrong.any():
+                blocks = np.flatnonzero(wrong)
+                where = "; ".join(
+                    f"{block} in {self._where(places, block)}" for block in blocks[:MAX_SHOWN].tolist()
+                )
+                yield Violation("conservation", f"{len(blocks)} blocks have {kind}: {where}")
+
+    def _places(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
+        """Each owner of blocks and the ids that it owns."""
+        yield "the free list", self.snapshot.free_ids
+        yield "the lent blocks", np.array(self.snapshot.lent_ids, dtype=np.int32)
+        for at, tree in enumerate(self.snapshot.trees):
+            yield f"tree {at}", _ids(b"".join(node.block_ids for node in tree.nodes))
+        for at, run in enumerate(self.snapshot.runs):
+            if run.node is None:
+                yield f"run {at}", _ids(run.block_ids)
+
+    @staticmethod
+    def _where(places: list[tuple[str, NDArray[np.int32]]], block: int) -> str:
+        named = [name for name, block_ids in places for _ in range(int((block_ids == block).sum()))]
+        return " and ".join(named) or "nothing"
+
+    # The shape of a tree.
+
+    def _labels(self) -> Iterator[Violation]:
+        for name, _, node in self._nodes():
+            size, rest = divmod(len(node.block_ids), ID_BYTES)
+            if rest or not size or len(node.label) != size * self.block_bytes:
+                yield Violation(
+                    "labels", f"{name} has {len(node.block_ids)} id bytes and {len(node.label)} label bytes"
+                )
+
+    def _closure(self) -> Iterator[Violation]:
+        for at, tree in enumerate(self.snapshot.trees):
+            for index, node in enumerate(tree.nodes):
+                if node.parent is None:
+                    above = 0
+                elif 0 <= node.parent < index:
+                    above = tree.nodes[node.parent].depth
+                else:
+                    yield Violation("prefix-closure", f"node {index} of tree {at} has no resident parent")
+                    continue
+                depth = above + len(node.block_ids) // ID_BYTES
+                if node.depth != depth:
+                    yield Violation(
+                        "prefix-closure", f"node {index} of tree {at} has depth {node.depth}, not {depth}"
+                    )
+
+    def _siblings(self) -> Iterator[Violation]:
+        for at, tree in enumerate(self.snapshot.trees):
+            seen: set[tuple[int | None, bytes]] = set()
+            for index, node in enumerate(tree.nodes):
+                first = node.label[: self.block_bytes]
+                if node.child_key != first:
+                    yield Violation(
+                        "siblings", f"node {index} of tree {at} is not held under its first block"
+                    )
+                if (node.parent, first) in seen:
+                    yield Violation("siblings", f"node {index} of tree {at} begins like a sibling")
+                seen.add((node.parent, first))
+
+    def _nodes(self) -> Iterator[tuple[str, TreeSnapshot, NodeSnapshot]]:
+        for at, tree in enumerate(self.snapshot.trees):
+            for index, node in enumerate(tree.nodes):
+                yield f"node {index} of tree {at}", tree, node
+
+    # Leases.
+
+    def _leases(self) -> Iterator[Violation]:
+        held: Counter[NodeAt] = Counter(sequence.node for sequence in self.snapshot.sequences)
+        held.update(lease.node for lease in self.snapshot.leases)
+        held.update(run.node for run in self.snapshot.runs if run.node is not None)
+        for at, tree in enumerate(self.snapshot.trees):
+            for node in tree.nodes:
+                if node.uses:
+                    held[(at, node.parent)] += 1
+            for index, uses in enumerate([node.uses for node in tree.nodes]):
+                if uses != held[(at, index)]:
+                    yield Violation(
+                        "leases", f"node {index} of tree {at} counts {uses} uses, {held[(at, index)]} exist"
+                    )
+            if tree.root_uses != held[(at, None)]:
+                yield Violation(
+                    "leases", f"the root of tree {at} counts {tree.root_uses} uses, {held[(at, None)]} exist"
+                )
+
+    def _references(self) -> Iterator[Violation]:
+        """Indices point to something, and runs continue runs that end before them."""
+        snapshot = self.snapshot
+        named = [(f"sequence {at}", sequence.node) for at, sequence in enumerate(snapshot.sequences)]
+        named += [(f"lease {at}", lease.node) for at, lease in enumerate(snapshot.leases)]
+        named += [(f"run {at}", run.node) for at, run in enumerate(snapshot.runs) if run.node is not None]
+        for name, (tree, node) in named:
+            if not 0 <= tree < len(snapshot.trees) or not -1 < (node or 0) < max(
+                len(snapshot.trees[tree].nodes), 1
+            ):
+                yield Violation("leases", f"{name} holds a node that isn't in a tree")
+        for at, sequence in enumerate(snapshot.sequences):
+            if sequence.run is not None and not 0 <= sequence.run < len(snapshot.runs):
+                yield Violation("reference-counts", f"sequence {at} ends with a run that isn't there")
+        for at, run in enumerate(snapshot.runs):
+            if not run.block_ids:
+                yield Violation("reference-counts", f"run {at} is empty")
+            if run.parent is not None and not self._continues(run):
+                yield Violation("reference-counts", f"run {at} overlaps the run that it continues")
+
+    def _continues(self, run: RunSnapshot) -> bool:
+        assert run.parent is not None
+        if not 0 <= run.parent < len(self.snapshot.runs):
+            return False
+        parent = self.snapshot.runs[run.parent]
+        return parent.start + len(parent.block_ids) // ID_BYTES <= run.start
+
+    def _reference_counts(self) -> Iterator[Violation]:
+        owners: Counter[int | None] = Counter(run.parent for run in self.snapshot.runs)
+        owners.update(sequence.run for sequence in self.snapshot.sequences)
+        for at, run in enumerate(self.snapshot.runs):
+            if run.owners != owners[at] or not owners[at]:
+                yield Violation(
+                    "reference-counts", f"run {at} counts {run.owners} owners, {owners[at]} exist"
+                )
+
+    # What sequences and leases hold.
+
+    def _path(self, at: NodeAt) -> list[NodeSnapshot]:
+        """The nodes from the root to this one."""
+        tree, index = at
+        nodes = self.snapshot.trees[tree].nodes
+        path = []
+        while index is not None:
+            path.append(nodes[index])
+            index = nodes[index].parent
+        return path[::-1]
+
+    def _path_ids(self, at: NodeAt) -> NDArray[np.int32]:
+        return _ids(b"".join(node.block_ids for node in self._path(at)))
+
+    def _chain(self, sequence: SequenceSnapshot) -> list[RunSnapshot]:
+        """The runs of a sequence, first to last."""
+        runs, at = [], sequence.run
+        while at is not None:
+            runs.append(self.snapshot.runs[at])
+            at = runs[-1].parent
+        return runs[::-1]
+
+    def _committed(self) -> Iterator[Violation]:
+        for at, sequence in enumerate(self.snapshot.sequences):
+            cached, committed = sequence.num_cached_tokens, sequence.num_committed_tokens
+            if not 0 <= cached <= committed <= sequence.num_tokens:
+                sizes = f"{cached} cached, {committed} committed, {sequence.num_tokens} tokens"
+                yield Violation("committed", f"sequence {at} has {sizes}")
+            if len(sequence.key) != sequence.num_tokens * TOKEN_BYTES:
+                yield Violation(
+                    "committed",
+                    f"sequence {at} has {sequence.num_tokens} tokens, {len(sequence.key)} key bytes",
+                )
+            key = b"".join(node.label for node in self._path(sequence.node))
+            if not sequence.key.startswith(key):
+                yield Violation("committed", f"sequence {at} leases a path that is no prefix of its ids")
+            if len(key) // self.block_bytes != committed // self.snapshot.block_size:
+                depth = len(key) // self.block_bytes
+                yield Violation(
+                    "committed", f"sequence {at} leases {depth} blocks, but committed {committed} tokens"
+                )
+
+    def _tables(self) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        for at, sequence in enumerate(snapshot.sequences):
+            yield from self._table(f"sequence {at}", sequence)
+        for at, lease in enumerate(snapshot.leases):
+            if not np.array_equal(self._path_ids(lease.node), _ids(lease.block_ids)):
+                yield Violation("tables", f"lease {at} names other blocks than those of its path")
+        for at, run in enumerate(snapshot.runs):
+            if run.node is not None:
+                size = len(run.block_ids) // ID_BYTES
+                if not np.array_equal(
+                    self._path_ids(run.node)[run.start : run.start + size], _ids(run.block_ids)
+                ):
+                    yield Violation("tables", f"run {at} leases other blocks than its own")
+
+    def _table(self, name: str, sequence: SequenceSnapshot) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        owner = snapshot.trees[sequence.node[0]].namespace
+        runs = self._chain(sequence)
+        trees = {sequence.node[0]} | {run.node[0] for run in runs if run.node is not None}
+        if owner != sequence.namespace or any(snapshot.trees[tree].namespace != owner for tree in trees):
+            yield Violation("one-namespace", f"{name} reaches a tree of another namespace")
+        size = -(-sequence.num_tokens // snapshot.block_size)
+        table = np.full(size, -1, dtype=np.int32)
+        path = self._path_ids(sequence.node)[:size]
+        table[: len(path)] = path
+        for run in runs:
+            stop = run.start + len(run.block_ids) // ID_BYTES
+            if stop > size:
+                yield Violation(
+                    "tables",
+                    f"{name} holds blocks up to {stop}, its {sequence.num_tokens} tokens need {size}",
+                )
+                return
+            table[run.start : stop] = _ids(run.block_ids)
+        if not np.array_equal(table, _ids(sequence.block_ids)):
+            wrong = len(sequence.block_ids) // ID_BYTES
+            where = (
+                np.flatnonzero(table != _ids(sequence.block_ids))[:MAX_SHOWN].tolist()
+                if wrong == size
+                else "length"
+            )
+            yield Violation(
+                "tables", f"{name} has a block table that isn't its path and its runs, at {where}"
+            )
+
+    # Counts.
+
+    def _usage(self) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        used: Counter[str] = Counter()
+        evictable: Counter[str] = Counter()
+        unprotected: Counter[str] = Counter()
+        for at, tree in enumerate(snapshot.trees):
+            tenant = tree.namespace.tenant
+            blocks = sum(len(node.block_ids) // ID_BYTES for node in tree.nodes)
+            if tree.num_blocks != blocks:
+                yield Violation("usage", f"tree {at} counts {tree.num_blocks} blocks, {blocks} are there")
+            used[tenant] += blocks
+            evictable[tenant] += sum(len(node.block_ids) // ID_BYTES for node in tree.nodes if not node.uses)
+            unprotected[tenant] += sum(not node.uses for node in tree.nodes)
+        for tenant, at in self._private_runs():
+            used[tenant] += len(snapshot.runs[at].block_ids) // ID_BYTES
+        for counted in snapshot.tenants:
+            name = counted.tenant
+            if (counted.used_blocks, counted.evictable_blocks) != (used[name], evictable[name]):
+                counts = f"{counted.used_blocks} used and {counted.evictable_blocks} evictable blocks"
+                yield Violation(
+                    "usage", f"a tenant counts {counts}, {used[name]} and {evictable[name]} are there"
+                )
+            if counted.policy_nodes != unprotected[name]:
+                nodes = f"{counted.policy_nodes} nodes, {unprotected[name]} are unprotected"
+                yield Violation("policy", f"a tenant's policy holds {nodes}")
+        if unknown := (+used).keys() - {counted.tenant for counted in snapshot.tenants}:
+            yield Violation("usage", f"{len(unknown)} tenants own blocks and aren't counted")
+
+    def _private_runs(self) -> set[tuple[str, int]]:
+        """(tenant, run) of the runs that own their blocks; what two tenants reach comes twice, and is miscounted."""
+        found: set[tuple[str, int]] = set()
+        for sequence in self.snapshot.sequences:
+            at = sequence.run
+            while at is not None:
+                run = self.snapshot.runs[at]
+                if run.node is None:
+                    found.add((sequence.namespace.tenant, at))
+                at = run.parent
+        return found
+
+
+def _shown(ids: NDArray[np.int32]) -> str:
+    more = ", …" if len(ids) > MAX_SHOWN else ""
+    return ", ".join(map(str, ids[:MAX_SHOWN].tolist())) + more

@@ -1,0 +1,160 @@
+"""The oracle: what a cache may say, kept as plainly as possible.
+
+A dict of namespaces, each a set of committed prefixes, whole blocks at a time. It may forget (a cache evicts)
+but may not lie: whatever a cache serves must be here. Beside it stands a deterministic engine: the KV of a
+token is a number made of the namespace's four fields and all ids up to and including that token, so bytes
+tell whose they are, and contents are compared bit for bit.
+
+    state(-1) = seed(tenant, model, adapter, salt)      state(i) = mix(state(i-1), id(i))
+    key row of token i = upper 52 bits of state(i)      value row = minus that
+
+52 bits fit a float64 exactly. Nothing here uses code of the cache: an error there can't hide itself here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from radixkv.plan import StepPlan
+
+_MASK = 2**64 - 1
+
+
+class NamespaceLike(Protocol):
+    """The four fields that make two namespaces different."""
+
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def adapter(self) -> str | None: ...
+    @property
+    def salt(self) -> str: ...
+
+
+def fields_of(namespace: NamespaceLike) -> tuple[str, str, str | None, str]:
+    """The four fields as a tuple: the oracle's own key, made without the cache's framing."""
+    return (namespace.tenant, namespace.model, namespace.adapter, namespace.salt)
+
+
+def chain(namespace: NamespaceLike, ids: Iterable[int], start: int | None = None) -> list[int]:
+    """The states of ``ids``, one 64-bit number a token; ``start`` is the state before them. O(len(ids))."""
+    if start is None:
+        digest = hashlib.sha256(repr(fields_of(namespace)).encode()).digest()
+        start = int.from_bytes(digest[:8], "little")
+    states, state = [], start
+    for token_id in ids:
+        state = (state * 6364136223846793005 + token_id * 1442695040888963407 + 1) & _MASK
+        state ^= state >> 29
+        states.append(state)
+    return states
+
+
+def rows_of(states: Sequence[int]) -> NDArray[np.float64]:
+    """KV rows of the tokens with these states: float64 ``[2, len(states)]``, keys then values."""
+    keys = (np.array(states, dtype=np.uint64) >> np.uint64(12)).astype(np.float64)
+    return np.stack([keys, -keys])
+
+
+class Oracle:
+    """Which prefixes were committed in which namespace since it was last cleared.
+
+    ``commit`` and ``serves`` cost O(len(ids)² ÷ block_size): this is a model for small tests.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._prefixes: dict[tuple[str, str, str | None, str], set[tuple[int, ...]]] = {}
+
+    def commit(self, namespace: NamespaceLike, ids: Sequence[int], num_tokens: int) -> None:
+        """The KV of ``ids[:num_tokens]`` exists: its whole blocks may be served from now on."""
+        known = self._prefixes.setdefault(fields_of(namespace), set())
+        for stop in range(self.block_size, num_tokens + 1, self.block_size):
+            known.add(tuple(ids[:stop]))
+
+    def clear(self, namespace: NamespaceLike) -> None:
+        """Nothing of the namespace may be served any more."""
+        self._prefixes.pop(fields_of(namespace), None)
+
+    def served_lie(self, namespace: NamespaceLike, ids: Sequence[int], num_tokens: int) -> str | None:
+        """Why serving ``num_tokens`` of ``ids`` would be a lie; None if it is not one."""
+        if num_tokens % self.block_size:
+            return f"{num_tokens} tokens are no whole blocks of {self.block_size}"
+        if num_tokens > len(ids):
+            return f"{num_tokens} tokens served of {len(ids)} asked for"
+        if num_tokens and tuple(ids[:num_tokens]) not in self._prefixes.get(fields_of(namespace), ()):
+            return f"{tuple(ids[:num_tokens])} was never committed in {fields_of(namespace)}"
+        return None
+
+
+class Engine:
+    """A deterministic engine over a cache's blocks, ``rows[block, key or value, row]``.
+
+    With a layout it writes through the cache's own storage (float64, one layer, one head, head size 1), where
+    the cache executes its copies. Without one it owns the rows and executes ``flush()`` before it touches
+    them, last copy first: copies of a plan don't depend on each other, and this holds them to it.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._owned = cache.storage is None
+        config = cache.config
+        shape = (config.num_blocks, 2, config.block_size)
+        if self._owned:
+            self._rows: NDArray[np.float64] = np.zeros(shape, dtype=np.float64)
+        else:
+            self._rows = cache.storage.data.numpy().reshape(shape)
+        self.num_copies = 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether copies wait for ``settle``; an engine that owns its KV executes them before its next write."""
+        return self._owned and self._cache.stats().copied_blocks != self.num_copies
+
+    def settle(self) -> None:
+        """Execute the copies that wait."""
+        if self._owned:
+            self._execute(self._cache.flush())
+
+    def write(self, block_table: NDArray[np.int32], start: int, states: Sequence[int]) -> None:
+        """Compute tokens ``[start, start + len(states))`` into their blocks."""
+        self.settle()
+        blocks, rows = self._where(block_table, start, start + len(states))
+        self._rows[blocks, :, rows] = rows_of(states).T
+
+    def holds(self, block_table: NDArray[np.int32], states: Sequence[int]) -> bool:
+        """Whether the first ``len(states)`` rows under ``block_table`` are those of ``states``, bit for bit.
+
+        Copies that wait aren't executed: ask for settled blocks only.
+        """
+        blocks, rows = self._where(block_table, 0, len(states))
+        return bool(np.array_equal(self._rows[blocks, :, rows], rows_of(states).T))
+
+    def read(self, block_ids: NDArray[np.int32]) -> NDArray[np.float64]:
+        """A copy of whole blocks: float64 ``[len(block_ids), 2, block_size]``; as for ``holds``, settled ones."""
+        return self._rows[block_ids]
+
+    def _where(
+        self, table: NDArray[np.int32], start: int, stop: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        positions = np.arange(start, stop)
+        size = self._rows.shape[2]
+        return table[positions // size], positions % size
+
+    def _execute(self, plan: StepPlan) -> None:
+        copies = list(plan)
+        targets = [target for _, target, _ in copies]
+        if len(set(targets)) != len(targets) or {source for source, _, _ in copies} & set(targets):
+            raise AssertionError(f"copies of one plan depend on each other: {copies}")
+        for source, target, num_rows in reversed(copies):
+            if not 0 < num_rows < self._rows.shape[2]:
+                raise AssertionError(f"a copy of {num_rows} rows of {self._rows.shape[2]}: {copies}")
+            self._rows[target, :, :num_rows] = self._rows[source, :, :num_rows]
+        self.num_copies += len(copies)
