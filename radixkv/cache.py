@@ -313,7 +313,7 @@ class PrefixCache:
                 self._num_waiting -= 1
 
     def _is_pending(self, namespace: Namespace, key: bytes) -> bool:
-        """Whether a running sequence is to commit the first block that a request for ``key`` would miss. O(sequences)."""
+        """Whether a running sequence computes the first block that a request for ``key`` would miss. O(sequences)."""
         tree = self._tree(namespace)
         if tree is None:
             return False

@@ -10,11 +10,13 @@ With equal weights and no guarantees that is the weighted fair share ``(used −
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from radixkv.errors import NamespaceError
 from radixkv.tree import RadixTree
-from radixkv_policies import Policy
+
+if TYPE_CHECKING:
+    from radixkv_policies import Policy
 
 MAX_FIELD_BYTES: Final = 1_024
 """Longest UTF-8 form of a field of a namespace."""

@@ -136,7 +136,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "released"
-        return f"<Sequence {state}, {self.num_tokens} tokens, {self._num_committed} committed, {self.num_blocks} blocks>"
+        return f"<Sequence {state}: {self.num_tokens} tokens ({self._num_committed} committed), {self.num_blocks} blocks>"
 
     # --- what it is
 
@@ -172,7 +172,7 @@ class Sequence:
 
     @property
     def block_table(self) -> BlockIds:
-        """Block ids in order, int32 ``[num_blocks]``: a read-only snapshot that later calls don't change. O(blocks) copy."""
+        """Block ids in order, int32 ``[num_blocks]``, read-only: a snapshot, later calls don't change it. O(blocks)."""
         return unpack(bytes(self._table))
 
     @property
@@ -197,7 +197,10 @@ class Sequence:
         self._index.append_to([self], (token_id,))
 
     def extend(self, ids: TokenIds) -> None:
-        """Make room for ``ids``; copies a shared tail block first. Raises TokenError, CapacityError, and changes nothing."""
+        """Make room for ``ids``; copies a shared tail block first.
+
+        Raises TokenError, CapacityError, and changes nothing. O(ids).
+        """
         self._index.extend_sequence(self, ids)
 
     def truncate(self, num_tokens: int) -> None:
@@ -215,7 +218,10 @@ class Sequence:
         return self._index.fork_sequence(self, num_children)
 
     def release(self) -> None:
-        """Give up the lease and free what is private. What was committed stays resident. A second call raises LeaseError."""
+        """Give up the lease and free what is private; what was committed stays resident.
+
+        A second call raises LeaseError. O(nodes on the path).
+        """
         self._index.release_sequence(self)
 
     def __enter__(self) -> Sequence:

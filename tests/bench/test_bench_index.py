@@ -24,7 +24,7 @@ def test_run_is_checked_and_is_json(name: str) -> None:
 
 
 def test_eviction_keeps_the_hits_below_the_bound() -> None:
-    result = index.run("trace", limit=60, num_blocks=3_000)
+    result = index.run("trace", limit=60, num_blocks=12_000)
     assert result["radixkv"]["evicted_blocks"] > 0
     assert result["radixkv"]["hit_tokens"] <= result["hit_tokens_if_nothing_were_forgotten"]
 
