@@ -221,15 +221,17 @@ def stats(url: str, key: str | None, as_json: bool) -> None:
 def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """Text: the first column to the left, the others to the right."""
     cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in cells
-    )  # fmt: skip
+    first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
+    return "\n".join(_line(line, first, others) for line in cells)
+
+
+def _line(cells: list[str], first: int, others: list[int]) -> str:
+    right = [cell.rjust(width) for cell, width in zip(cells[1:], others, strict=True)]
+    return "  ".join([cells[0].ljust(first), *right]).rstrip()
 
 
 def _cell(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # audit ----------------------------------------------------------------------------------------------------------------
@@ -336,6 +338,70 @@ def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_jso
         advance = stack.enter_context(_progress(pairs, "measuring"))
         result = ttft.run(client, tokens=tokens, pairs=pairs, progress=lambda done, _: advance(done))
     _print_result(result, ttft.table, as_json)
+
+
+@bench.command("index")
+@click.option(
+    "--workload", type=click.Choice(["chat", "trace", "thin", "unique"]), default="chat", show_default=True
+)
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
+)
+@click.option("--limit", type=click.IntRange(1), help="Most requests.")
+@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--policy", default="lru", show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_json_option
+def bench_index(trace: str | None, as_json: bool, **options: Any) -> None:
+    """What the index costs a request."""
+    from pathlib import Path
+
+    from radixkv.bench import index
+
+    with _counter("requests") as progress:
+        result = index.run(trace=Path(trace) if trace else None, progress=progress, **options)
+    _print_result(result, index.table, as_json)
+
+
+@bench.command("fork")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--block-size", type=click.IntRange(2), default=16, show_default=True)
+@click.option("--num-pairs", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
+@click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_json_option
+def bench_fork(as_json: bool, **options: Any) -> None:
+    """What a fork's copies cost."""
+    from radixkv.bench import fork
+
+    with _progress(len(options["num_pairs"]), "measuring") as advance:
+        result = fork.run(progress=lambda done, _: advance(done), **options)
+    _print_result(result, _fork_table, as_json)
+
+
+def _fork_table(result: dict[str, Any]) -> str:
+    head = f"{result['device']}, {result['path']}, copy {result['copy_bytes_per_s'] / 1e9:.1f} GB/s"
+    return "\n".join([head, _table(result["results"], tuple(result["results"][0]))])
+
+
+@contextmanager
+def _counter(what: str) -> Iterator[Callable[[int], None]]:
+    """A running count on stderr, if that is a terminal, for work whose length isn't known."""
+    shown = sys.stderr.isatty()
+
+    def count(done: int) -> None:
+        if shown:
+            click.echo(f"\r{done} {what}", err=True, nl=False)
+
+    yield count
+    if shown:
+        click.echo(err=True)
 
 
 def _print_result(result: dict[str, Any], table: Callable[[dict[str, Any]], str], as_json: bool) -> None:

@@ -11,7 +11,7 @@ from radixkv.service.core import Service
 from radixkv.service.settings import ServeSettings
 
 _PROMPT = (
-    "$(printf 'Rule %d: answer politely, name the page of the manual, and ask if in doubt. ' $(seq 1 75))"
+    "$(printf 'Rule %d: answer politely, name the page of the manual, and ask if in doubt. ' $(seq 1 53))"
 )
 
 

@@ -143,18 +143,28 @@ def _authenticated(call: Call) -> Principal:
 
 
 async def _bounded_body(request: Request, max_bytes: int) -> bytes:
-    allowed = f"at most {max_bytes} bytes"
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated) > max_bytes:
-        raise ApiError(413, "body_too_large", "the body is too large", field="content-length", value=int(stated), allowed=allowed)  # fmt: skip
+        raise _too_large(max_bytes, int(stated))
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise ApiError(413, "body_too_large", "the body is too large", allowed=allowed)
+            raise _too_large(max_bytes, None)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_large(max_bytes: int, stated: int | None) -> ApiError:
+    return ApiError(
+        413,
+        "body_too_large",
+        "the body is too large",
+        field="content-length",
+        value=stated,
+        allowed=f"at most {max_bytes} bytes",
+    )
 
 
 def problem_of(error: Exception) -> ApiError:

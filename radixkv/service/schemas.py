@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 MAX_NAME = 256
 MAX_CHOICES = 32
@@ -29,6 +29,9 @@ class RequestBody(BaseModel):
         return {
             name: value for name, value in data.items() if value is not None or name not in cls.model_fields
         }
+
+
+Seconds = Annotated[float, AfterValidator(lambda seconds: round(seconds, 6))]
 
 
 class ReplyBody(BaseModel):
@@ -177,7 +180,7 @@ class ReplicaOutcome(ReplyBody):
     tokens: int = 0
     cached_before: int = 0
     computed: int = 0
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     error: str | None = None
 
 
@@ -191,7 +194,7 @@ class WarmReply(ReplyBody):
         description="tokens of the prompt behind the last stable boundary and the last whole block"
     )
     blocks: int
-    seconds: float
+    seconds: Seconds
 
 
 class FleetWarmReply(WarmReply):
@@ -250,9 +253,9 @@ class Usage(ReplyBody):
 class Timings(ReplyBody):
     """Seconds since the request arrived; the wait for the model counts."""
 
-    queued_s: float
-    time_to_first_token_s: float
-    total_s: float
+    queued_s: Seconds
+    time_to_first_token_s: Seconds
+    total_s: Seconds
 
 
 class CompletionReply(ReplyBody):
@@ -306,7 +309,7 @@ class ReplicaReply(ReplyBody):
     address: str | None
     epoch: int = Field(description="grows with each registration of the same id")
     last_seq: int = Field(description="number of its last entry that is known here")
-    lease_remaining_s: float
+    lease_remaining_s: Seconds
     model: str = Field(description="fingerprint")
     block_size: int
     incompatible: str | None

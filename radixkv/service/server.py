@@ -27,7 +27,7 @@ from radixkv.service.core import Service
 from radixkv.service.settings import ServeSettings
 
 GRACE_S = 5
-_WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 compared with, not bound to
+_WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 class Server(uvicorn.Server):
