@@ -136,7 +136,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "released"
-        return f"<Sequence {state}: {self.num_tokens} tokens ({self._num_committed} committed), {self.num_blocks} blocks>"
+        return f"<Sequence {state}: {self.num_tokens} tokens ({self._num_committed} committed)>"
 
     # --- what it is
 
