@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
@@ -108,15 +109,26 @@ def load_model(path: str, device: str = "cpu", dtype: str = "float32") -> PreTra
             "model", path, "a directory with *.safetensors weights (pickled weights are not read)"
         )
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=DTYPES[dtype],
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError("model", path, f"a causal LM that this transformers can load: {error}") from error
+    model, report = loaded
+    absent = sorted(report["missing_keys"])
+    if absent:
+        raise ConfigError(
+            "model", path, f"weights for every parameter: {len(absent)} are absent, {absent[0]} the first"
+        )
+    return _ready(model, device)
+
+
+def _ready(model: PreTrainedModel, device: str) -> PreTrainedModel:
     torch.nn.Module.to(model, device)
     model.train(False)
     layout_of(model)
