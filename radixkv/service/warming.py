@@ -75,6 +75,10 @@ class Warmer:
         """Prefixes that wait or are computed."""
         return len(self._under_way)
 
+    def under_way(self) -> list[Warming]:
+        """What waits or is computed."""
+        return list(self._under_way.values())
+
     @contextmanager
     def join(self, namespace: Namespace, ids: Ids) -> Iterator[Warming]:
         """A share in computing ``ids`` (whole blocks), held until the ``with`` is left. Raises Busy or Closed."""

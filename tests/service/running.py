@@ -1,0 +1,128 @@
+"""Services to test against: in a thread of this process, or as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from radixkv.service.core import Limits, Service
+from radixkv.service.local import running
+from radixkv.service.settings import ServeSettings
+from radixkv.service.worker import Work
+
+KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator"}
+DEADLINE_S = 60.0
+
+
+class Running:
+    """A service under test: ``acme``, ``globex`` and ``operator`` are clients with their keys."""
+
+    def __init__(self, service: Service, url: str) -> None:
+        self.service, self.url = service, url
+        self.acme, self.globex, self.operator = (client(url, KEYS[who]) for who in ("acme", "globex", "operator"))
+        self.nobody = client(url, None)
+
+    def close(self) -> None:
+        for each in (self.acme, self.globex, self.operator, self.nobody):
+            each.close()
+
+
+def client(url: str, key: str | None) -> httpx.Client:
+    """A client with a key."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+
+
+@contextmanager
+def service_in_thread(limits: Limits | None = None, **settings: str) -> Iterator[Running]:
+    """A service with the demo model in a thread, so that a test sees its inside too."""
+    parsed = ServeSettings.parse({"port": "0", "threads": "1", "num-blocks": "1024", **settings})
+    with running(parsed, limits) as (service, url):
+        found = Running(service, url)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+@contextmanager
+def model_held(service: Service, tenant: str = "acme") -> Iterator[None]:
+    """The model's thread is busy as long as the ``with`` lasts."""
+    release = threading.Event()
+
+    def hold(work: Work[None]) -> None:
+        while not release.wait(0.01):
+            work.check()
+
+    work = service.worker.submit(tenant, hold)
+    eventually(lambda: work.future.running())
+    try:
+        yield
+    finally:
+        release.set()
+
+
+def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
+    """Wait until ``condition()`` is true, and return it."""
+    until = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < until, f"{what} never came true"
+        time.sleep(0.01)
+    return found
+
+
+class Process:
+    """``radixkv serve`` in a process of its own; ``url`` once its banner is out."""
+
+    def __init__(self, options: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "radixkv.cli", "serve", "--threads", "1", *options]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+            )
+        self.url = ""
+
+    def wait_ready(self) -> str:
+        """The base URL, read from the banner."""
+        def banner() -> str | None:
+            assert self.process.poll() is None, self.output
+            return self.output if "Ctrl-C" in self.output else None
+
+        found = eventually(banner, "the banner")
+        self.url = found.split(" at ", 1)[1].split("\n", 1)[0]
+        return self.url
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text("utf-8")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(DEADLINE_S)
+
+
+@contextmanager
+def served(log: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Process]:
+    """A process that is ready, as long as the ``with`` lasts."""
+    process = Process(["--port", "0", *options], log, environment)
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.kill()

@@ -1,0 +1,172 @@
+"""Warming and looking up: what is computed, what is left out, who joins whom."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+
+from radixkv.service.core import Limits
+from tests.service.running import Running, client, eventually, model_held, service_in_thread
+
+MESSAGES = [
+    {"role": "system", "content": "Answer politely. " * 12},
+    {"role": "user", "content": "Which page of the manual tells how to return a letter?"},
+]
+
+
+def test_the_lookup_after_a_warm_finds_exactly_what_was_warmed(live: Running, salt: str, text: str) -> None:
+    for fields in ({"prompt": text}, {"messages": MESSAGES}, {"token_ids": list(range(5, 105))}):
+        body = {**fields, "salt": salt}
+        warmed = live.acme.post("/v1/warm", json=body)
+        assert warmed.status_code == 200
+        reply = warmed.json()
+        assert set(reply) == {"tokens", "cached_before", "computed", "left_out", "blocks", "seconds"}
+        assert reply["tokens"] == reply["cached_before"] + reply["computed"] == 16 * reply["blocks"] > 0
+        found = live.acme.post("/v1/lookup", json=body).json()
+        assert found == {"matched_tokens": reply["tokens"], "matched_blocks": reply["blocks"]}
+
+
+def test_warming_again_computes_nothing(live: Running, salt: str, text: str) -> None:
+    first, second = (live.acme.post("/v1/warm", json={"prompt": text, "salt": salt}).json() for _ in range(2))
+    assert (first["cached_before"], first["computed"]) == (0, first["tokens"])
+    assert (second["cached_before"], second["computed"]) == (first["tokens"], 0)
+    assert (second["tokens"], second["blocks"], second["left_out"]) == (
+        first["tokens"], first["blocks"], first["left_out"],
+    )  # fmt: skip
+
+
+def test_a_longer_prompt_computes_what_it_adds(live: Running, salt: str) -> None:
+    ids = list(range(10, 170))
+    live.acme.post("/v1/warm", json={"token_ids": ids[:80], "salt": salt})
+    reply = live.acme.post("/v1/warm", json={"token_ids": ids, "salt": salt}).json()
+    assert (reply["tokens"], reply["cached_before"], reply["computed"]) == (160, 80, 80)
+
+
+@pytest.mark.parametrize(("num_ids", "tokens", "left_out"), [(1, 0, 1), (15, 0, 15), (16, 16, 0), (17, 16, 1), (40, 32, 8)])
+def test_ids_are_warmed_in_whole_blocks(live: Running, salt: str, num_ids: int, tokens: int, left_out: int) -> None:
+    reply = live.acme.post("/v1/warm", json={"token_ids": list(range(7, 7 + num_ids)), "salt": salt}).json()
+    assert (reply["tokens"], reply["left_out"], reply["blocks"]) == (tokens, left_out, tokens // 16)
+
+
+def test_what_is_warmed_of_a_text_serves_every_continuation(live: Running, salt: str, text: str) -> None:
+    cut_inside_a_word = text + "Rule 12: ans"
+    warmed = live.acme.post("/v1/warm", json={"prompt": cut_inside_a_word, "salt": salt}).json()
+    total = len(live.service.tokenizer.encode(cut_inside_a_word))
+    assert warmed["tokens"] + warmed["left_out"] == total
+    for end in ("wer", "\n", "!?", "atz", " a"):
+        body = {"prompt": cut_inside_a_word + end, "salt": salt, "max_tokens": 1}
+        usage = live.acme.post("/v1/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == warmed["tokens"]
+
+
+def test_salts_and_adapters_are_namespaces_of_their_own(live: Running, salt: str, text: str) -> None:
+    live.acme.post("/v1/warm", json={"prompt": text, "salt": salt})
+    for other in ({"salt": salt + "x"}, {"salt": ""}, {"salt": salt, "adapter": "a"}, {"salt": "", "adapter": salt}):
+        assert live.acme.post("/v1/lookup", json={"prompt": text, **other}).json()["matched_tokens"] == 0
+
+
+def test_a_lookup_leaves_no_trace(live: Running, salt: str, text: str) -> None:
+    before = live.service.cache.snapshot(), live.acme.get("/v1/stats").json()
+    live.acme.post("/v1/lookup", json={"prompt": text, "salt": salt})
+    after = live.service.cache.snapshot(), live.acme.get("/v1/stats").json()
+    assert before[0].trees == after[0].trees and before[1] == after[1]
+
+
+def test_lookups_answer_while_the_model_is_busy(live: Running, salt: str, text: str) -> None:
+    with model_held(live.service):
+        assert live.acme.post("/v1/lookup", json={"prompt": text, "salt": salt}).status_code == 200
+        assert live.nobody.get("/healthz").status_code == 200
+
+
+def test_a_job_tells_its_state_and_its_progress(live: Running, salt: str, text: str) -> None:
+    with model_held(live.service):
+        accepted = live.acme.post("/v1/warm", json={"prompt": text, "salt": salt, "wait": False})
+        assert accepted.status_code == 202 and set(accepted.json()) == {"job"}
+        path = f"/v1/warm/{accepted.json()['job']}"
+        waiting = live.acme.get(path).json()
+        assert (waiting["state"], waiting["result"], waiting["error"]) == ("queued", None, None)
+        assert waiting["progress"]["computed"] == 0 < waiting["progress"]["total"]
+    eventually(lambda: live.acme.get(path).json()["state"] == "done")
+    done = live.acme.get(path).json()
+    assert done["progress"] == {"computed": done["result"]["tokens"], "total": done["result"]["tokens"]}
+    assert done["result"]["computed"] == done["result"]["tokens"] == waiting["progress"]["total"]
+
+
+def test_the_same_prefix_under_way_is_joined(live: Running, salt: str, text: str) -> None:
+    body = {"prompt": text, "salt": salt}
+    missed = live.acme.get("/v1/stats").json()["missed_tokens"]
+    replies: list[httpx.Response] = []
+    with model_held(live.service):
+        threads = [threading.Thread(target=lambda: replies.append(live.acme.post("/v1/warm", json=body))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        job = live.acme.post("/v1/warm", json={**body, "wait": False}).json()["job"]
+        eventually(lambda: sum(each.num_shares for each in live.service.warmer.under_way()) == 5)
+        assert live.service.warmer.num_under_way == 1
+    for thread in threads:
+        thread.join()
+    eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
+    tokens = replies[0].json()["tokens"]
+    assert {(each.json()["tokens"], each.json()["computed"]) for each in replies} == {(tokens, tokens)}
+    assert live.acme.get("/v1/stats").json()["missed_tokens"] == missed + tokens
+
+
+def test_a_client_that_hangs_up_takes_the_prefix_from_nobody(live: Running, salt: str, text: str) -> None:
+    body = {"prompt": text, "salt": salt}
+    replies: list[httpx.Response] = []
+    with model_held(live.service):
+        with client(live.url, "demo-acme") as leaving, pytest.raises(httpx.ReadTimeout):
+            leaving.post("/v1/warm", json=body, timeout=0.3)
+        eventually(lambda: live.service.warmer.num_under_way == 0, "what nobody wants any more is cancelled")
+        thread = threading.Thread(target=lambda: replies.append(live.acme.post("/v1/warm", json=body)))
+        thread.start()
+        eventually(lambda: live.service.warmer.num_under_way == 1)
+        with client(live.url, "demo-acme") as leaving, pytest.raises(httpx.ReadTimeout):
+            leaving.post("/v1/warm", json=body, timeout=0.3)
+    thread.join()
+    assert replies[0].status_code == 200 and replies[0].json()["tokens"] > 0
+    assert eventually(lambda: live.service.worker.num_unfinished == 0)
+
+
+def test_clearing_forgets_and_tells_how_much(live: Running, salt: str) -> None:
+    ids = list(range(3, 67))
+    for adapter in (None, "a"):
+        live.globex.post("/v1/warm", json={"token_ids": ids, "salt": salt, "adapter": adapter})
+    live.globex.post("/v1/warm", json={"token_ids": ids, "salt": salt + "-kept"})
+    assert live.globex.delete("/v1/cache", params={"salt": salt, "adapter": "a"}).json() == {"namespaces": 1, "blocks": 4}
+    assert live.globex.delete("/v1/cache", params={"salt": salt}).json() == {"namespaces": 1, "blocks": 4}
+    assert live.globex.post("/v1/lookup", json={"token_ids": ids, "salt": salt}).json()["matched_tokens"] == 0
+    assert live.globex.post("/v1/lookup", json={"token_ids": ids, "salt": salt + "-kept"}).json()["matched_tokens"] == 64
+    assert live.globex.delete("/v1/cache").json()["namespaces"] >= 1
+    assert live.globex.get("/v1/stats").json()["resident_blocks"] == 0
+    assert live.globex.delete("/v1/cache").json() == {"namespaces": 0, "blocks": 0}
+
+
+def test_too_much_waiting_is_429_for_that_tenant_only(text: str) -> None:
+    with service_in_thread(Limits(max_queued=2, max_jobs=2)) as live, model_held(live.service, "globex"):
+        bodies = [{"prompt": text, "salt": str(number), "wait": False} for number in range(3)]
+        answers = [live.acme.post("/v1/warm", json=body) for body in bodies]
+        assert [answer.status_code for answer in answers] == [202, 202, 429]
+        assert answers[2].headers["Retry-After"] == "1"
+        assert live.globex.post("/v1/warm", json=bodies[0]).status_code == 202
+        assert live.acme.post("/v1/warm", json=bodies[0]).status_code == 429, "no room in the table of jobs"
+        assert live.acme.post("/v1/completions", json={"prompt": "x"}).status_code == 429, "no room in the lane"
+
+
+def test_finished_jobs_leave_the_table(text: str) -> None:
+    with service_in_thread(Limits(job_ttl_s=0.0)) as live:
+        job = live.acme.post("/v1/warm", json={"prompt": text, "wait": False}).json()["job"]
+        eventually(lambda: live.acme.get(f"/v1/warm/{job}").status_code == 404)
+
+
+def test_no_room_is_503_and_changes_nothing(salt: str) -> None:
+    with service_in_thread(**{"num-blocks": "8"}) as live:
+        cache = live.service.cache
+        held = cache.open(live.service.namespace("globex", "", None), range(100, 196))
+        answer = live.acme.post("/v1/warm", json={"token_ids": list(range(3, 67))})
+        assert answer.status_code == 503 and answer.headers["Retry-After"]
+        assert answer.json()["error"]["type"] == "no_capacity"
+        held.release()
+        assert live.acme.post("/v1/warm", json={"token_ids": list(range(3, 67))}).status_code == 200
