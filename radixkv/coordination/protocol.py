@@ -213,7 +213,8 @@ class Coordinator(Protocol):
     def register(self, address: str | None = None) -> ReplicaInfo:
         """Take the id with a new epoch, start beating and publishing. ``address`` replaces the setting.
 
-        Raises ConfigError if a live replica of the fleet has another secret, block size or wire version.
+        Raises ConfigError if a live replica of the fleet has another secret, block size or wire version,
+        StaleEpoch if another process took the id at the same moment.
         A store that can't be reached is no error: ``health().state`` is ``"unavailable"``, and the
         registration is tried again in the background.
         """

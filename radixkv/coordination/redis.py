@@ -13,10 +13,10 @@ What stands where, under ``rk1:`` (``{…}`` is the hash tag, so that one replic
     replicas          zset     replica ids by live-until in ms: discovery only
     {w:JOB}:job       hash     a warm job, kept for an hour
 
-Reading: the registrations are fetched at every beat's time. Liveness is the lease's remaining time counted
-from before the fetch, on the local clock, and compared at each question; so a replica is gone when its lease
-is, even if Redis is gone too. Only the logs of replicas that are live, proven and compatible are read. A
-registration that can't be parsed is nobody's.
+Reading: the registrations are fetched at every beat's time, and at least every second. Liveness is the
+lease's remaining time, counted from before the fetch on the local clock, and compared at each question; so a
+replica is gone when its lease is, even if Redis is gone too. Only the logs of replicas that are live, proven
+and compatible are read. A registration that can't be parsed is nobody's.
 
 Bounded: 1,024 replicas, a budget of segments over all logs, snapshots of 4 M segments; a log holds at most
 twice ``snapshot_entries`` entries and what one write adds.
@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha1
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -45,7 +44,7 @@ from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.protocol import WIRE_VERSION, Health, JobPart, Load, ReplicaInfo, WarmJob
-from radixkv.coordination.settings import Settings, check_published_block_size
+from radixkv.coordination.settings import Settings, check_published_block_size, without_password
 from radixkv.coordination.view import Budget, RemoteLog
 from radixkv.coordination.wire import (
     LOAD_FIELDS,
@@ -75,6 +74,8 @@ RETENTION_S = 7 * 24 * 3600
 _LISTED_S = 3600
 """A replica that is gone is listed, as not live, for this long."""
 _MAX_REPLICAS = 1024
+_FETCH_S = 1.0
+"""A new replica is seen after this long at the latest, or a beat's time if that is shorter."""
 _BLOCK_S = 0.25
 _ENTRIES_A_READ = 512
 _READS_A_POLL = 64
@@ -109,7 +110,7 @@ class Connection:
             )
         except (ValueError, TypeError) as error:
             allowed = f"redis://host:port/db, rediss://… or unix://… ({error})"
-            raise ConfigError("redis", _without_password(url), allowed) from None
+            raise ConfigError("redis", without_password(url), allowed) from None
         self._digests: dict[str, str] = {}
 
     def run(self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
@@ -148,8 +149,12 @@ class Remote:
     def known(self, now: float) -> Known:
         """As of ``now``."""
         remaining_s = max(0.0, self.live_until - now)
-        info = replace(self.info, live=remaining_s > 0, lease_remaining_s=remaining_s)
-        return Known(info, None if self.log is None else self.log.holdings)
+        live = remaining_s > 0
+        if self.log is None:
+            return Known(replace(self.info, live=live, lease_remaining_s=remaining_s), None)
+        last_seq = max(self.info.last_seq, self.log.seq)
+        info = replace(self.info, live=live, lease_remaining_s=remaining_s, last_seq=last_seq)
+        return Known(info, self.log.holdings)
 
 
 class Reader:
@@ -204,21 +209,21 @@ class Reader:
                 pipeline.get(keys.lease)
                 pipeline.pttl(keys.lease)
                 pipeline.hmget(keys.load, LOAD_FIELDS)
-            replies = pipeline.execute()
+            replies = pipeline.execute(raise_on_error=False)
         found = []
         for index, name in enumerate(ids):
-            meta, nonce, pttl_ms, load = replies[4 * index : 4 * index + 4]
+            answers = replies[4 * index : 4 * index + 4]
+            if any(isinstance(answer, Exception) for answer in answers):
+                continue  # a key of another type: nobody of this version wrote it
             try:
-                registration = parse_registration(name, meta)
-                remaining_s = pttl_ms / 1000 if nonce == registration.nonce.encode() else 0.0
-                found.append((registration, max(0.0, remaining_s), parse_load(load)))
+                found.append(_fetched(name, *answers))
             except WireError:
                 continue
         return found
 
     def _refresh(self) -> None:
         before = self._clock()
-        self._fetch_at = before + self._settings.beat_s
+        self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
         old = self.remotes
         fresh = {
             registration.replica_id: self._remote(registration, remaining_s, load, before, old)
@@ -509,6 +514,14 @@ class RedisCoordinator(BaseCoordinator):
         return live
 
 
+def _fetched(
+    name: str, meta: list[bytes | None], nonce: bytes | None, pttl_ms: int, load: list[bytes | None]
+) -> tuple[Registration, float, Load]:
+    registration = parse_registration(name, meta)
+    is_leased = nonce == registration.nonce.encode()
+    return registration, max(0.0, pttl_ms / 1000) if is_leased else 0.0, parse_load(load)
+
+
 def _standing(verdict: bytes, last_seq: bytes) -> Standing:
     known: dict[bytes, Verdict] = {b"OK": "OK", b"GAP": "GAP", b"LOST": "LOST", b"FENCED": "FENCED"}
     return Standing(known[verdict], int(last_seq))
@@ -516,9 +529,3 @@ def _standing(verdict: bytes, last_seq: bytes) -> Standing:
 
 def _job_key(job_id: str) -> str:
     return f"{PREFIX}{{w:{job_id}}}:job"
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    _, at, host = parts.netloc.rpartition("@")
-    return parts._replace(netloc="…@" + host).geturl() if at else url

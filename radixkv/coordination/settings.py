@@ -61,15 +61,28 @@ class Settings:
 
 def check_address(address: str | None) -> None:
     """Raises ConfigError unless it is None or the base URL of an HTTP service."""
-    if address is None:
-        return
-    parts = urlsplit(address)
-    plain = not (parts.username or parts.password or parts.query or parts.fragment)
-    printable = (
-        len(address) <= _MAX_TEXT and address.isascii() and address.isprintable() and " " not in address
-    )
-    if not (parts.scheme in ("http", "https") and parts.hostname and plain and printable):
-        raise ConfigError("address", address, "http(s)://host[:port], or none")
+    if address is not None and not _is_base_url(address):
+        raise ConfigError("address", without_password(address), "http(s)://host[:port][/path], or none")
+
+
+def _is_base_url(address: str) -> bool:
+    if len(address) > _MAX_TEXT or not address.isascii() or not address.isprintable() or " " in address:
+        return False
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:
+        return False
+    is_plain = "@" not in parts.netloc and not parts.query and not parts.fragment
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain and port != 0
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown: what stands before an @ in its authority is left out."""
+    start, slashes, rest = url.partition("//")
+    authority, slash, path = rest.partition("/")
+    _, at, host = authority.rpartition("@")
+    return f"{start}{slashes}…@{host}{slash}{path}" if at else url
 
 
 def check_published_block_size(block_size: int) -> None:

@@ -1,0 +1,541 @@
+"""What every coordinator keeps, whatever its store: one suite, inherited by each implementation.
+
+A ``Fleet`` is the harness of one store: it makes replicas, stops them without a farewell, lets time pass until
+something holds, and does to the store what stores do.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv.coordination import Coordinator, Load
+from radixkv.coordination.base import BaseCoordinator
+from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
+
+SECRET = b"the secret of the fleet under test"
+ACME = Namespace("acme", "fp:model")
+OTHER = Namespace("other", "fp:model")
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids that two seeds don't share."""
+    return [int(i) for i in np.random.default_rng(seed).integers(0, 32_000, num_tokens)]
+
+
+class Fleet(ABC):
+    """Replicas on one store. ``lease_s`` is short; ``settings`` of a replica can be overridden one by one."""
+
+    lease_s = 0.6
+
+    def __init__(self) -> None:
+        self.members: list[BaseCoordinator] = []
+
+    def settings(self, name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+        defaults = {
+            "replica_id": name,
+            "fleet_secret": SECRET,
+            "fingerprint": "fp:model",
+            "block_size": 16,
+            "address": f"http://127.0.0.1:1/{name}",
+            "lease_s": self.lease_s,
+        }
+        return defaults | overrides
+
+    def replica(self, name: str, **overrides: Any) -> BaseCoordinator:
+        """A coordinator that isn't registered yet."""
+        coordinator = self.make(self.settings(name, overrides))
+        self.members.append(coordinator)
+        return coordinator
+
+    def join(self, name: str, **overrides: Any) -> BaseCoordinator:
+        """A registered one."""
+        coordinator = self.replica(name, **overrides)
+        coordinator.register()
+        return coordinator
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+    @abstractmethod
+    def make(self, settings: dict[str, Any]) -> BaseCoordinator: ...
+
+    @abstractmethod
+    def eventually(self, holds: Callable[[], object]) -> None:
+        """Let time pass, and the living work, until ``holds()``; fail if it never does."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Let everything that is queued arrive everywhere."""
+
+    @abstractmethod
+    def kill(self, coordinator: BaseCoordinator) -> None:
+        """End its beats without a farewell."""
+
+    @abstractmethod
+    def forge(self, victim: str, name: str, address: str) -> None:
+        """What a writer to the store can do: a live registration ``name`` with the victim's fields."""
+
+    @abstractmethod
+    def go_down(self) -> None: ...
+
+    @abstractmethod
+    def come_back(self) -> None:
+        """With what was in it."""
+
+    @abstractmethod
+    def lose(self) -> None:
+        """Restart empty."""
+
+
+def store(coordinator: Coordinator, namespace: Namespace, ids: list[int], start: int = 0) -> None:
+    """As a cache would report it."""
+    assert coordinator.journal is not None
+    coordinator.journal.stored(namespace, np.asarray(ids, "<u4").tobytes(), start, len(ids))
+
+
+def remove(coordinator: Coordinator, namespace: Namespace, ids: list[int], start: int) -> None:
+    assert coordinator.journal is not None
+    coordinator.journal.removed(namespace, np.asarray(ids, "<u4").tobytes(), start, len(ids))
+
+
+def hinted(coordinator: Coordinator, namespace: Namespace, ids: list[int]) -> dict[str, int]:
+    return {hint.replica.id: hint.num_tokens for hint in coordinator.hints(namespace, ids)}
+
+
+def names(infos: list[Any]) -> list[str]:
+    return [info.id for info in infos]
+
+
+class CoordinatorContract:
+    """Tests of the promises in ``protocol.py``; a subclass gives the fixture ``fleet``."""
+
+    def test_what_is_stored_here_is_seen_there(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        ids = prompt(1000)
+        store(a, ACME, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 768})
+        assert hinted(a, ACME, ids) == {}, "a replica is no hint to itself"
+
+    def test_ranges_mean_segments_by_their_last_token(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        ids = prompt(2048)
+        store(a, ACME, ids[:300], 0)
+        store(a, ACME, ids[:1024], 300)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 1024})
+        remove(a, ACME, ids[:1024], 520)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+        remove(a, ACME, ids[:520], 500)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 256})
+
+    def test_hints_count_leading_tokens_of_that_namespace_only(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        ids = prompt(1024)
+        store(a, ACME, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 1024})
+        assert hinted(b, ACME, ids + prompt(512, seed=1)) == {"a": 1024}
+        assert hinted(b, ACME, ids[:700]) == {"a": 512}
+        assert hinted(b, ACME, [*ids[:512], 31_999, *ids[513:]]) == {"a": 512}
+        assert hinted(b, ACME, [31_999, *ids[1:]]) == {}
+        assert hinted(b, ACME, ids[:255]) == {}
+        assert hinted(b, OTHER, ids) == {}
+        assert hinted(b, ACME._replace(salt="other"), ids) == {}
+        assert hinted(b, ACME._replace(adapter="other"), ids) == {}
+
+    def test_a_hole_ends_the_leading_part(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        ids = prompt(1024)
+        store(a, ACME, ids)
+        remove(a, ACME, ids[:512], 256)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 256})
+
+    def test_holders_come_longest_first_then_by_id(self, fleet: Fleet) -> None:
+        members = {name: fleet.join(name) for name in "dcba"}
+        ids = prompt(1024)
+        for name, size in (("d", 512), ("c", 1024), ("b", 512)):
+            store(members[name], ACME, ids[:size])
+        fleet.eventually(lambda: len(members["a"].hints(ACME, ids)) == 3)
+        found = [(hint.replica.id, hint.num_tokens) for hint in members["a"].hints(ACME, ids)]
+        assert found == [("c", 1024), ("b", 512), ("d", 512)]
+
+    def test_a_clear_forgets_one_namespace(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        ids = prompt(512)
+        store(a, ACME, ids)
+        store(a, OTHER, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) and hinted(b, OTHER, ids))
+        assert a.journal is not None
+        a.journal.cleared(ACME)
+        fleet.eventually(lambda: not hinted(b, ACME, ids))
+        assert hinted(b, OTHER, ids) == {"a": 512}
+
+    def test_a_cache_reports_commits_evictions_and_clears(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        cache = PrefixCache(CacheConfig(num_blocks=128, block_size=16), journal=a.journal)
+        first, second = prompt(1024), prompt(1024, seed=1)
+        with cache.open(ACME, first) as sequence:
+            sequence.commit(600)
+            fleet.eventually(lambda: hinted(b, ACME, first) == {"a": 512})
+            sequence.commit(1024)
+        fleet.eventually(lambda: hinted(b, ACME, first) == {"a": 1024})
+        with cache.open(OTHER, second) as sequence:
+            sequence.commit(1024)
+        fleet.eventually(lambda: hinted(b, OTHER, second) == {"a": 1024})
+        cache.evict(24)
+        held = cache.match(ACME, first).num_tokens + cache.match(OTHER, second).num_tokens
+        assert held == 2048 - 24 * 16
+        fleet.eventually(
+            lambda: (
+                hinted(b, ACME, first).get("a", 0) == cache.match(ACME, first).num_tokens // 256 * 256
+                and hinted(b, OTHER, second).get("a", 0) == cache.match(OTHER, second).num_tokens // 256 * 256
+            )
+        )
+        cache.clear(OTHER)
+        fleet.eventually(lambda: not hinted(b, OTHER, second))
+
+    def test_a_long_history_adds_up(self, fleet: Fleet) -> None:
+        """Random stores, removes and clears, with the log compacted often: the view equals a model."""
+        a, b = fleet.join("a", snapshot_entries=20), fleet.join("b")
+        chance = random.Random(7)
+        prompts = [prompt(256 * chance.randint(1, 90), seed=100 + i) for i in range(6)]
+        held: dict[tuple[Namespace, int], int] = {}
+        for _ in range(40):
+            self._random_step(a, chance, prompts, held)
+            if chance.random() < 0.1:
+                fleet.settle()
+        fleet.eventually(
+            lambda: all(
+                hinted(b, namespace, ids).get("a", 0) == held.get((namespace, index), 0)
+                for namespace in (ACME, OTHER)
+                for index, ids in enumerate(prompts)
+            )
+        )
+
+    def _random_step(
+        self,
+        coordinator: Coordinator,
+        chance: random.Random,
+        prompts: list[list[int]],
+        held: dict[tuple[Namespace, int], int],
+    ) -> None:
+        namespace, index = chance.choice((ACME, OTHER)), chance.randrange(len(prompts))
+        ids, now = prompts[index], held.get((namespace, index), 0)
+        if chance.random() < 0.05:
+            assert coordinator.journal is not None
+            coordinator.journal.cleared(namespace)
+            for key in [key for key in held if key[0] == namespace]:
+                del held[key]
+        elif now < len(ids) and chance.random() < 0.6:
+            then = chance.randrange(now, len(ids), SEGMENT_TOKENS) + SEGMENT_TOKENS
+            store(coordinator, namespace, ids[:then], now)
+            held[namespace, index] = then
+        elif now:
+            then = chance.randrange(0, now, SEGMENT_TOKENS)
+            remove(coordinator, namespace, ids[:now], then)
+            held[namespace, index] = then
+
+    def test_a_late_comer_learns_everything(self, fleet: Fleet) -> None:
+        a = fleet.join("a")
+        ids = prompt(1024)
+        store(a, ACME, ids)
+        fleet.settle()
+        late = fleet.join("late")
+        fleet.eventually(lambda: hinted(late, ACME, ids) == {"a": 1024})
+
+    def test_what_was_stored_before_the_registration_counts(self, fleet: Fleet) -> None:
+        a, b = fleet.replica("a"), fleet.join("b")
+        ids = prompt(512)
+        store(a, ACME, ids)
+        a.register()
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+
+    def test_the_listing_says_who_is_there(self, fleet: Fleet) -> None:
+        b, a = fleet.join("b"), fleet.join("a", fingerprint="fp:elsewhere", block_size=16)
+        fleet.eventually(lambda: names(b.peers()) == ["a"])
+        mine, theirs = b.replicas()
+        assert mine.is_self and mine.id == "b" and mine.live and mine.reachable
+        assert (theirs.id, theirs.epoch) == ("a", a.info().epoch)
+        assert theirs.address == "http://127.0.0.1:1/a" and theirs.fingerprint == "fp:elsewhere"
+        assert theirs.live and theirs.proven and theirs.incompatible is None and theirs.reachable
+        assert 0 < theirs.lease_remaining_s <= fleet.lease_s + 1e-6
+        assert theirs.audience == f"a@{theirs.epoch}" and not theirs.is_self
+
+    def test_without_an_address_nobody_is_reachable(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a", address=None), fleet.join("b")
+        fleet.eventually(lambda: names(b.replicas()) == ["b", "a"])
+        assert b.replicas()[1].proven and b.peers() == []
+        assert a.register(address="http://127.0.0.1:2").address == "http://127.0.0.1:2"
+        fleet.eventually(lambda: [info.address for info in b.peers()] == ["http://127.0.0.1:2"])
+
+    def test_load_travels_with_the_beat(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        a.report_load(Load(queued_prefill_tokens=7, decode_blocks=8, resident_blocks=9))
+        fleet.eventually(lambda: b.replicas()[1:] and b.replicas()[1].load == Load(7, 8, 9))
+        with pytest.raises(ArgumentError):
+            Load(decode_blocks=-1)
+
+    def test_the_dead_leave_every_view(self, fleet: Fleet) -> None:
+        a, b, c = fleet.join("a"), fleet.join("b"), fleet.join("c")
+        ids = prompt(512)
+        store(a, ACME, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) and hinted(c, ACME, ids))
+        fleet.kill(a)
+        fleet.eventually(lambda: names(b.peers()) == ["c"] and names(c.peers()) == ["b"])
+        assert hinted(b, ACME, ids) == hinted(c, ACME, ids) == {}
+        assert not a.info().live, "its own lease ran out too"
+
+    def test_who_leaves_is_gone_at_once(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        fleet.eventually(lambda: names(b.peers()) == ["a"])
+        a.leave()
+        fleet.eventually(lambda: b.peers() == [])
+        assert a.health().state == "left" and not a.info().live
+        with pytest.raises(CoordinationError):
+            a.publish()
+        a.register()
+        fleet.eventually(lambda: names(b.peers()) == ["a"])
+
+    def test_a_restart_forgets_what_its_predecessor_held(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        old, new = prompt(512), prompt(512, seed=1)
+        store(a, ACME, old)
+        fleet.eventually(lambda: hinted(b, ACME, old) == {"a": 512})
+        fleet.kill(a)
+        again = fleet.join("a")
+        assert again.info().epoch > a.info().epoch
+        store(again, ACME, new)
+        fleet.eventually(lambda: hinted(b, ACME, new) == {"a": 512})
+        assert hinted(b, ACME, old) == {}
+
+    def test_the_older_of_two_with_one_id_is_fenced(self, fleet: Fleet) -> None:
+        older, b = fleet.join("a"), fleet.join("b")
+        younger = fleet.join("a")
+        ids = prompt(512)
+        with pytest.raises(StaleEpoch):
+            older.beat()
+        assert older.health().state == "fenced" and not older.info().live
+        store(older, ACME, ids)
+        with pytest.raises(StaleEpoch):
+            older.publish()
+        store(younger, OTHER, ids)
+        fleet.eventually(lambda: hinted(b, OTHER, ids) == {"a": 512})
+        assert hinted(b, ACME, ids) == {}
+        older.leave()
+        younger.beat()
+        assert younger.health().is_ok and names(b.peers()) == ["a"]
+
+    def test_the_fenced_one_may_take_the_id_back(self, fleet: Fleet) -> None:
+        first, b = fleet.join("a"), fleet.join("b")
+        cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=first.journal)
+        first.attach(cache)
+        second = fleet.join("a")
+        with pytest.raises(StaleEpoch):
+            first.beat()
+        ids = prompt(512)
+        with cache.open(ACME, ids) as sequence:
+            sequence.commit(512)
+        first.register()
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+        with pytest.raises(StaleEpoch):
+            second.beat()
+
+    @pytest.mark.parametrize(
+        ("overrides", "setting"),
+        [
+            ({"fleet_secret": b"another secret of some length"}, "fleet_secret"),
+            ({"block_size": 32}, "block_size"),
+        ],
+    )
+    def test_who_differs_from_the_fleet_is_refused(
+        self, fleet: Fleet, overrides: dict[str, Any], setting: str
+    ) -> None:
+        a = fleet.join("a")
+        stranger = fleet.replica("b", **overrides)
+        with pytest.raises(ConfigError, match="live replica a") as refusal:
+            stranger.register()
+        assert refusal.value.setting == setting
+        assert stranger.health().state == "refused" and stranger.health().reason
+        assert not stranger.info().live and names(a.replicas()) == ["a"]
+        with pytest.raises(ConfigError):
+            fleet.replica("a", **overrides).register()
+        a.beat()
+        a.leave()
+        assert stranger.register().live, "nobody lives who differs"
+
+    def test_another_wire_version_is_refused(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+        fleet.join("a")
+        monkeypatch.setattr("radixkv.coordination.base.WIRE_VERSION", 2)
+        with pytest.raises(ConfigError, match="wire_version"):
+            fleet.replica("b").register()
+
+    def test_an_address_without_its_proof_is_nowhere(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        fleet.eventually(lambda: names(b.peers()) == ["a"])
+        fleet.forge("a", "evil", "http://evil.example")
+        fleet.eventually(lambda: "evil" in names(b.replicas()))
+        forged = next(info for info in b.replicas() if info.id == "evil")
+        assert forged.live and not forged.proven and not forged.reachable
+        assert names(b.peers()) == ["a"]
+        ids = prompt(512)
+        store(a, ACME, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+        assert hinted(a, ACME, ids) == {}
+
+    def test_a_registration_whose_address_was_changed_is_nowhere(self, fleet: Fleet) -> None:
+        fleet.join("a")
+        b = fleet.join("b")
+        fleet.eventually(lambda: names(b.peers()) == ["a"])
+        fleet.forge("a", "a", "http://evil.example")
+        fleet.eventually(lambda: b.peers() == [])
+
+    def test_an_outage_is_seen_survived_and_made_good(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        kept, gone, new = prompt(512), prompt(512, seed=1), prompt(512, seed=2)
+        store(a, ACME, kept)
+        store(a, ACME, gone)
+        fleet.eventually(lambda: hinted(b, ACME, kept) and hinted(b, ACME, gone))
+        epoch = a.info().epoch
+        fleet.go_down()
+        with pytest.raises(StoreUnavailable):
+            a.beat()
+        with pytest.raises(StoreUnavailable):
+            a.create_job(ACME, 512, ["a"])
+        assert a.health().state == "unavailable" and a.health().reason
+        fleet.eventually(lambda: b.peers() == [])
+        assert hinted(b, ACME, kept) == {} and names(b.replicas())[0] == "b"
+        remove(a, ACME, gone, 0)
+        store(a, ACME, new)
+        fleet.come_back()
+        fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+        fleet.eventually(lambda: hinted(b, ACME, new) and hinted(b, ACME, kept))
+        assert hinted(b, ACME, gone) == {}
+        assert a.info().epoch == epoch and a.health().num_outages >= 1
+
+    def test_a_store_that_lost_everything_is_filled_again(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        ids = prompt(1024)
+        store(a, ACME, ids)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 1024})
+        before = a.info().epoch
+        fleet.lose()
+        fleet.eventually(lambda: a.info().epoch > before and hinted(b, ACME, ids) == {"a": 1024})
+        remove(a, ACME, ids, 256)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 256})
+
+    def test_a_store_that_is_down_at_the_start_is_no_error(self, fleet: Fleet) -> None:
+        fleet.go_down()
+        a = fleet.join("a")
+        assert a.health().state == "unavailable" and a.info().epoch == 0 and not a.info().live
+        for act in (a.beat, a.publish):
+            with pytest.raises(StoreUnavailable):
+                act()
+        ids = prompt(512)
+        store(a, ACME, ids)
+        fleet.come_back()
+        a.register()
+        b = fleet.join("b")
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+
+    def test_an_overflown_journal_is_rebuilt_from_the_cache(self, fleet: Fleet) -> None:
+        a, b = fleet.replica("a", queue_records=8), fleet.join("b")
+        cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=a.journal)
+        a.attach(cache)
+        a.register()
+        prompts = [prompt(512, seed) for seed in range(12)]
+        for ids in prompts:
+            with cache.open(ACME, ids) as sequence:
+                sequence.commit(512)
+        cache.clear(OTHER)
+        fleet.eventually(lambda: a.health().num_queued == 0)
+        fleet.eventually(
+            lambda: all(
+                hinted(b, ACME, ids).get("a", 0) == cache.match(ACME, ids).num_tokens // 256 * 256
+                for ids in prompts
+            )
+        )
+
+    def test_what_an_overflow_lost_is_not_believed(self, fleet: Fleet) -> None:
+        """A lost remove must not leave a hint behind, even where there is nothing to rebuild from."""
+        a, b = fleet.replica("a", queue_records=4), fleet.join("b")
+        ids = prompt(512)
+        store(a, ACME, ids)
+        a.register()
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+        for seed in range(1, 5):
+            store(a, ACME, prompt(512, seed))
+        remove(a, ACME, ids, 0)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {})
+        store(a, OTHER, ids)
+        fleet.eventually(lambda: hinted(b, OTHER, ids) == {"a": 512})
+
+    def test_a_job_and_its_parts(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        fleet.eventually(lambda: names(a.peers()) == ["b"])
+        job = a.create_job(ACME, 1000, ["b", "a", "b"])
+        assert [(part.replica_id, part.state) for part in job.parts] == [("a", "queued"), ("b", "queued")]
+        assert b.job(job.id, "acme") == job and not job.is_over
+        assert b.report_job(job.id, "running", 512)
+        assert a.report_job(job.id, "done", 1000)
+        seen = a.job(job.id, "acme")
+        assert seen is not None and seen.num_tokens == 1000
+        assert [(p.replica_id, p.state, p.num_tokens_done) for p in seen.parts] == [
+            ("a", "done", 1000),
+            ("b", "running", 512),
+        ]
+        assert b.report_job(job.id, "failed", 600, error="out_of_blocks")
+        seen = a.job(job.id, "acme")
+        assert seen is not None and seen.is_over and seen.parts[1].error == "out_of_blocks"
+
+    def test_another_tenants_job_does_not_exist(self, fleet: Fleet) -> None:
+        a = fleet.join("a")
+        job = a.create_job(ACME, 1000, ["a"])
+        assert a.job(job.id, "other") is None and a.job("0" * 32, "acme") is None
+        assert a.job("no such id } \r\n", "acme") is None
+        assert not a.report_job("0" * 32, "done") and not a.report_job("nonsense", "done")
+        only_b = fleet.join("b")
+        assert not only_b.report_job(job.id, "done"), "b has no part in it"
+
+    def test_bad_arguments_of_jobs(self, fleet: Fleet) -> None:
+        a = fleet.join("a")
+        job = a.create_job(ACME, 1, ["a"])
+        for act in (
+            lambda: a.create_job(ACME, -1, ["a"]),
+            lambda: a.create_job(ACME, 1, ["nobody"]),
+            lambda: a.report_job(job.id, "lost"),
+            lambda: a.report_job(job.id, "done", -1),
+            lambda: a.report_job(job.id, "failed", error="Tenant acme is out of blocks"),
+        ):
+            with pytest.raises(ArgumentError):
+                act()
+
+    def test_the_part_of_a_dead_replica_is_lost(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        fleet.eventually(lambda: names(a.peers()) == ["b"])
+        job = a.create_job(ACME, 1000, ["a", "b"])
+        b.report_job(job.id, "running", 256)
+        fleet.kill(b)
+        states: Callable[[], list[str]] = lambda: [part.state for part in a.job(job.id, "acme").parts]  # type: ignore[union-attr]  # noqa: E731
+        fleet.eventually(lambda: states() == ["queued", "lost"])
+        again = fleet.join("b")
+        again.beat()
+        assert states() == ["queued", "lost"], "a restarted replica knows nothing of it"
+
+    def test_closing(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        fleet.eventually(lambda: names(b.peers()) == ["a"])
+        a.close()
+        a.close()
+        fleet.eventually(lambda: b.peers() == [])
+        store(a, ACME, prompt(512))
+        with pytest.raises(CoordinationError):
+            a.register()
+        with pytest.raises(CoordinationError):
+            a.beat()

@@ -1,0 +1,122 @@
+"""Digests: the exact values that the wire version stands for, and that no two uses meet."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
+
+from radixkv import Namespace
+from radixkv.coordination.keys import FleetKeys, frame
+from radixkv.errors import ConfigError
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+ACME = Namespace("acme", "fp:model", adapter=None, salt="salt")
+
+
+def key(num_tokens: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 2**32, num_tokens).astype("<u4").tobytes()
+
+
+def test_values_do_not_change_within_a_wire_version() -> None:
+    """A change here is a change of the wire: old and new replicas would miss each other's prefixes."""
+    keys = FleetKeys(SECRET)
+    ids = np.arange(512, dtype="<u4").tobytes()
+    assert keys.canary == "5fcd7d804b8a74e04ba9638093bf1b82e239a638a5bee3354b9a7330e7ec7c51"
+    assert keys.tenant("acme").hex() == "23d774b94b53c1094f2386c9152c0fa525c2c4d210e351695c9d11823f0ba2e3"
+    assert keys.namespace(ACME).hex() == "d875c5854242cc1cfbb233174683d4a9557656903feea0113da79a8e96b3d0f3"
+    assert [digest.hex() for digest in keys.digests(ACME, ids)] == [
+        "fa6d70221c7bbcafe8764922655081ff",
+        "2384316ac2ae3a47cde75fb72b1ffd07",
+    ]
+    assert (
+        keys.proof("a", 1, "nonce", "http://host:1")
+        == "e0ca788ebd213d65e20539a83f6f7bd684ed9eb096953f1c9d48ea406889bab1"
+    )
+
+
+def test_digests_are_what_the_docstring_says() -> None:
+    keys = FleetKeys(SECRET)
+    ids = key(600)
+    framed = ACME.framed()
+    secret = hmac.digest(SECRET, frame("prefix", framed, 0), "sha256")
+    first = xxh3_128_digest(bytes(16) + ids[:1024])
+    second = xxh3_128_digest(first + ids[1024:2048])
+    expected = [hashlib.blake2b(link, digest_size=16, key=secret).digest() for link in (first, second)]
+    assert list(keys.digests(ACME, ids)) == expected
+    assert list(keys.digests(ACME, ids, 1)) == list(keys.digests(ACME, ids, 1, 9)) == expected[1:]
+    assert list(keys.digests(ACME, ids, 0, 1)) == expected[:1]
+    assert list(keys.digests(ACME, ids[:1023])) == []
+    assert keys.namespace(ACME) == hmac.digest(SECRET, frame("namespace", framed, 0), "sha256")
+    assert keys.tenant("acme") == hmac.digest(SECRET, frame("tenant", "acme"), "sha256")
+
+
+def test_everything_depends_on_the_secret_namespace_and_generation() -> None:
+    keys, others = FleetKeys(SECRET), FleetKeys(SECRET[::-1])
+    ids = key(256)
+    namespaces = [
+        ACME,
+        Namespace("acme", "fp:model", "salt"),
+        Namespace("acme", "fp:modelsalt"),
+        Namespace("acme2", "fp:model", salt="salt"),
+        Namespace("acme", "fp:model", salt="salt2"),
+    ]
+    seen = [
+        (k.namespace(namespace, generation), *k.digests(namespace, ids, generation=generation))
+        for k in (keys, others)
+        for namespace in namespaces
+        for generation in (0, 1)
+    ]
+    assert all(not set(one) & set(other) for one, other in combinations(seen, 2))
+    assert keys.canary != others.canary and keys.tenant("acme") != others.tenant("acme")
+
+
+def test_the_cache_of_namespaces_is_bounded_and_changes_nothing() -> None:
+    keys = FleetKeys(SECRET)
+    first = keys.namespace(ACME)
+    for index in range(5000):
+        keys.namespace(Namespace("acme", "fp:model", salt=str(index)))
+    assert len(keys._known) <= 4096 and keys.namespace(ACME) == first
+
+
+fields = st.lists(st.one_of(st.text(), st.binary(), st.integers()), max_size=4)
+
+
+@given(fields, fields)
+def test_a_frame_belongs_to_one_list_of_fields(
+    one: list[str | int | bytes], other: list[str | int | bytes]
+) -> None:
+    typed = [[(type(field), field) for field in fields] for fields in (one, other)]
+    assert (frame(*one) == frame(*other)) == (typed[0] == typed[1])
+
+
+@given(st.text(max_size=4), st.text(max_size=4), st.text(max_size=8))
+def test_moving_a_boundary_changes_the_frame(left: str, right: str, both: str) -> None:
+    assert frame(left, right) != frame(left + right)
+    assert frame(left, right) != frame(left + right, "") or right == ""
+    assert frame(both) != frame(both.encode())
+
+
+def test_a_proof_is_of_one_statement() -> None:
+    keys = FleetKeys(SECRET)
+    said = ("a", 7, "nonce", "http://host:1")
+    proof = keys.proof(*said)
+    assert keys.is_proof(proof, *said)
+    others = [("b", *said[1:]), ("a", 8, *said[2:]), ("a", 7, "other", said[3]), (*said[:3], "http://host:2")]
+    assert not any(keys.is_proof(proof, *other) for other in others)  # type: ignore[arg-type]
+    assert not keys.is_proof("", *said) and not keys.is_proof("é", *said)
+    assert not FleetKeys(SECRET[::-1]).is_proof(proof, *said)
+
+
+@pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "a text that is long enough", None])
+def test_a_secret_that_cannot_be_one_is_refused_unquoted(secret: bytes) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        FleetKeys(secret)
+    assert refusal.value.setting == "fleet_secret" and "fifteen" not in str(refusal.value)
+    assert "long enough" not in str(refusal.value)

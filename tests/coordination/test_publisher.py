@@ -1,0 +1,217 @@
+"""From the journal to the mirror: ranges, overflow, and what may happen while the cache is read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv.coordination.holdings import Holdings, leading
+from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.publisher import Publisher
+from radixkv.coordination.wire import Entry
+
+KEYS = FleetKeys(b"0123456789abcdef0123456789abcdef")
+NAMESPACES = [Namespace("acme", "m"), Namespace("other", "m")]
+PROMPTS = [np.random.default_rng(seed).integers(0, 9, 1500).astype("<u4").tobytes() for seed in range(2)]
+
+
+def publisher(max_records: int = 1000, max_bytes: int = 1 << 24) -> Publisher:
+    return Publisher(KEYS, max_records=max_records, max_bytes=max_bytes, wake=lambda: None)
+
+
+def drained(journal: Publisher) -> Holdings:
+    """What a reader of the entries comes to know."""
+    view = Holdings()
+    while journal.num_queued or journal.is_lost:
+        entries, lost = journal.drain()
+        assert not lost
+        for entry in entries:
+            view.apply(entry)
+    return view
+
+
+def contents(holdings: Holdings) -> dict[bytes, set[bytes]]:
+    return {namespace: set(held) for namespace, held in holdings.items()}
+
+
+def model_of(held: dict[tuple[int, int], set[int]]) -> dict[bytes, set[bytes]]:
+    """From (namespace, prompt) to the ends that are held, as digests."""
+    expected: dict[bytes, set[bytes]] = {}
+    for (namespace, index), ends in held.items():
+        digests = list(KEYS.digests(NAMESPACES[namespace], PROMPTS[index]))
+        found = {digests[end // 256 - 1] for end in ends}
+        if found:
+            expected.setdefault(KEYS.namespace(NAMESPACES[namespace]), set()).update(found)
+    return expected
+
+
+step = st.tuples(
+    st.sampled_from(["stored", "removed", "cleared"]),
+    st.integers(0, 1),
+    st.integers(0, 1),
+    st.tuples(st.integers(0, 1500), st.integers(0, 1500)).map(sorted),
+)
+
+
+@given(st.lists(step, max_size=30), st.integers(1, 7))
+def test_ranges_become_the_segments_that_end_in_them(steps: list[Any], drain_every: int) -> None:
+    journal = publisher()
+    view = Holdings()
+    held: dict[tuple[int, int], set[int]] = {}
+    for number, (op, namespace, index, (start, stop)) in enumerate(steps):
+        ends = {end for end in range(256, 1501, 256) if start < end <= stop}
+        if op == "cleared":
+            journal.cleared(NAMESPACES[namespace])
+            held = {key: ends for key, ends in held.items() if key[0] != namespace}
+        else:
+            getattr(journal, op)(NAMESPACES[namespace], PROMPTS[index][: 4 * stop], start, stop)
+            known = held.setdefault((namespace, index), set())
+            held[namespace, index] = known | ends if op == "stored" else known - ends
+        if number % drain_every == 0:
+            for entry in journal.drain().entries:
+                view.apply(entry)
+    while journal.num_queued:
+        for entry in journal.drain().entries:
+            view.apply(entry)
+    assert contents(view) == contents(journal.mirror) == model_of(held)
+    assert view.num_digests == journal.mirror.num_digests == sum(map(len, contents(view).values()))
+
+
+def test_every_end_of_a_range_counts_once() -> None:
+    journal = publisher()
+    for start, stop in ((0, 255), (255, 256), (256, 511), (511, 513), (513, 1024)):
+        journal.stored(NAMESPACES[0], PROMPTS[0][: 4 * stop], start, stop)
+    entries = journal.drain().entries
+    digests = list(KEYS.digests(NAMESPACES[0], PROMPTS[0]))
+    assert [entry.digests for entry in entries] == [digests[0], digests[1], digests[2] + digests[3]]
+    assert [entry.parent for entry in entries] == [b"", digests[0], digests[1]]
+
+
+@pytest.mark.parametrize("limits", [{"max_records": 3}, {"max_bytes": 4 * 4096}])
+def test_a_full_queue_is_dropped_whole_and_says_so(limits: dict[str, int]) -> None:
+    journal = publisher(**limits)
+    for _ in range(3):
+        journal.stored(NAMESPACES[0], PROMPTS[0][:1024], 0, 256)
+    assert drained(journal).num_digests == 1
+    for _ in range(20):
+        journal.stored(NAMESPACES[1], PROMPTS[0], 0, 1500)
+    assert journal.num_queued == 0 and journal.num_overflows == 1 and journal.is_lost
+    assert journal.drain() == ([], True)
+    assert journal.mirror.num_digests == 0
+    journal.stored(NAMESPACES[1], PROMPTS[0][:1024], 0, 256)
+    assert drained(journal).num_digests == 1
+
+
+def test_suspended_it_drops_everything_until_drained() -> None:
+    journal = publisher()
+    journal.suspend()
+    journal.stored(NAMESPACES[0], PROMPTS[0], 0, 1500)
+    assert journal.num_queued == 0 and journal.num_overflows == 0
+    assert journal.drain() == ([], True) and journal.drain() == ([], False)
+
+
+def test_rebuilding_while_the_cache_goes_on_ends_right() -> None:
+    """Threads commit, evict and clear while the queue overflows again and again: at rest the mirror is exact."""
+    journal = publisher(max_records=20)
+    cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=journal)
+    prompts = [np.random.default_rng(seed).integers(0, 9, 1024).astype(np.uint32) for seed in range(8)]
+    resting = threading.Event()
+
+    def work(namespace: Namespace, seed: int) -> None:
+        chance = np.random.default_rng(seed)
+        for _ in range(150):
+            ids = prompts[chance.integers(len(prompts))][: int(chance.integers(16, 1024))]
+            with cache.open(namespace, ids) as sequence:
+                sequence.commit(len(ids))
+            if chance.random() < 0.1:
+                cache.evict(int(chance.integers(1, 60)))
+            if chance.random() < 0.02:
+                cache.clear(namespace)
+
+    def digest() -> None:
+        while not resting.is_set() or journal.num_queued or journal.is_lost:
+            if journal.drain().lost:
+                journal.rebuild(cache, lambda: None)
+
+    workers = [
+        threading.Thread(target=work, args=(namespace, seed)) for seed, namespace in enumerate(NAMESPACES)
+    ]
+    digester = threading.Thread(target=digest)
+    for thread in (*workers, digester):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    resting.set()
+    digester.join()
+    expected = {}
+    for namespace in NAMESPACES:
+        found = set()
+        for ids in prompts:
+            matched = cache.match(namespace, ids).num_tokens
+            found |= set(KEYS.digests(namespace, ids.tobytes()[: 4 * matched]))
+        if found:
+            expected[KEYS.namespace(namespace)] = found
+    assert contents(journal.mirror) == expected
+
+
+def test_rebuilding_knows_shared_and_divided_prefixes() -> None:
+    journal = publisher()
+    cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=journal)
+    base = list(range(700))
+    for tail in range(4):
+        ids = [*base, *([tail + 1000] * 900)]
+        with cache.open(NAMESPACES[0], ids) as sequence:
+            sequence.commit(len(ids))
+    known = contents(drained(journal))
+    journal.suspend()
+    assert journal.drain().lost
+    calls: list[int] = []
+    journal.rebuild(cache, lambda: calls.append(1))
+    assert contents(journal.mirror) == known and len(calls) == 4
+    assert journal.mirror.num_digests == 2 + 4 * 4
+
+
+# ---- holdings
+
+
+def test_entries_applied_again_change_nothing() -> None:
+    entries = [
+        Entry("store", b"n" * 32, b"", b"a" * 16 + b"b" * 16),
+        Entry("remove", b"n" * 32, b"", b"a" * 16),
+        Entry("store", b"m" * 32, b"", b"c" * 16),
+        Entry("clear", b"m" * 32),
+        Entry("store", b"m" * 32, b"", b"d" * 16),
+        Entry("remove", b"unknown" + b" " * 25, b"", b"d" * 16),
+    ]
+    for overlap in range(len(entries)):
+        holdings = Holdings()
+        for entry in [*entries, *entries[overlap:]]:
+            holdings.apply(entry)
+        assert contents(holdings) == {b"n" * 32: {b"b" * 16}, b"m" * 32: {b"d" * 16}}
+        assert holdings.num_digests == 2
+    copy = holdings.copy()
+    holdings.apply(Entry("clear", b""))
+    assert contents(holdings) == {} and holdings.num_digests == 0 and copy.num_digests == 2
+
+
+def test_room_limits_what_is_added_only() -> None:
+    holdings = Holdings()
+    run = b"".join(bytes([i]) * 16 for i in range(5))
+    assert holdings.apply(Entry("store", b"n" * 32, b"", run), room=3) == 2
+    assert holdings.apply(Entry("store", b"n" * 32, b"", run[:48]), room=0) == 0
+    assert holdings.num_digests == 3
+    assert holdings.apply(Entry("store", b"m" * 32, b"", run), room=0) == 5
+    assert contents(holdings).keys() == {b"n" * 32}
+
+
+def test_leading_counts_end_at_the_first_hole() -> None:
+    digests = [bytes([i]) * 16 for i in range(6)]
+    sets = [set(digests), set(digests[:3]), {digests[0], digests[2]}, {digests[1]}, set()]
+    assert leading(sets, digests) == [6, 3, 1, 0, 0]
+    assert leading(sets[3:], iter(digests)) == [0, 0] and leading([], digests) == []

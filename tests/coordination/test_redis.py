@@ -1,0 +1,550 @@
+"""The contract on a real redis-server, in real time, and what can only go wrong there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv.coordination import Settings, connect
+from radixkv.coordination.base import BaseCoordinator
+from radixkv.coordination.redis import RedisCoordinator
+from radixkv.errors import ConfigError, StaleEpoch
+from tests.coordination.contract import (
+    ACME,
+    OTHER,
+    SECRET,
+    CoordinatorContract,
+    Fleet,
+    hinted,
+    names,
+    prompt,
+    remove,
+    store,
+)
+from tests.redis_server import RedisServer
+
+DEADLINE_S = 20.0
+ROOT = Path(__file__).parents[2]
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    """Wait until ``holds()``; nothing is measured, the deadline only ends what hangs."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            pytest.fail("it never came to hold")
+        time.sleep(0.005)
+
+
+class RedisFleet(Fleet):
+    """Coordinators with their threads, on one server."""
+
+    def __init__(self, server: RedisServer) -> None:
+        super().__init__()
+        self.server = server
+        self.client: Any = redis.Redis.from_url(server.url, protocol=2)
+
+    def make(self, settings: dict[str, Any]) -> BaseCoordinator:
+        return RedisCoordinator(Settings(**settings), self.server.url)
+
+    def close(self) -> None:
+        self.server.resume()
+        super().close()
+        self.client.close()
+
+    def eventually(self, holds: Callable[[], object]) -> None:
+        eventually(holds)
+
+    def settle(self) -> None:
+        eventually(lambda: all(member.health().num_queued == 0 for member in self.members))
+
+    def kill(self, coordinator: BaseCoordinator) -> None:
+        coordinator._stop_threads()
+
+    def forge(self, victim: str, name: str, address: str) -> None:
+        fields = self.client.hgetall(f"rk1:{{r:{victim}}}:meta")
+        self.client.hset(f"rk1:{{r:{name}}}:meta", mapping=fields | {b"address": address.encode()})
+        self.client.set(f"rk1:{{r:{name}}}:lease", fields[b"nonce"], px=60_000)
+        self.client.zadd("rk1:replicas", {name: int(time.time() * 1000) + 60_000})
+
+    def go_down(self) -> None:
+        self.server.pause()
+
+    def come_back(self) -> None:
+        self.server.resume()
+
+    def lose(self) -> None:
+        self.server.restart()
+
+    def key(self, name: str, what: str) -> str:
+        return f"rk1:{{r:{name}}}:{what}"
+
+    def log(self, name: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        found: list[tuple[bytes, dict[bytes, bytes]]] = self.client.xrange(self.key(name, "ev"))
+        return found
+
+
+@pytest.fixture
+def fleet(redis_server: RedisServer) -> Iterator[RedisFleet]:
+    fleet = RedisFleet(redis_server)
+    yield fleet
+    fleet.close()
+
+
+class TestRedisCoordinator(CoordinatorContract):
+    """The same promises over a server."""
+
+
+def reader_only(fleet: RedisFleet, name: str = "reader", **overrides: Any) -> RedisCoordinator:
+    """A replica that reads when told to. Its lease is long, since nothing extends it."""
+    settings = fleet.settings(name, {"lease_s": 60.0, "background": False} | overrides)
+    coordinator = RedisCoordinator(Settings(**settings), fleet.server.url)
+    fleet.members.append(coordinator)
+    coordinator.register()
+    return coordinator
+
+
+# ---- what stands in the server
+
+
+def test_the_keys_are_those_of_the_protocol(fleet: RedisFleet) -> None:
+    a = fleet.join("a")
+    store(a, ACME, prompt(512))
+    job = a.create_job(ACME, 512, ["a"])
+    fleet.eventually(lambda: len(fleet.log("a")) == 2)
+    a._publisher.suspend()
+    a.publish()
+    kinds = {key.decode(): fleet.client.type(key).decode() for key in fleet.client.scan_iter("*")}
+    assert kinds == {
+        "rk1:{r:a}:meta": "hash",
+        "rk1:{r:a}:lease": "string",
+        "rk1:{r:a}:ev": "stream",
+        "rk1:{r:a}:snap:0": "string",
+        "rk1:{r:a}:snapmeta": "hash",
+        "rk1:{r:a}:load": "hash",
+        "rk1:replicas": "zset",
+        f"rk1:{{w:{job.id}}}:job": "hash",
+    }
+    week_ms = 7 * 24 * 3600 * 1000
+    a.beat()
+    for what in ("meta", "ev", "snapmeta", "snap:0", "load"):
+        assert week_ms - 60_000 < fleet.client.pttl(fleet.key("a", what)) <= week_ms
+    assert 0 < fleet.client.pttl(fleet.key("a", "lease")) <= fleet.lease_s * 1000
+    assert 0 < fleet.client.pttl(f"rk1:{{w:{job.id}}}:job") <= 3600 * 1000
+
+
+def test_an_entry_packs_a_run_of_digests(fleet: RedisFleet) -> None:
+    a = fleet.join("a")
+    ids = prompt(256 * 130)
+    store(a, ACME, ids)
+    remove(a, ACME, ids, 256 * 128)
+    fleet.eventually(lambda: len(fleet.log("a")) == 5)
+    epoch = a.info().epoch
+    log = fleet.log("a")
+    assert [entry_id.decode() for entry_id, _ in log] == [f"{epoch}-{seq}" for seq in range(1, 6)]
+    fields = [entry for _, entry in log]
+    assert [entry[b"o"] for entry in fields] == [b"clear", b"store", b"store", b"store", b"remove"]
+    assert [len(entry[b"b"]) // 16 for entry in fields] == [0, 64, 64, 2, 2]
+    assert {entry[b"n"] for entry in fields[1:]} == {a.keys.namespace(ACME)}
+    assert fields[1][b"p"] == b"" and fields[2][b"p"] == fields[1][b"b"][-16:]
+    assert fields[3][b"p"] == fields[4][b"p"] == fields[2][b"b"][-16:]
+    assert fields[3][b"b"] == fields[4][b"b"]
+    meta = fleet.client.hgetall(fleet.key("a", "meta"))
+    assert (meta[b"epoch"], meta[b"last_seq"]) == (b"%d" % epoch, b"5")
+    assert meta[b"canary"].decode() == a.keys.canary
+
+
+def test_no_ids_names_or_contents_in_the_server(fleet: RedisFleet) -> None:
+    """Every key and every value, in all the forms that ids and names could take."""
+    tenant, salt, adapter = "tenant-of-ours", "a-salt-to-hide", "an-adapter-to-hide"
+    namespace = Namespace(tenant, "fp:secret-model", adapter=adapter, salt=salt)
+    a, b = fleet.replica("a", snapshot_entries=2), fleet.join("b")
+    cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=a.journal)
+    a.attach(cache)
+    a.register()
+    ids = [31_000 + i for i in prompt(1024)]
+    for size in (300, 700, 1024):
+        with cache.open(namespace, ids[:size]) as sequence:
+            sequence.commit(size)
+    fleet.eventually(lambda: hinted(b, namespace, ids) == {"a": 1024})
+    job = a.create_job(namespace, 1024, ["a"])
+    a.report_job(job.id, "failed", 512, error="out_of_blocks")
+    cache.evict(30)
+    fleet.settle()
+    a.publish()
+    dump = b"\n".join(everything(fleet.client))
+    assert len(dump) > 1000 and job.id.encode() in dump
+    for text in (tenant, salt, adapter, "secret-model", SECRET.decode()):
+        assert text.encode() not in dump and text.encode().hex().encode() not in dump
+        assert text.encode("utf-16-le") not in dump
+    for form in id_forms(ids):
+        assert form not in dump
+
+
+def everything(client: Any) -> Iterator[bytes]:
+    """All bytes of a server."""
+    for key in client.scan_iter("*"):
+        yield bytes(key)
+        yield bytes(client.dump(key))
+        kind = client.type(key)
+        if kind == b"hash":
+            for pair in client.hgetall(key).items():
+                yield from pair
+        elif kind == b"string":
+            yield bytes(client.get(key))
+        elif kind == b"stream":
+            for entry_id, fields in client.xrange(key):
+                yield bytes(entry_id)
+                for pair in fields.items():
+                    yield from pair
+        else:
+            assert kind == b"zset"
+            yield from (member for member, _ in client.zrange(key, 0, -1, withscores=True))
+
+
+def id_forms(ids: list[int]) -> Iterator[bytes]:
+    """Runs of 3 ids, in binary forms, as decimal text and as hex."""
+    for at in range(len(ids) - 3):
+        run = ids[at : at + 3]
+        for kind in ("<u4", ">u4", "<u2", ">u2", "<u8"):
+            binary = np.asarray(run, np.int64).astype(kind).tobytes()
+            yield binary
+            yield binary.hex().encode()
+        for separator in (",", ", ", " "):
+            yield separator.join(map(str, run)).encode()
+
+
+def test_snapshots_bound_the_log(fleet: RedisFleet) -> None:
+    a, b = fleet.join("a", snapshot_entries=10), fleet.join("b")
+    for seed in range(100):
+        store(a, ACME, prompt(256, seed))
+        if seed % 5 == 0:
+            a.publish()
+            assert fleet.client.xlen(fleet.key("a", "ev")) <= 2 * 10 + 5
+    a.publish()
+    assert a.health().num_snapshots >= 5
+    fleet.eventually(lambda: all(hinted(b, ACME, prompt(256, seed)) for seed in range(100)))
+    assert b.health().num_view_gaps == 0, "who keeps up needs no snapshot"
+    assert fleet.join("late").health().num_view_digests == 100
+
+
+# ---- gaps
+
+
+def written(
+    fleet: RedisFleet, **overrides: Any
+) -> tuple[BaseCoordinator, RedisCoordinator, list[int], list[int]]:
+    """A writer, and a reader that has seen ``gone`` and not what happened since: ``gone`` left, ``new`` came."""
+    writer = fleet.join("a", **overrides)
+    gone, new = prompt(512), prompt(1024, seed=1)
+    store(writer, ACME, gone)
+    writer.publish()
+    reader = reader_only(fleet)
+    assert hinted(reader, ACME, gone) == {"a": 512}
+    remove(writer, ACME, gone, 0)
+    store(writer, ACME, new)
+    writer.publish()
+    return writer, reader, gone, new
+
+
+def test_a_reader_that_slept_through_a_trim_loads_the_snapshot(fleet: RedisFleet) -> None:
+    writer, reader, gone, new = written(fleet, snapshot_entries=4)
+    for seed in range(2, 40):
+        store(writer, ACME, prompt(256, seed))
+        writer.publish()
+    assert fleet.log("a")[0][1][b"s"] != b"1"
+    reader.poll()
+    assert hinted(reader, ACME, new) == {"a": 1024} and hinted(reader, ACME, gone) == {}
+    assert reader.health().num_view_gaps == 1 and reader.health().num_view_digests == 4 + 38
+    store(writer, ACME, gone)
+    writer.publish()
+    reader.poll()
+    assert hinted(reader, ACME, gone) == {"a": 512} and reader.health().num_view_gaps == 1
+
+
+def test_a_log_trimmed_to_nothing_is_noticed(fleet: RedisFleet) -> None:
+    _, reader, gone, new = written(fleet, snapshot_entries=2)
+    assert fleet.client.hget(fleet.key("a", "snapmeta"), "seq") == fleet.log("a")[-1][1][b"s"] == b"4"
+    fleet.client.xtrim(fleet.key("a", "ev"), maxlen=0, approximate=False)
+    reader.poll()
+    assert hinted(reader, ACME, new) == {"a": 1024} and hinted(reader, ACME, gone) == {}
+    assert reader.health().num_view_gaps == 1
+
+
+def test_a_gap_without_a_snapshot_forgets(fleet: RedisFleet) -> None:
+    writer, reader, gone, new = written(fleet)
+    removal = fleet.log("a")[2][0]
+    fleet.client.xdel(fleet.key("a", "ev"), removal)
+    reader.poll()
+    assert hinted(reader, ACME, gone) == {}, "the entry that is missing could have been its removal, and was"
+    assert hinted(reader, ACME, new) == {"a": 1024} and reader.health().num_view_gaps == 1
+    fleet.client.xtrim(fleet.key("a", "ev"), maxlen=0, approximate=False)
+    store(writer, OTHER, gone)
+    writer.publish()
+    fleet.client.xtrim(fleet.key("a", "ev"), maxlen=0, approximate=False)
+    reader.poll()
+    assert hinted(reader, ACME, new) == hinted(reader, OTHER, gone) == {}
+    store(writer, OTHER, new)
+    writer.publish()
+    reader.poll()
+    assert hinted(reader, OTHER, new) == {"a": 1024}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "foreign", "count"])
+def test_a_damaged_snapshot_is_not_believed(fleet: RedisFleet, damage: str) -> None:
+    writer, _, gone, new = written(fleet)
+    writer._dirty = True
+    writer.publish()
+    chunk, meta = fleet.key("a", "snap:0"), fleet.key("a", "snapmeta")
+    data = fleet.client.get(chunk)
+    if damage == "cut":
+        fleet.client.set(chunk, data[:-5])
+    elif damage == "flip":
+        fleet.client.set(chunk, data[:20] + bytes([data[20] ^ 1]) + data[21:])
+    elif damage == "missing":
+        fleet.client.delete(chunk)
+    elif damage == "foreign":
+        fleet.client.hset(meta, "epoch", "x" * 100)
+    else:
+        fleet.client.hset(meta, "count", "999999999999")
+    late = reader_only(fleet, "late")
+    assert hinted(late, ACME, new) == hinted(late, ACME, gone) == {}
+    store(writer, OTHER, gone)
+    writer.publish()
+    late.poll()
+    assert hinted(late, OTHER, gone) == {"a": 512}
+
+
+def test_a_log_that_is_not_where_the_writer_thinks_is_replaced(fleet: RedisFleet) -> None:
+    """A failover can lose acknowledged writes: here the server forgets the last two numbers."""
+    writer, reader, gone, new = written(fleet)
+    reader.poll()
+    log = fleet.log("a")
+    fleet.client.xdel(fleet.key("a", "ev"), *(entry_id for entry_id, _ in log[-2:]))
+    fleet.client.hset(fleet.key("a", "meta"), "last_seq", "2")
+    epoch = writer.info().epoch
+    fleet.eventually(lambda: writer.health().num_snapshots == 1)
+    store(writer, OTHER, gone)
+    writer.publish()
+    reader.poll()
+    assert hinted(reader, ACME, new) == {"a": 1024} and hinted(reader, OTHER, gone) == {"a": 512}
+    assert hinted(reader, ACME, gone) == {} and writer.info().epoch == epoch
+
+
+# ---- what others may have written
+
+
+def test_what_no_replica_wrote_is_nobody(fleet: RedisFleet) -> None:
+    a, b = fleet.join("a"), fleet.join("b")
+    client = fleet.client
+    soon = int(time.time() * 1000) + 60_000
+    bad_names = {
+        "nobody": soon,
+        "wrong-type": soon,
+        "broken": soon,
+        "a b": soon,
+        "\xff": soon,
+        "x" * 300: soon,
+    }
+    client.zadd("rk1:replicas", bad_names)
+    client.set(fleet.key("wrong-type", "meta"), "text")
+    fields = client.hgetall(fleet.key("a", "meta"))
+    client.hset(fleet.key("broken", "meta"), mapping=fields | {b"epoch": b"-1"})
+    b.poll()  # type: ignore[attr-defined]
+    assert names(b.replicas()) == ["b", "a"]
+    ids = prompt(512)
+    store(a, ACME, ids)
+    fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+
+
+def test_a_malformed_entry_costs_the_hints_before_it(fleet: RedisFleet) -> None:
+    writer, reader, gone, new = written(fleet)
+    epoch, seq = writer.info().epoch, writer.info().last_seq
+    fleet.client.xadd(fleet.key("a", "ev"), {"o": "store", "b": "x"}, id=f"{epoch}-{seq + 1}")
+    reader.poll()
+    assert hinted(reader, ACME, new) == hinted(reader, ACME, gone) == {}
+
+
+def test_the_view_keeps_to_its_budget(fleet: RedisFleet) -> None:
+    a = fleet.join("a")
+    reader = reader_only(fleet, view_digests=5)
+    ids, others = prompt(1024), prompt(1024, seed=1)
+    store(a, ACME, ids)
+    store(a, ACME, others)
+    a.publish()
+    reader.poll()
+    assert hinted(reader, ACME, ids) == {"a": 1024} and hinted(reader, ACME, others) == {"a": 256}
+    health = reader.health()
+    assert (health.num_view_digests, health.num_view_forgotten) == (5, 3)
+    a.leave()
+    reader.poll()
+    assert reader.health().num_view_digests == 0
+
+
+# ---- the server itself
+
+
+def test_scripts_are_loaded_again_after_a_flush(fleet: RedisFleet) -> None:
+    a, b = fleet.join("a"), fleet.join("b")
+    before = a.health().num_script_reloads
+    ids = prompt(512)
+    fleet.client.script_flush()
+    store(a, ACME, ids)
+    fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+    assert a.health().num_script_reloads > before and a.health().num_outages == 0
+
+
+def test_a_server_killed_and_restarted_is_filled_again(fleet: RedisFleet) -> None:
+    a, b = fleet.join("a"), fleet.join("b")
+    kept, gone = prompt(512), prompt(512, seed=1)
+    store(a, ACME, kept)
+    store(a, ACME, gone)
+    fleet.eventually(lambda: hinted(b, ACME, kept) and hinted(b, ACME, gone))
+    fleet.server.kill()
+    fleet.eventually(lambda: a.health().state == b.health().state == "unavailable")
+    fleet.eventually(lambda: a.peers() == [] and b.peers() == [])
+    remove(a, ACME, gone, 0)
+    fleet.eventually(lambda: a.health().num_queued == 0)
+    fleet.server.restart()
+    fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+    fleet.eventually(lambda: hinted(b, ACME, kept) == {"a": 512})
+    assert hinted(b, ACME, gone) == {}
+
+
+def test_a_replica_that_starts_before_its_server_joins_later(fleet: RedisFleet) -> None:
+    fleet.server.kill()
+    a = fleet.join("a")
+    assert a.health().state == "unavailable"
+    fleet.server.restart()
+    fleet.eventually(lambda: a.health().is_ok and a.info().epoch > 0)
+
+
+def test_a_store_that_came_back_with_another_fleet_refuses(fleet: RedisFleet) -> None:
+    fleet.server.kill()
+    a = fleet.join("a")
+    fleet.server.restart()
+    stranger = fleet.join("stranger", fleet_secret=b"another secret of some length")
+    fleet.eventually(lambda: stranger.health().is_ok or a.health().is_ok)
+    if not a.health().is_ok:
+        fleet.eventually(lambda: a.health().state == "refused")
+        assert "stranger" in a.health().reason
+        stranger.leave()
+    fleet.eventually(lambda: a.health().is_ok)
+
+
+def test_of_two_that_claim_one_id_one_remains(fleet: RedisFleet) -> None:
+    claimants = [fleet.replica("a") for _ in range(4)]
+
+    def claim(claimant: BaseCoordinator) -> None:
+        with suppress(StaleEpoch):
+            claimant.register()
+
+    threads = [threading.Thread(target=claim, args=(claimant,)) for claimant in claimants]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fleet.eventually(lambda: sum(c.health().state == "fenced" for c in claimants) == 3)
+    winner = next(c for c in claimants if c.health().state != "fenced")
+    assert winner.info().epoch == max(c.info().epoch for c in claimants)
+    winner.beat()
+
+
+CHILD = """
+import sys, threading
+from radixkv import Namespace
+from radixkv.coordination import connect
+assert "torch" not in sys.modules
+import numpy as np
+url, secret, seed = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+me = connect(url, replica_id="child", fleet_secret=secret, fingerprint="fp:model", block_size=16,
+             address="http://127.0.0.1:1/child", lease_s=0.6)
+info = me.register()
+ids = np.random.default_rng(seed).integers(0, 32_000, 512).astype("<u4").tobytes()
+me.journal.stored(Namespace("acme", "fp:model"), ids, 0, 512)
+me.publish()
+print(info.epoch, flush=True)
+threading.Event().wait()
+"""
+
+
+def child(fleet: RedisFleet, seed: int) -> tuple[subprocess.Popen[str], int]:
+    command = [sys.executable, "-c", CHILD, fleet.server.url, SECRET.hex(), str(seed)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_a_killed_process_leaves_the_view_and_its_restart_counts_anew(fleet: RedisFleet) -> None:
+    b = fleet.join("b")
+    first, first_epoch = child(fleet, 0)
+    try:
+        fleet.eventually(lambda: hinted(b, ACME, prompt(512, 0)) == {"child": 512})
+        first.kill()
+        first.wait()
+        fleet.eventually(lambda: b.peers() == [])
+        assert hinted(b, ACME, prompt(512, 0)) == {}
+        second, second_epoch = child(fleet, 1)
+        try:
+            assert second_epoch > first_epoch
+            fleet.eventually(lambda: hinted(b, ACME, prompt(512, 1)) == {"child": 512})
+            assert hinted(b, ACME, prompt(512, 0)) == {}
+        finally:
+            end(second)
+    finally:
+        end(first)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet) -> None:
+    """Two real processes with one id: here, the older one is a paused writer with entries to write."""
+    older = fleet.join("a")
+    ids = prompt(512)
+    fleet.kill(older)
+    younger = fleet.join("a")
+    store(older, ACME, ids)
+    with pytest.raises(StaleEpoch):
+        older.publish()
+    assert [fields[b"e"] for _, fields in fleet.log("a")] == [b"%d" % younger.info().epoch]
+
+
+# ---- the door
+
+
+def test_the_door_loads_no_client() -> None:
+    script = "import sys, radixkv.coordination as c; c.connect(None, replica_id='a', fleet_secret=b'x' * 32, "
+    script += "fingerprint='f', block_size=16); assert 'redis' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("url", ["http://host", "redis://user:hunter2@host:port/0", "nonsense"])
+def test_a_url_that_cannot_be_one_is_named_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        connect(url, replica_id="a", fleet_secret=SECRET, fingerprint="f", block_size=16)
+    assert refusal.value.setting == "redis" and "hunter2" not in str(refusal.value)
+
+
+def test_connect_gives_a_coordinator_over_redis(fleet: RedisFleet) -> None:
+    a = connect(fleet.server.url, replica_id="a", fleet_secret=SECRET, fingerprint="f", block_size=16)
+    assert a.health().state == "new" and a.register().live
+    a.close()
+    assert a.health().state == "left"
+    with pytest.raises(ConfigError, match="block_size"):
+        connect(fleet.server.url, replica_id="a", fleet_secret=SECRET, fingerprint="f", block_size=24)

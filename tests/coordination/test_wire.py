@@ -1,0 +1,165 @@
+"""What is read from a store is anything until it is parsed: round trips, and refusals by name."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_128_hexdigest
+
+from radixkv.coordination import wire
+from radixkv.coordination.protocol import JobPart, WarmJob
+from radixkv.coordination.wire import Registration, WireError
+
+REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof")
+
+groups = st.dictionaries(
+    st.binary(min_size=32, max_size=32), st.sets(st.binary(min_size=16, max_size=16), min_size=1), max_size=5
+)
+
+
+@given(groups)
+def test_snapshots_go_around(held: dict[bytes, set[bytes]]) -> None:
+    snapshot = wire.pack_snapshot(held.items())
+    found = wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)
+    assert {name: {run[at : at + 16] for at in range(0, len(run), 16)} for name, run in found} == held
+    assert sum(len(run) // 16 for _, run in found) == sum(map(len, held.values()))
+
+
+def test_large_snapshots_go_in_chunks_and_the_largest_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {
+        bytes([n]) * 32: {f"{n}-{i:013}".encode()[:16].ljust(16) for i in range(2000)} for n in range(1, 4)
+    }
+    monkeypatch.setattr(wire, "SNAPSHOT_CHUNK_BYTES", 1000)
+    snapshot = wire.pack_snapshot(held.items())
+    assert len(snapshot.chunks) > 3 and max(map(len, snapshot.chunks)) == 1000
+    assert len(wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)) == 3
+    monkeypatch.setattr(wire, "MAX_SNAPSHOT_DIGESTS", 2500)
+    snapshot = wire.pack_snapshot(held.items())
+    assert [len(run) // 16 for _, run in wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)] == [
+        2000,
+        500,
+    ]
+
+
+def packed(body: bytes) -> tuple[list[bytes], str]:
+    data = zlib.compress(body)
+    return [data], xxh3_128_hexdigest(data)
+
+
+@given(st.binary(max_size=200))
+def test_a_snapshot_of_anything_is_refused_by_name(body: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.unpack_snapshot([body], "0" * 32)
+    with pytest.raises(WireError):
+        wire.unpack_snapshot([body], xxh3_128_hexdigest(body))
+    with pytest.raises(WireError):
+        wire.unpack_snapshot(*packed(b"RKS2" + body))
+    with pytest.raises(WireError):
+        wire.unpack_snapshot(*packed(b"RKS1" + b"n" * 32 + (100).to_bytes(4, "little") + body))
+
+
+def test_a_snapshot_that_inflates_too_far_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_MAX_SNAPSHOT_BYTES", 10_000)
+    with pytest.raises(WireError, match="too large"):
+        wire.unpack_snapshot(*packed(b"RKS1" + bytes(1_000_000)))
+
+
+def entry_fields(**changes: bytes) -> dict[bytes, bytes]:
+    fields = {"e": b"7", "s": b"3", "o": b"store", "n": b"n" * 32, "p": b"", "t": b"device", "b": b"d" * 32}
+    return {name.encode(): value for name, value in (fields | changes).items()}
+
+
+def test_entries_are_read_at_their_place() -> None:
+    entry = wire.parse_entry(entry_fields(), 7, 3)
+    assert entry == ("store", b"n" * 32, b"", b"d" * 32)
+    assert wire.parse_entry(entry_fields(o=b"clear", n=b"", b=b""), 7, 3) == ("clear", b"", b"", b"")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"e": b"8"},
+        {"s": b"4"},
+        {"s": b"-3"},
+        {"o": b"tear"},
+        {"o": b"\xff"},
+        {"n": b"short"},
+        {"n": b""},
+        {"b": b"d" * 17},
+        {"b": b"d" * 16 * 65},
+    ],
+)
+def test_malformed_entries_are_refused(changes: dict[str, bytes]) -> None:
+    with pytest.raises(WireError):
+        wire.parse_entry(entry_fields(**changes), 7, 3)
+    for name in entry_fields():
+        if name != b"t":
+            with pytest.raises(WireError):
+                wire.parse_entry({key: value for key, value in entry_fields().items() if key != name}, 7, 3)
+
+
+def test_registrations_go_around() -> None:
+    fields = wire.registration_fields(REGISTRATION) | {"epoch": "7", "last_seq": "3", "proof": "proof"}
+    values = [fields[name].encode() for name in wire.REGISTRATION_FIELDS]
+    assert wire.parse_registration("a", values) == REGISTRATION
+    unproven = wire.parse_registration("a", [*values[:-1], None])
+    assert unproven.proof == ""
+    for index in range(len(values) - 1):
+        for bad in (None, b"\xff", b"9" * 300):
+            with pytest.raises(WireError):
+                wire.parse_registration("a", [*values[:index], bad, *values[index + 1 :]])
+
+
+def test_what_keeps_two_registrations_apart_is_named() -> None:
+    assert REGISTRATION.difference(REGISTRATION) is None
+    for field, value, setting in (
+        ("wire_version", 2, "wire_version"),
+        ("canary", "other", "fleet_secret"),
+        ("block_size", 32, "block_size"),
+    ):
+        other = Registration(
+            **{**{n: getattr(REGISTRATION, n) for n in Registration.__slots__}, field: value}
+        )
+        difference = REGISTRATION.difference(other)
+        assert difference is not None and difference[0] == setting
+
+
+job_parts = st.builds(
+    JobPart,
+    st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True),
+    st.integers(0, 10**14),
+    st.sampled_from(["queued", "running", "done", "failed"]),
+    st.integers(0, 10**14),
+    st.from_regex(r"[a-z_]{0,64}", fullmatch=True),
+)
+
+
+@given(st.lists(job_parts, max_size=4, unique_by=lambda part: part.replica_id))
+def test_jobs_go_around(parts: list[JobPart]) -> None:
+    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, tuple(sorted(parts, key=lambda part: part.replica_id)))
+    fields = {name.encode(): value.encode() for name, value in wire.job_fields(job).items()}
+    assert wire.parse_job("1f", fields) == job
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (b"tenant", b"no hex"),
+        (b"num_tokens", b"many"),
+        (b"part:a", b"7 done 1"),
+        (b"part:a", b"7 lost? 1 "),
+        (b"part:a", b"x done 1 "),
+        (b"part:a", b"7 done 1 Not-a-code"),
+    ],
+)
+def test_malformed_jobs_are_refused(name: bytes, value: bytes) -> None:
+    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, (JobPart("a", 7, "done", 1),))
+    fields = {key.encode(): text.encode() for key, text in wire.job_fields(job).items()}
+    with pytest.raises(WireError):
+        wire.parse_job("1f", fields | {name: value})
+    for missing in (b"tenant", b"namespace", b"num_tokens"):
+        with pytest.raises(WireError):
+            wire.parse_job("1f", {key: text for key, text in fields.items() if key != missing})
