@@ -177,11 +177,13 @@ class BaseCoordinator(ABC):
 
     def close(self) -> None:
         """Leave, end the threads and the connections. Idempotent."""
-        if not self._closed:
+        with self._writing:
+            if self._closed:
+                return
             self._closed = True
-            self._stop_threads()
-            self.leave()
-            self._disconnect()
+        self._stop_threads()
+        self.leave()
+        self._disconnect()
 
     def health(self) -> Health:
         """Standing and counters; local."""
