@@ -1,8 +1,9 @@
 """HFEngine: transformers models served through the prefix cache.
 
-    prompt rows ──open──▶ leased prefix + room ──prefill, a row at a time──▶ PagedCache ──model.generate──▶ tokens
-                                  only what isn't cached, committed          all rows together
-                                  chunk by chunk
+    prompts ──open──▶ leased prefix + room ──prefill──▶ PagedCache ──model.generate──▶ tokens
+                                a row at a time, only              all rows together
+                                what isn't cached,
+                                committed chunk by chunk
 
 The engine computes a prompt's KV up to its last token, each row by itself because rows hit differently. Then
 transformers' own ``generate`` runs the loop, from the last token on, over a PagedCache: sampling, beams, logits
@@ -26,7 +27,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -37,8 +38,8 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from radixkv import tokens
 from radixkv.cache import PrefixCache
 from radixkv.clock import Clock, monotonic
-from radixkv.engines.hf_cache import PagedCache
-from radixkv.engines.hf_models import demo_model, fingerprint, layout_of, load_model, max_model_len_of
+from radixkv.engines.hf_cache import PagedCache, layout_of
+from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
 from radixkv.errors import ArgumentError, ConfigError, TokenError
 from radixkv.namespaces import Namespace
 from radixkv.sequence import Sequence
@@ -56,8 +57,15 @@ _STOCK_SETTINGS: dict[str, Any] = {
     "output_logits": False,
     "output_attentions": False,
     "output_hidden_states": False,
-    "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
+    "constraints": None,
+    "dola_layers": None,
+    "force_words_ids": None,
+    "low_memory": None,
+    "num_beam_groups": None,
+    "penalty_alpha": None,
+    "prompt_lookup_num_tokens": None,
+    "use_mtp": None,
     "guidance_scale": None,
     "stop_strings": None,
     "token_healing": False,
@@ -90,7 +98,7 @@ class Generation:
     token_ids: list[list[int]]
     num_prompt_tokens: list[int]
     num_cached_tokens: list[int]
-    finish_reasons: list[str]
+    finish_reasons: list[Literal["stop", "length"]]
     time_to_first_token_s: float
     seconds: float
 
@@ -117,6 +125,11 @@ class _Request:
     def fanout(self) -> int:
         """Rows that decode each prompt."""
         return max(self.num_beams, self.num_return_sequences)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that decode together."""
+        return len(self.prompts) * self.fanout
 
 
 class HFEngine:
@@ -151,7 +164,8 @@ class HFEngine:
         self.vocab_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
         limit = max_model_len_of(model)
         self.max_model_len = cache.config.num_blocks * cache.config.block_size if limit is None else limit
-        self.eos_token_ids = _ids_of(model.generation_config.eos_token_id)
+        declared = _ids_of(model.generation_config.eos_token_id)
+        self.eos_token_ids = frozenset(token_id for token_id in declared if 0 <= token_id < self.vocab_size)
         self._pad_token_id: int | None = model.generation_config.pad_token_id
         self._keeps_logits = "logits_to_keep" in _parameters(model)
 
@@ -174,23 +188,24 @@ class HFEngine:
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
         with self.cache.open(ns, prompt) as sequence:
             cached = sequence.num_cached_tokens
-            for done in self._compute(self._paged([sequence], [cached]), prompt):
-                if on_chunk is not None:
-                    on_chunk(done, len(prompt))
+            paged = self._paged([sequence], [cached])
+            with paged.attached(self.model):
+                for done in self._compute(paged, prompt):
+                    if on_chunk is not None:
+                        on_chunk(done, len(prompt))
             num_blocks = sequence.num_blocks
         return Prefill(len(prompt), cached, len(prompt) - cached, num_blocks, self._clock() - started)
 
     @torch.no_grad()
     def _compute(self, paged: PagedCache, prompt: Prompt) -> Iterator[int]:
-        """Prefill the one row of ``paged`` to the end of ``prompt``; yields the tokens done after each chunk."""
-        with paged.attached(self.model):
-            while paged.width < len(prompt):
-                chunk = prompt[paged.width : paged.width + self._chunk_tokens]
-                ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
-                extra = {"logits_to_keep": 1} if self._keeps_logits else {}
-                self.model(input_ids=ids, past_key_values=paged, use_cache=True, **extra)
-                paged.commit()
-                yield paged.width
+        """Prefill the one row of ``paged``, attached, to the end of ``prompt``; yields the tokens done so far."""
+        extra = {"logits_to_keep": 1} if self._keeps_logits else {}
+        while paged.width < len(prompt):
+            chunk = prompt[paged.width : paged.width + self._chunk_tokens]
+            ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
+            self.model(input_ids=ids, past_key_values=paged, use_cache=True, **extra)
+            paged.commit()
+            yield paged.width
 
     def _paged(
         self,
@@ -268,17 +283,21 @@ class HFEngine:
         pages: list[PagedCache] = []
         for prompt in request.prompts:
             sequence = stack.enter_context(self.cache.open(request.namespace, prompt))
-            pages.append(self._paged([sequence], [sequence.num_cached_tokens], request, fanout=1))
-            for _ in self._compute(pages[-1], prompt[:-1]):
-                if watcher.ask_to_stop():
-                    return pages
+            page = self._paged([sequence], [sequence.num_cached_tokens], request)
+            pages.append(page)
+            with page.attached(self.model):
+                for _ in self._compute(page, prompt[:-1]):
+                    if watcher.ask_to_stop():
+                        return pages
+            if request.num_rows > 1:
+                page.drop_working_copy()
         return pages
 
     def _decode(
         self, request: _Request, watcher: _Watcher, pages: list[PagedCache], stack: ExitStack
     ) -> list[list[int]]:
         """Run transformers' own loop over all rows; the new tokens of each output row."""
-        if len(pages) * request.fanout == 1:
+        if request.num_rows == 1:
             paged = pages[0]
         else:
             computed = [len(prompt) - 1 for prompt in request.prompts]
@@ -371,7 +390,7 @@ class _Watcher(StoppingCriteria):
 
     def __init__(self, request: _Request, clock: Clock) -> None:
         self._request, self._clock = request, clock
-        self._ended = [False] * (len(request.prompts) * request.fanout)
+        self._ended = [False] * request.num_rows
         self.first_token_at: float | None = None
         self.stopped = False
 
@@ -459,7 +478,7 @@ def _generation(
     )
 
 
-def _finish_reason(row: list[int], request: _Request) -> str:
+def _finish_reason(row: list[int], request: _Request) -> Literal["stop", "length"]:
     is_whole = len(row) == request.max_new_tokens
     return "length" if is_whole and row[-1] not in request.eos_token_ids else "stop"
 

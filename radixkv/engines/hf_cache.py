@@ -14,18 +14,23 @@ A step (one ``forward``):
 2. Each layer's ``update(keys, values)`` writes the new tokens into the blocks and returns the rectangle.
 3. After the last layer ``width`` and the lengths move on.
 
-The rectangle is a working copy of the blocks, head-major as attention wants it, kept from step to step and grown
-in place; any fork or permutation of rows drops it, and the next step gathers it from the blocks again: one
-index operation a row and layer, no loop over blocks. So what beams read after a fork is what the blocks hold.
+The rectangle is a working copy of the blocks, head-major as attention wants it, kept from step to step and
+grown in place. A beam step that permutes the rows drops it, and the next step gathers it from the blocks again:
+one index operation a row and layer, no loop over blocks. So what beams read is what the blocks hold.
 
 Rows come in groups of ``fanout`` that continue one prompt (beams, or several returned sequences). Until the
 step after the prompt's last token, the rows of a group are one sequence, whose KV the group's first row
 writes; then it is forked. A row whose newest token ends it (``eos_token_ids``) is finished: transformers goes on
 feeding it padding until the others end too, and none of that enters its sequence or takes a block.
+
+``layout_of`` says what KV a model has: measured by running one token through it with transformers' own cache, not
+guessed from the names in a configuration. A model whose KV of a prefix is not a plain run of per-token keys
+and values is refused with the reason.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,12 +38,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 
 from radixkv.cache import PrefixCache
+from radixkv.errors import ConfigError
 from radixkv.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
+from radixkv.storage.layout import KVLayout
 
 _GROWTH_COLUMNS = 256
 """The rectangle grows by this many columns: a copy every 256 decode steps, at most 256 columns unused."""
@@ -53,7 +60,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, owner: PagedCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owner, self._index = owner, index
+        self._owner = weakref.proxy(owner)  # no cycle: the working copy goes with the last user of the cache
+        self._index = index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -63,7 +71,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the step's keys and values ``[rows, kv_heads, tokens, head_dim]``; return those of all columns."""
-        return self._owner.write(self._index, key_states, value_states)
+        stored: tuple[Tensor, Tensor] = self._owner.write(self._index, key_states, value_states)
+        return stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns after a step of ``query_length`` tokens, and the first column, 0."""
@@ -71,7 +80,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         """Columns so far, padding included."""
-        return self._owner.width
+        return int(self._owner.width)
 
     def get_max_length(self) -> int:
         """-1, transformers' word for unlimited."""
@@ -79,7 +88,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class _Slots:
-    """Where a step's KV goes: token ``i`` is ``(row, column)`` of the step's tensors and ``(block, offset)`` in storage."""
+    """Where a step's KV goes: token ``i`` is ``(row, column)`` of the step and ``(block, offset)`` of the storage."""
 
     __slots__ = ("blocks", "columns", "offsets", "rows")
 
@@ -176,6 +185,10 @@ class PagedCache(Cache):
         for sequence in self.sequences:
             if sequence.is_open:
                 sequence.release()
+
+    def drop_working_copy(self) -> None:
+        """Forget the rectangle; the next step gathers it from the blocks."""
+        self._rectangle = [None] * len(self.layers)
 
     def _has_no_room(self, index: int) -> bool:
         return bool(self.sequences[index].num_tokens == self.lengths[index])
@@ -287,10 +300,65 @@ class PagedCache(Cache):
     def _permute(self, parents: list[int]) -> None:
         self.sequences = self._prefix_cache.reorder(self.sequences, parents)
         if parents != list(range(len(self.lengths))):
-            self._rectangle = [None] * len(self.layers)
+            self.drop_working_copy()
         self._take(parents)
 
     def _take(self, parents: list[int]) -> None:
         self.lengths = [self.lengths[parent] for parent in parents]
         self._pads = [self._pads[parent] for parent in parents]
         self._finished = [self._finished[parent] for parent in parents]
+
+
+def layout_of(model: PreTrainedModel) -> KVLayout:
+    """Layers, KV heads, head size and dtype of the model's KV. Runs one token through the model.
+
+    Raises ConfigError, naming what stands in the way, for encoder-decoder and recurrent models, for layers
+    that are not full attention (sliding window, chunked, hybrid, shared KV), and for keys and values of
+    different shapes (multi-head latent attention).
+    """
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError("model", name, "a decoder-only model: an encoder's output isn't a prefix of tokens")
+    if getattr(model, "_is_stateful", False):
+        raise ConfigError(
+            "model", name, "attention in every layer: a recurrent state can't be split into blocks"
+        )
+    if not model.can_generate():
+        raise ConfigError("model", name, "a causal language model that can generate")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ConfigError(
+            "model", name, "plain keys and values: multi-head latent attention is not supported"
+        )
+    kinds = set(get_layer_types_and_kwargs(config)[0])
+    if kinds != {"full_attention"}:
+        others = ", ".join(sorted(kinds - {"full_attention"}))
+        raise ConfigError(
+            "model", name, f"full attention in every layer: it has {others}, which forget or mix tokens"
+        )
+    return _measure(model, config, name)
+
+
+@torch.no_grad()
+def _measure(model: PreTrainedModel, config: Any, name: str) -> KVLayout:
+    past = DynamicCache(config=config)
+    model(
+        input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
+        past_key_values=past,
+        use_cache=True,
+    )
+    layers = [layer for layer in past.layers if type(layer) is DynamicLayer and layer.is_initialized]
+    shapes = {
+        tuple(tensor.shape) for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None
+    }
+    dtypes = {tensor.dtype for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None}
+    if len(layers) != len(past.layers) or not layers:
+        raise ConfigError("model", name, "keys and values in every layer of transformers' DynamicCache")
+    if len(shapes) != 1 or len(dtypes) != 1:
+        raise ConfigError(
+            "model", name, f"keys and values of one shape and dtype in all layers, not {sorted(shapes)}"
+        )
+    _, num_kv_heads, num_tokens, head_dim = shapes.pop()
+    if num_tokens != 1:
+        raise ConfigError("model", name, f"one key a token and layer, not {num_tokens}")
+    return KVLayout(len(layers), num_kv_heads, head_dim, str(dtypes.pop()))

@@ -1,12 +1,9 @@
-"""Models for the transformers engine: a demo model, local directories, what identifies a model, what it stores.
+"""Models for the transformers engine: a demo model, local directories, what identifies a model.
 
 - ``demo_model``: a Llama-architecture model with random weights, built in memory. Its weights come from
   PCG64's raw 64-bit stream by exact operations only, so a seed gives the same bits on every machine.
 - ``load_model``: any causal LM that ``save_pretrained`` wrote: safetensors only, no code from the
   directory, no network.
-- ``layout_of``: the KV that one token leaves behind, measured by running one token through the model with
-  transformers' own cache, not guessed from the names in a configuration. A model whose KV of a prefix is not
-  a plain run of per-token keys and values is refused with the reason.
 - ``fingerprint``: SHA-256 over all that a block's bytes depend on besides the tokens. Two models whose
   fingerprints are equal may share blocks; anything that could make their KV differ changes it.
 """
@@ -23,11 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from radixkv.engines.hf_cache import layout_of
 from radixkv.errors import ConfigError
-from radixkv.storage.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """What ``load_model`` takes as ``dtype``."""
@@ -135,61 +131,6 @@ def _ready(model: PreTrainedModel, device: str) -> PreTrainedModel:
     return model
 
 
-def layout_of(model: PreTrainedModel) -> KVLayout:
-    """Layers, KV heads, head size and dtype of the model's KV. Runs one token through the model.
-
-    Raises ConfigError, naming what stands in the way, for encoder-decoder and recurrent models, for layers
-    that are not full attention (sliding window, chunked, hybrid, shared KV), and for keys and values of
-    different shapes (multi-head latent attention).
-    """
-    config = model.config.get_text_config(decoder=True)
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError("model", name, "a decoder-only model: an encoder's output isn't a prefix of tokens")
-    if getattr(model, "_is_stateful", False):
-        raise ConfigError(
-            "model", name, "attention in every layer: a recurrent state can't be split into blocks"
-        )
-    if not model.can_generate():
-        raise ConfigError("model", name, "a causal language model that can generate")
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise ConfigError(
-            "model", name, "plain keys and values: multi-head latent attention is not supported"
-        )
-    kinds = set(get_layer_types_and_kwargs(config)[0])
-    if kinds != {"full_attention"}:
-        others = ", ".join(sorted(kinds - {"full_attention"}))
-        raise ConfigError(
-            "model", name, f"full attention in every layer: it has {others}, which forget or mix tokens"
-        )
-    return _measure(model, config, name)
-
-
-@torch.no_grad()
-def _measure(model: PreTrainedModel, config: Any, name: str) -> KVLayout:
-    past = DynamicCache(config=config)
-    model(
-        input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
-        past_key_values=past,
-        use_cache=True,
-    )
-    layers = [layer for layer in past.layers if type(layer) is DynamicLayer and layer.is_initialized]
-    shapes = {
-        tuple(tensor.shape) for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None
-    }
-    dtypes = {tensor.dtype for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None}
-    if len(layers) != len(past.layers) or not layers:
-        raise ConfigError("model", name, "keys and values in every layer of transformers' DynamicCache")
-    if len(shapes) != 1 or len(dtypes) != 1:
-        raise ConfigError(
-            "model", name, f"keys and values of one shape and dtype in all layers, not {sorted(shapes)}"
-        )
-    _, num_kv_heads, num_tokens, head_dim = shapes.pop()
-    if num_tokens != 1:
-        raise ConfigError("model", name, f"one key a token and layer, not {num_tokens}")
-    return KVLayout(len(layers), num_kv_heads, head_dim, str(dtypes.pop()))
-
-
 def max_model_len_of(model: PreTrainedModel) -> int | None:
     """How many positions the model's KV is consistent over; None if its configuration names no limit.
 
@@ -207,7 +148,7 @@ def max_model_len_of(model: PreTrainedModel) -> int | None:
 
 
 def fingerprint(model: PreTrainedModel, tokenizer_digest: str, block_size: int) -> str:
-    """``"fp:"`` and 64 hex digits: SHA-256 over weights, dtype, configuration (with RoPE), tokenizer, block size.
+    """``"fp:"`` and 64 hex digits: SHA-256 of weights, dtype, configuration (with RoPE), tokenizer, block size.
 
     Reads every weight once: about a second for each GB.
     """

@@ -10,6 +10,7 @@ import pytest
 
 from radixkv import audit
 from radixkv.cache import PrefixCache
+from radixkv.engines.hf import HFEngine
 from radixkv.sequence import Sequence
 from tests.engines.support import engine_over, model_of, prompt_of, stock
 
@@ -105,6 +106,14 @@ def test_returned_sequences_copy_the_tail_once_each(num_prompt_tokens: int) -> N
         assert storage.num_launches == (0 if num_prompt_tokens == 16 else 1)
 
 
+def compute(engine: HFEngine, sequence: Sequence) -> None:
+    """Compute and commit what isn't committed of one sequence."""
+    paged = engine._paged([sequence], [sequence.num_committed_tokens])
+    with paged.attached(engine.model):
+        for _ in engine._compute(paged, sequence.token_ids):
+            pass
+
+
 def test_a_fork_that_does_not_write_keeps_its_bytes() -> None:
     """An owner that stays idle makes every writer copy, and reads its old bytes afterwards."""
     model, prompt = model_of(), prompt_of(21)
@@ -112,18 +121,15 @@ def test_a_fork_that_does_not_write_keeps_its_bytes() -> None:
         cache, ns = engine.cache, engine.namespace("acme")
         assert cache.storage is not None
         with cache.open(ns, prompt) as parent:
-            for _ in engine._compute(engine._paged([parent], [0]), parent.token_ids):
-                pass
+            compute(engine, parent)
             (idle,) = parent.fork(1)
             tail = int(idle.block_table[-1])
             before = cache.storage.data[tail, :, :, :1].clone()
-            paged = engine._paged([parent], [21])
-            for _ in engine._compute(paged, prompt_of(1, 7)):
-                pass
             parent.append(9)
+            compute(engine, parent)
             assert cache.stats().copied_blocks == 1
             assert int(idle.block_table[-1]) == tail != int(parent.block_table[-1])
-            copied = cache.storage.data[int(parent.block_table[-1]), :, :, :1]
-            assert copied.equal(before)
+            assert cache.storage.data[int(parent.block_table[-1]), :, :, :1].equal(before)
             assert cache.storage.data[tail, :, :, :1].equal(before)
+            assert cache.storage.data[tail, :, :, 1:].eq(0).all()
             idle.release()

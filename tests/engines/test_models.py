@@ -20,8 +20,6 @@ from transformers import (
     Gemma3TextConfig,
     JambaConfig,
     JambaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -229,6 +227,8 @@ def test_the_models_own_settings_are_used(tmp_path: Path) -> None:
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 30
     model.generation_config.prompt_lookup_num_tokens = 3
+    model.generation_config.penalty_alpha = 0.6
+    model.generation_config.num_beam_groups = 2
     model.generation_config.cache_implementation = "static"
     model.save_pretrained(tmp_path)
     with engine_over(load_model(str(tmp_path))) as engine:
@@ -237,6 +237,16 @@ def test_the_models_own_settings_are_used(tmp_path: Path) -> None:
         assert made.token_ids == [free_running[:5]]
         never = engine.generate(engine.namespace("acme"), prompt, 12, eos_token_id=-1)
         assert never.token_ids == [free_running]
+
+
+def test_an_end_of_sequence_id_that_does_not_exist_is_ignored() -> None:
+    model = copy.deepcopy(model_of())
+    model.generation_config.eos_token_id = [VOCAB + 5]
+    prompt = prompt_of(12)
+    with engine_over(model) as engine:
+        assert engine.eos_token_ids == frozenset()
+        made = engine.generate(engine.namespace("acme"), prompt, 5)
+        assert made.token_ids == stock(model, [prompt], 5, eos=None)
 
 
 def test_half_precision(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from radixkv import audit
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
+from radixkv.engines.hf_cache import PagedCache
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError
 from radixkv.namespaces import Namespace
 from radixkv.storage.layout import KVLayout
@@ -164,6 +166,19 @@ def test_one_new_token() -> None:
             made = engine.generate(ns, prompts, 1, **mode)
             assert made.token_ids == stock(engine.model, prompts, 1, **mode)
         assert engine.cache.stats().copied_blocks == 0
+
+
+def test_the_working_copy_goes_with_the_request() -> None:
+    with engine_over(model_of()) as engine:
+        ns = engine.namespace("acme")
+        gc.collect()
+        gc.disable()
+        try:
+            engine.prefill(ns, prompt_of(30))
+            engine.generate(ns, [prompt_of(30), prompt_of(9, 1)], 5, num_beams=2)
+            assert not any(type(thing) is PagedCache for thing in gc.get_objects())
+        finally:
+            gc.enable()
 
 
 # --- callbacks, time, randomness

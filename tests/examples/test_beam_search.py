@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_it_runs_and_says_what_happened() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "beam_search.py")], capture_output=True, text=True, timeout=120
+        [sys.executable, str(ROOT / "examples" / "beam_search.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "same tokens as transformers' own cache: True" in done.stdout
