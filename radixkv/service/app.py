@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -139,9 +140,11 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        reporting = asyncio.create_task(service.report_load())
         try:
             yield
         finally:
+            reporting.cancel()
             await service.close()
 
     app = Starlette(

@@ -6,6 +6,7 @@ event loop:  handlers, lookups, jobs, fleet      one thread:  the model
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 
 from radixkv.clock import Clock, monotonic
+from radixkv.coordination import Load
 from radixkv.errors import IntegrityError
 from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from radixkv.engines.hf import HFEngine
     from radixkv.namespaces import Namespace
     from radixkv.tokenizer import Tokenizer
+
+_LOAD_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,15 @@ class Service:
         elif health.state == "unavailable" and not self.fleet.coordinator.info().epoch:
             reasons.append("coordination: not registered yet")
         return reasons
+
+    async def report_load(self) -> None:
+        """Tell the coordinator this replica's load, again and again, until cancelled; it goes out with the beats."""
+        while True:
+            stats = self.cache.stats()
+            queued = sum(each.num_tokens - each.num_ready for each in self.warmer.under_way())
+            load = Load(queued, stats.sequence_blocks, stats.resident_blocks)
+            self.fleet.coordinator.report_load(load)
+            await asyncio.sleep(_LOAD_EVERY_S)
 
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""

@@ -40,7 +40,7 @@ class Fleet:
 
     def __init__(self, coordinator: Coordinator, secret: bytes) -> None:
         self.coordinator = coordinator
-        self._secret = secret
+        self.secret = secret
         self._verifier = RequestVerifier(secret)
         self._client: httpx.AsyncClient | None = None
 
@@ -82,7 +82,7 @@ class Fleet:
 
     async def _post(self, peer: ReplicaInfo, tenant: str, body: bytes) -> httpx.Response:
         headers = sign_request(
-            self._secret,
+            self.secret,
             method="POST",
             path=WARM_PATH,
             tenant=tenant,

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from radixkv import __version__
-from radixkv.service.build import build_service
 from radixkv.service.core import Limits, Service
-from radixkv.service.server import Server, address_of, base_url, bind
+from radixkv.service.server import Server, base_url, bind, registered
 from radixkv.service.settings import ServeSettings
 
 
@@ -23,21 +22,15 @@ def demo_service(**settings: str | None) -> Iterator[str]:
 @contextmanager
 def running(settings: ServeSettings, limits: Limits | None = None) -> Iterator[tuple[Service, str]]:
     """A registered service and its base URL, as long as the ``with`` lasts. Raises ConfigError."""
-    listener = bind(settings.host, settings.port)
-    try:
-        url = base_url(listener)
-        service = build_service(settings, address_of(settings, url), limits)
-        listener.listen(128)
-        service.fleet.coordinator.register()
+    with bind(settings.host, settings.port) as listener:
+        service = registered(settings, listener, limits)
         ready = threading.Event()
         server = Server(service, __version__, ready.set)
         thread = threading.Thread(target=server.run, args=([listener],), name="radixkv-service", daemon=True)
         thread.start()
         ready.wait()
         try:
-            yield service, url
+            yield service, base_url(listener)
         finally:
             server.should_exit = True
             thread.join()
-    finally:
-        listener.close()

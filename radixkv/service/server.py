@@ -23,7 +23,7 @@ import uvicorn
 from radixkv.errors import ConfigError
 from radixkv.service.app import create_app
 from radixkv.service.build import build_service
-from radixkv.service.core import Service
+from radixkv.service.core import Limits, Service
 from radixkv.service.settings import ServeSettings
 
 GRACE_S = 5
@@ -75,19 +75,22 @@ class Server(uvicorn.Server):
 
 def run(settings: ServeSettings, version: str, on_ready: Callable[[Service, str], None]) -> None:
     """Serve until a signal comes. ``on_ready`` gets the service and its base URL. Raises ConfigError."""
-    listener = bind(settings.host, settings.port)
-    try:
+    with bind(settings.host, settings.port) as listener:
+        service = registered(settings, listener)
         local = base_url(listener)
-        service = build_service(settings, address_of(settings, local))
-        try:
-            listener.listen(128)
-            service.fleet.coordinator.register()
-        except BaseException:
-            asyncio.run(service.close())
-            raise
         Server(service, version, lambda: on_ready(service, local)).run(sockets=[listener])
-    finally:
-        listener.close()
+
+
+def registered(settings: ServeSettings, listener: socket.socket, limits: Limits | None = None) -> Service:
+    """A service that listens on a bound socket and has joined its fleet. Raises ConfigError."""
+    service = build_service(settings, address_of(settings, base_url(listener)), limits)
+    try:
+        listener.listen(128)
+        service.fleet.coordinator.register()
+    except BaseException:
+        asyncio.run(service.close())
+        raise
+    return service
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -33,4 +33,6 @@ def salt() -> str:
 @pytest.fixture(scope="session")
 def text() -> str:
     """A prompt of some hundred tokens that ends at a stable boundary."""
-    return "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
+    return "".join(
+        f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12)
+    )

@@ -28,7 +28,9 @@ class Running:
 
     def __init__(self, service: Service, url: str) -> None:
         self.service, self.url = service, url
-        self.acme, self.globex, self.operator = (client(url, KEYS[who]) for who in ("acme", "globex", "operator"))
+        self.acme, self.globex, self.operator = (
+            client(url, KEYS[who]) for who in ("acme", "globex", "operator")
+        )
         self.nobody = client(url, None)
 
     def close(self) -> None:
@@ -94,6 +96,7 @@ class Process:
 
     def wait_ready(self) -> str:
         """The base URL, read from the banner."""
+
         def banner() -> str | None:
             assert self.process.poll() is None, self.output
             return self.output if "Ctrl-C" in self.output else None

@@ -43,7 +43,10 @@ def test_the_shape_and_the_defaults_are_openais(live: Running, salt: str) -> Non
     assert reply["model"] == "radixkv-demo" and isinstance(reply["created"], int)
     (choice,) = reply["choices"]
     assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
-    assert (choice["index"], choice["logprobs"]) == (0, None) and choice["finish_reason"] in ("length", "stop")
+    assert (choice["index"], choice["logprobs"]) == (0, None) and choice["finish_reason"] in (
+        "length",
+        "stop",
+    )
     usage = reply["usage"]
     assert usage["completion_tokens"] <= 16 and usage["prompt_tokens_details"] == {"cached_tokens": 0}
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -54,7 +57,9 @@ def test_the_shape_and_the_defaults_are_openais(live: Running, salt: str) -> Non
 def test_greedy_text_is_that_of_the_engines_tokens(live: Running, salt: str, text: str) -> None:
     tokenizer, engine = live.service.tokenizer, live.service.engine
     prompt = tokenizer.encode(text)
-    made = engine.generate(live.service.namespace("globex", salt, None), prompt, 12, eos_token_id=-1).token_ids[0]
+    made = engine.generate(
+        live.service.namespace("globex", salt, None), prompt, 12, eos_token_id=-1
+    ).token_ids[0]
     reply = complete(live, prompt=text, salt=salt, max_tokens=12, temperature=0, ignore_eos=True)
     whole = tokenizer.decode([*prompt, *made])
     assert text + reply["choices"][0]["text"] == whole
@@ -109,19 +114,26 @@ def test_beams_are_the_engines_best_first(live: Running, salt: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3, "n": 2}, {"seed": 4, "echo": True}, {"seed": 5, "stop": [" a", "e"]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {"seed": 3, "n": 2}, {"seed": 4, "echo": True}, {"seed": 5, "stop": [" a", "e"]}],
+)
 def test_a_stream_is_the_whole_in_pieces(live: Running, salt: str, options: dict[str, Any]) -> None:
     body = {"prompt": "Tell me more about", "salt": salt, "max_tokens": 24, **options}
     whole = complete(live, **body)
     stream = events(live, **body)
-    assert stream[-1] == "[DONE]" and joined(stream) == {each["index"]: each["text"] for each in whole["choices"]}
+    assert stream[-1] == "[DONE]" and joined(stream) == {
+        each["index"]: each["text"] for each in whole["choices"]
+    }
     chunks = stream[:-1]
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     reasons = {each["index"]: each["finish_reason"] for each in chunks[-1]["choices"]}
     assert reasons == {each["index"]: each["finish_reason"] for each in whole["choices"]}
     assert all(choice["finish_reason"] is None for chunk in chunks[:-1] for choice in chunk["choices"])
-    assert all("usage" not in chunk for chunk in chunks) and set(chunks[-1]["timings"]) == set(whole["timings"])
+    assert all("usage" not in chunk for chunk in chunks) and set(chunks[-1]["timings"]) == set(
+        whole["timings"]
+    )
 
 
 def test_a_stream_ends_with_usage_if_asked(live: Running, salt: str) -> None:
@@ -150,8 +162,13 @@ def test_echo_puts_the_prompt_in_front(live: Running, salt: str) -> None:
 
 def test_null_is_the_default_and_user_changes_nothing(live: Running, salt: str) -> None:
     body = {"prompt": "Nothing", "salt": salt, "temperature": 0}
-    nulls = dict.fromkeys(("n", "max_tokens", "top_p", "seed", "stop", "logprobs", "suffix", "stream", "best_of", "adapter"))
-    assert complete(live, **body)["choices"] == complete(live, **body, **nulls, user="u", model="radixkv-demo")["choices"]
+    nulls = dict.fromkeys(
+        ("n", "max_tokens", "top_p", "seed", "stop", "logprobs", "suffix", "stream", "best_of", "adapter")
+    )
+    assert (
+        complete(live, **body)["choices"]
+        == complete(live, **body, **nulls, user="u", model="radixkv-demo")["choices"]
+    )
 
 
 def test_the_next_turn_finds_the_last_one(live: Running, salt: str, text: str) -> None:
@@ -163,7 +180,10 @@ def test_the_next_turn_finds_the_last_one(live: Running, salt: str, text: str) -
 
 def test_a_stream_that_is_hung_up_on_ends(live: Running, salt: str) -> None:
     body = {"prompt": "Go on for ever", "salt": salt, "max_tokens": 8000, "ignore_eos": True, "stream": True}
-    with client(live.url, "demo-acme") as leaving, leaving.stream("POST", "/v1/completions", json=body) as answer:
+    with (
+        client(live.url, "demo-acme") as leaving,
+        leaving.stream("POST", "/v1/completions", json=body) as answer,
+    ):
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         assert live.service.cache.stats().num_sequences > 0
@@ -192,7 +212,9 @@ def test_one_that_waits_and_is_hung_up_on_never_starts(live: Running, salt: str)
 
 def test_an_error_before_the_first_token_is_a_status_of_the_stream(live: Running, salt: str) -> None:
     cache = live.service.cache
-    held = cache.open(live.service.namespace("globex", salt, None), [5] * (16 * (cache.config.num_blocks - 4)))
+    held = cache.open(
+        live.service.namespace("globex", salt, None), [5] * (16 * (cache.config.num_blocks - 4))
+    )
     try:
         body = {"prompt": [6] * 160, "salt": salt, "stream": True}
         answer = live.acme.post("/v1/completions", json=body)

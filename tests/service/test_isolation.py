@@ -36,7 +36,10 @@ def test_the_same_prompt_of_two_tenants_never_matches(live: Running, salt: str, 
 def test_a_completion_is_cold_whatever_another_tenant_warmed(live: Running, salt: str, text: str) -> None:
     live.acme.post("/v1/warm", json={"prompt": text, "salt": salt})
     body = {"prompt": text, "salt": salt, "max_tokens": 2, "temperature": 0}
-    cold, warm = live.globex.post("/v1/completions", json=body).json(), live.acme.post("/v1/completions", json=body).json()
+    cold, warm = (
+        live.globex.post("/v1/completions", json=body).json(),
+        live.acme.post("/v1/completions", json=body).json(),
+    )
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert cold["choices"] == warm["choices"]
@@ -45,7 +48,12 @@ def test_a_completion_is_cold_whatever_another_tenant_warmed(live: Running, salt
 def test_fields_of_a_namespace_cannot_be_shifted_into_each_other(live: Running, salt: str) -> None:
     ids = list(range(20, 52))
     live.acme.post("/v1/warm", json={"token_ids": ids, "salt": salt, "adapter": "x"})
-    for fields in ({"salt": salt + "x"}, {"salt": "x", "adapter": salt}, {"salt": salt}, {"adapter": salt + "x"}):
+    for fields in (
+        {"salt": salt + "x"},
+        {"salt": "x", "adapter": salt},
+        {"salt": salt},
+        {"adapter": salt + "x"},
+    ):
         assert live.acme.post("/v1/lookup", json={"token_ids": ids, **fields}).json()["matched_tokens"] == 0
 
 
@@ -71,7 +79,12 @@ def test_anothers_namespace_is_one_that_does_not_exist(live: Running, salt: str,
     assert none.status_code == 404
     for params in ({"salt": salt}, {"salt": salt, "adapter": "a"}, {"adapter": "a"}):
         assert without_date(live.globex.delete("/v1/cache", params=params)) == without_date(none)
-    assert live.acme.post("/v1/lookup", json={"prompt": text, "salt": salt, "adapter": "a"}).json()["matched_tokens"] > 0
+    assert (
+        live.acme.post("/v1/lookup", json={"prompt": text, "salt": salt, "adapter": "a"}).json()[
+            "matched_tokens"
+        ]
+        > 0
+    )
 
 
 def test_clearing_leaves_the_others_alone(live: Running, salt: str, text: str) -> None:

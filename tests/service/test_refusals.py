@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from radixkv.service.schemas import ErrorReply
 from tests.service.running import Running
 
+MESSAGE = {"role": "user", "content": "x"}
+FORMS = "prompt, messages, token_ids"
 PATHS = ("/v1/warm", "/v1/lookup", "/v1/completions")
 
 
@@ -22,7 +24,13 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
     """The error of an answer, once its shape is known to be right."""
     document = answer.json()
     ErrorReply.model_validate(document)
-    assert set(document) == {"error"} and set(document["error"]) == {"type", "message", "field", "value", "allowed"}
+    assert set(document) == {"error"} and set(document["error"]) == {
+        "type",
+        "message",
+        "field",
+        "value",
+        "allowed",
+    }
     assert 400 <= answer.status_code < 500 and len(answer.content) < 1500
     return dict(document["error"])
 
@@ -39,8 +47,7 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/warm", {}, "prompt, messages, token_ids", "none"),
         ("/v1/warm", {"prompt": None}, "prompt, messages, token_ids", "none"),
         ("/v1/warm", {"prompt": "x", "token_ids": [1]}, "prompt, messages, token_ids", "prompt and token_ids"),
-        ("/v1/lookup", {"messages": [{"role": "user", "content": "x"}], "token_ids": [1]}, "prompt, messages, token_ids",
-         "messages and token_ids"),
+        ("/v1/lookup", {"messages": [MESSAGE], "token_ids": [1]}, FORMS, "messages and token_ids"),
         ("/v1/warm", {"prompt": ""}, "prompt", ""),
         ("/v1/warm", {"prompt": 5}, "prompt", 5),
         ("/v1/warm", {"token_ids": []}, "token_ids", "a list of 0"),
@@ -55,8 +62,8 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/warm", {"messages": []}, "messages", "a list of 0"),
         ("/v1/warm", {"messages": [{"role": "user"}]}, "messages[0].content", None),
         ("/v1/warm", {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
-        ("/v1/warm", {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name", "y"),
-        ("/v1/warm", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "a list of 1"),
+        ("/v1/warm", {"messages": [{**MESSAGE, "name": "y"}]}, "messages[0].name", "y"),
+        ("/v1/warm", {"messages": [{**MESSAGE, "content": [{"type": "text"}]}]}, "messages[0].content", "a list of 1"),
         ("/v1/warm", {"prompt": "x", "salt": 7}, "salt", 7),
         ("/v1/warm", {"prompt": "x", "salt": "s" * 300}, "salt", "s" * 80 + "…"),
         ("/v1/warm", {"prompt": "x", "adapter": ""}, "adapter", ""),
@@ -96,7 +103,9 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "x", "min_tokens": 3}, "min_tokens", 3),
     ],
 )  # fmt: skip
-def test_a_body_that_cannot_be_served_is_422(live: Running, path: str, body: Any, field: str, value: Any) -> None:
+def test_a_body_that_cannot_be_served_is_422(
+    live: Running, path: str, body: Any, field: str, value: Any
+) -> None:
     answer = live.acme.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     error = refusal(answer)
     assert answer.status_code == 422
@@ -148,14 +157,18 @@ def test_a_body_that_is_not_json(live: Running, path: str, content: bytes, kind:
 
 def test_a_body_that_is_too_large_is_413(live: Running) -> None:
     limit = live.service.limits.max_body_bytes
-    stated = live.acme.post("/v1/warm", content=b" " * (limit + 1), headers={"content-type": "application/json"})
+    stated = live.acme.post(
+        "/v1/warm", content=b" " * (limit + 1), headers={"content-type": "application/json"}
+    )
     chunks = (b" " * 2**20 for _ in range(limit // 2**20 + 1))
     chunked = live.acme.post("/v1/warm", content=chunks, headers={"content-type": "application/json"})
     for answer in (stated, chunked):
         assert answer.status_code == 413 and str(limit) in refusal(answer)["allowed"]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/warm/", "/v1/cache/x", "/metrics/", "/v1/warm/a/b", "/internal", "/%00"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/warm/", "/v1/cache/x", "/metrics/", "/v1/warm/a/b", "/internal", "/%00"]
+)
 def test_an_unknown_path_is_404(live: Running, path: str) -> None:
     answer = live.acme.get(path)
     assert answer.status_code == 404 and refusal(answer)["message"] == "no such path"
@@ -163,8 +176,13 @@ def test_an_unknown_path_is_404(live: Running, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
-    [("GET", "/v1/warm", "POST"), ("POST", "/v1/cache", "DELETE"), ("PUT", "/v1/stats", "GET, HEAD"), ("PATCH", "/healthz", "GET, HEAD")],
-)  # fmt: skip
+    [
+        ("GET", "/v1/warm", "POST"),
+        ("POST", "/v1/cache", "DELETE"),
+        ("PUT", "/v1/stats", "GET, HEAD"),
+        ("PATCH", "/healthz", "GET, HEAD"),
+    ],
+)
 def test_a_wrong_method_is_405(live: Running, method: str, path: str, allowed: str) -> None:
     answer = live.acme.request(method, path)
     assert answer.status_code == 405 and refusal(answer)["field"] == "method"
@@ -172,7 +190,8 @@ def test_a_wrong_method_is_405(live: Running, method: str, path: str, allowed: s
 
 
 @pytest.mark.parametrize(
-    ("query", "field"), [("?tenant=globex", "tenant"), ("?salt=a&salt=b", "salt"), ("?sal=x", "sal"), ("?" + "x" * 500, None)]
+    ("query", "field"),
+    [("?tenant=globex", "tenant"), ("?salt=a&salt=b", "salt"), ("?sal=x", "sal"), ("?" + "x" * 500, None)],
 )
 def test_an_unknown_query_is_422(live: Running, query: str, field: str | None) -> None:
     answer = live.acme.delete("/v1/cache" + query)

@@ -40,7 +40,10 @@ def test_any_ids_give_the_text_that_decoding_gives(ids: list[int]) -> None:
     assert stream.text == TOKENIZER.decode([*TOKENIZER.encode(prompt), *ids]).removeprefix(prompt)
 
 
-@given(st.text("ab ", min_size=1, max_size=30), st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3))
+@given(
+    st.text("ab ", min_size=1, max_size=30),
+    st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3),
+)
 def test_a_stop_string_is_never_shown_nor_anything_behind_it(text: str, stops: list[str]) -> None:
     ids = TOKENIZER.encode("x" + text)[len(TOKENIZER.encode("x")) :]
     free, _ = pieces("x", ids)

@@ -44,8 +44,12 @@ def test_a_longer_prompt_computes_what_it_adds(live: Running, salt: str) -> None
     assert (reply["tokens"], reply["cached_before"], reply["computed"]) == (160, 80, 80)
 
 
-@pytest.mark.parametrize(("num_ids", "tokens", "left_out"), [(1, 0, 1), (15, 0, 15), (16, 16, 0), (17, 16, 1), (40, 32, 8)])
-def test_ids_are_warmed_in_whole_blocks(live: Running, salt: str, num_ids: int, tokens: int, left_out: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ids", "tokens", "left_out"), [(1, 0, 1), (15, 0, 15), (16, 16, 0), (17, 16, 1), (40, 32, 8)]
+)
+def test_ids_are_warmed_in_whole_blocks(
+    live: Running, salt: str, num_ids: int, tokens: int, left_out: int
+) -> None:
     reply = live.acme.post("/v1/warm", json={"token_ids": list(range(7, 7 + num_ids)), "salt": salt}).json()
     assert (reply["tokens"], reply["left_out"], reply["blocks"]) == (tokens, left_out, tokens // 16)
 
@@ -63,7 +67,12 @@ def test_what_is_warmed_of_a_text_serves_every_continuation(live: Running, salt:
 
 def test_salts_and_adapters_are_namespaces_of_their_own(live: Running, salt: str, text: str) -> None:
     live.acme.post("/v1/warm", json={"prompt": text, "salt": salt})
-    for other in ({"salt": salt + "x"}, {"salt": ""}, {"salt": salt, "adapter": "a"}, {"salt": "", "adapter": salt}):
+    for other in (
+        {"salt": salt + "x"},
+        {"salt": ""},
+        {"salt": salt, "adapter": "a"},
+        {"salt": "", "adapter": salt},
+    ):
         assert live.acme.post("/v1/lookup", json={"prompt": text, **other}).json()["matched_tokens"] == 0
 
 
@@ -99,7 +108,10 @@ def test_the_same_prefix_under_way_is_joined(live: Running, salt: str, text: str
     missed = live.acme.get("/v1/stats").json()["missed_tokens"]
     replies: list[httpx.Response] = []
     with model_held(live.service):
-        threads = [threading.Thread(target=lambda: replies.append(live.acme.post("/v1/warm", json=body))) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: replies.append(live.acme.post("/v1/warm", json=body)))
+            for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         job = live.acme.post("/v1/warm", json={**body, "wait": False}).json()["job"]
@@ -135,10 +147,18 @@ def test_clearing_forgets_and_tells_how_much(live: Running, salt: str) -> None:
     for adapter in (None, "a"):
         live.globex.post("/v1/warm", json={"token_ids": ids, "salt": salt, "adapter": adapter})
     live.globex.post("/v1/warm", json={"token_ids": ids, "salt": salt + "-kept"})
-    assert live.globex.delete("/v1/cache", params={"salt": salt, "adapter": "a"}).json() == {"namespaces": 1, "blocks": 4}
+    assert live.globex.delete("/v1/cache", params={"salt": salt, "adapter": "a"}).json() == {
+        "namespaces": 1,
+        "blocks": 4,
+    }
     assert live.globex.delete("/v1/cache", params={"salt": salt}).json() == {"namespaces": 1, "blocks": 4}
     assert live.globex.post("/v1/lookup", json={"token_ids": ids, "salt": salt}).json()["matched_tokens"] == 0
-    assert live.globex.post("/v1/lookup", json={"token_ids": ids, "salt": salt + "-kept"}).json()["matched_tokens"] == 64
+    assert (
+        live.globex.post("/v1/lookup", json={"token_ids": ids, "salt": salt + "-kept"}).json()[
+            "matched_tokens"
+        ]
+        == 64
+    )
     assert live.globex.delete("/v1/cache").json()["namespaces"] >= 1
     assert live.globex.get("/v1/stats").json()["resident_blocks"] == 0
     assert live.globex.delete("/v1/cache").json() == {"namespaces": 0, "blocks": 0}
@@ -152,7 +172,9 @@ def test_too_much_waiting_is_429_for_that_tenant_only(text: str) -> None:
         assert answers[2].headers["Retry-After"] == "1"
         assert live.globex.post("/v1/warm", json=bodies[0]).status_code == 202
         assert live.acme.post("/v1/warm", json=bodies[0]).status_code == 429, "no room in the table of jobs"
-        assert live.acme.post("/v1/completions", json={"prompt": "x"}).status_code == 429, "no room in the lane"
+        assert live.acme.post("/v1/completions", json={"prompt": "x"}).status_code == 429, (
+            "no room in the lane"
+        )
 
 
 def test_finished_jobs_leave_the_table(text: str) -> None:

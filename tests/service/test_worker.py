@@ -34,7 +34,10 @@ def hold(worker: ModelWorker, tenant: str = "z") -> threading.Event:
 
 def test_tenants_take_turns(worker: ModelWorker) -> None:
     release, order = hold(worker), list[str]()
-    works = [worker.submit(tenant, lambda _, tenant=tenant: order.append(tenant)) for tenant in ("a", "a", "a", "b", "c", "b")]
+    works = [
+        worker.submit(tenant, lambda _, tenant=tenant: order.append(tenant))
+        for tenant in ("a", "a", "a", "b", "c", "b")
+    ]
     release.set()
     for work in works:
         work.future.result(10)

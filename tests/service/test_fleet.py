@@ -1,0 +1,259 @@
+"""Replicas: two real processes on one real Redis, and requests that only pretend to come from a replica."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from radixkv.coordination.signing import sign_request
+from radixkv.errors import ConfigError
+from radixkv.service.fleet import WARM_PATH
+from tests.redis_server import RedisServer
+from tests.service.running import Process, Running, client, eventually, served, service_in_thread
+
+SECRET = b"a secret of this test's fleet"
+LEASE_S = 2.0
+IDS = list(range(5, 5 + 16 * 40))
+
+Start = Callable[[str], Process]
+
+
+@pytest.fixture
+def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
+    """Starts replicas of one fleet: ``start(name)``."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    with ExitStack() as stack:
+
+        def begin(name: str) -> Process:
+            log = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}.log"
+            common = [
+                "--redis",
+                redis_server.url,
+                "--replica",
+                name,
+                "--lease-s",
+                str(LEASE_S),
+                "--num-blocks",
+                "256",
+            ]
+            return stack.enter_context(served(log, *common, "--fleet-secret", str(secret)))
+
+        yield begin
+
+
+def view(replica: Process | Running) -> dict[str, dict[str, Any]]:
+    """The replicas that one knows, by id."""
+    with client(replica.url, "demo-acme") as acme:
+        return {each["id"]: each for each in acme.get("/v1/replicas").json()["replicas"]}
+
+
+def reachable(replica: Process | Running, *names: str) -> bool:
+    return {name for name, each in view(replica).items() if each["reachable"]} == set(names)
+
+
+def post(
+    replica: Process | Running, path: str, body: dict[str, Any], key: str = "demo-acme"
+) -> httpx.Response:
+    with client(replica.url, key) as someone:
+        return someone.post(path, json=body)
+
+
+def matched(replica: Process | Running, key: str = "demo-acme", **fields: Any) -> int:
+    return int(post(replica, "/v1/lookup", {"token_ids": IDS, **fields}, key).json()["matched_tokens"])
+
+
+def test_a_fleet_from_birth_to_death(start: Start) -> None:
+    one, two = start("one"), start("two")
+    eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
+    assert view(one)["two"]["address"] == two.url and not view(one)["two"]["is_self"]
+
+    warmed = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
+    assert [
+        (each["replica"], each["state"], each["tokens"], each["computed"]) for each in warmed["replicas"]
+    ] == [
+        ("one", "done", len(IDS), len(IDS)),
+        ("two", "done", len(IDS), len(IDS)),
+    ]
+    assert matched(one, salt="s") == matched(two, salt="s") == len(IDS)
+    assert matched(two) == matched(two, salt="s", key="demo-globex") == 0
+    alone = post(one, "/v1/warm", {"token_ids": IDS, "salt": "only here"}).json()
+    assert "replicas" not in alone and matched(two, salt="only here") == 0
+    eventually(lambda: view(one)["two"]["last_seq"] > 0, "two's log reaches one")
+
+    first_life = view(one)["two"]
+    killed_at = time.monotonic()
+    two.kill()
+    after = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "later"}).json()
+    assert after["tokens"] == len(IDS), "what fails elsewhere doesn't fail here"
+    assert {(each["replica"], each["state"]) for each in after["replicas"]} in (
+        {("one", "done"), ("two", "failed")},
+        {("one", "done")},
+    )
+    eventually(lambda: not view(one).get("two", {"live": False})["live"], "two leaves the view")
+    assert time.monotonic() - killed_at < LEASE_S + 5
+    gone = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
+    assert [each["replica"] for each in gone["replicas"]] == ["one"]
+
+    reborn = start("two")
+    eventually(lambda: reachable(one, "one", "two"))
+    second_life = view(one)["two"]
+    assert second_life["epoch"] > first_life["epoch"] and second_life["address"] == reborn.url
+    assert matched(reborn, salt="s") == 0
+    again = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
+    assert [(each["replica"], each["cached_before"]) for each in again["replicas"]] == [
+        ("one", len(IDS)),
+        ("two", 0),
+    ]
+
+    assert reborn.stop() == 0
+    eventually(
+        lambda: not view(one).get("two", {"live": False})["live"], "who leaves by himself is gone at once"
+    )
+    assert one.stop() == 0
+
+
+# The rest needs replicas, but no processes: services in threads start in a tenth of the time.
+
+
+@pytest.fixture
+def join(redis_server: RedisServer, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Lets a service in a thread join one fleet: ``join(name, setting=value)``."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    with ExitStack() as stack:
+
+        def begin(name: str, **settings: str) -> Running:
+            fleet = {"redis": redis_server.url, "replica": name, "lease-s": "1", "fleet-secret": str(secret)}
+            return stack.enter_context(service_in_thread(**{"num-blocks": "256", **fleet, **settings}))
+
+        yield begin
+
+
+Join = Callable[..., Running]
+
+
+def test_a_job_warms_everywhere_too(join: Join) -> None:
+    one, two = join("one"), join("two")
+    eventually(lambda: reachable(one, "one", "two"))
+    job = one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all", "wait": False}).json()["job"]
+    eventually(lambda: one.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
+    done = one.acme.get(f"/v1/warm/{job}").json()["result"]
+    assert [each["replica"] for each in done["replicas"]] == ["one", "two"]
+    assert matched(two) == len(IDS)
+    assert two.acme.get(f"/v1/warm/{job}").status_code == 404
+
+
+def test_what_one_holds_is_known_to_the_other(join: Join) -> None:
+    one, two = join("one"), join("two")
+    eventually(lambda: reachable(one, "one", "two"))
+    one.acme.post("/v1/warm", json={"token_ids": IDS})
+    namespace = two.service.namespace("acme", "", None)
+    hints = eventually(lambda: two.service.fleet.coordinator.hints(namespace, IDS))
+    assert [(hint.replica.id, hint.num_tokens) for hint in hints] == [("one", len(IDS) // 256 * 256)]
+    one.acme.delete("/v1/cache")
+    eventually(lambda: not two.service.fleet.coordinator.hints(namespace, IDS))
+
+
+def test_a_replica_without_room_fails_alone(join: Join) -> None:
+    one, two = join("one"), join("two", **{"num-blocks": "41"})
+    eventually(lambda: reachable(one, "one", "two"))
+    held = two.service.cache.open(two.service.namespace("globex", "", None), IDS)
+    reply = one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
+    outcomes = {each["replica"]: (each["state"], each["error"]) for each in reply["replicas"]}
+    assert outcomes == {"one": ("done", None), "two": ("failed", "no_capacity")}
+    held.release()
+
+
+def test_a_tenant_that_another_replica_lacks_fails_there_only(join: Join, tmp_path: Path) -> None:
+    (tmp_path / "few.json").write_text(json.dumps({"tenants": {"acme": "demo-acme"}}))
+    one, two = join("one"), join("two", keys=str(tmp_path / "few.json"))
+    eventually(lambda: reachable(two, "one", "two") and reachable(one, "one", "two"))
+    reply = one.globex.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
+    outcomes = {each["replica"]: (each["state"], each["error"]) for each in reply["replicas"]}
+    assert outcomes == {"one": ("done", None), "two": ("failed", "not_found")}
+
+
+def test_requests_follow_proofs_not_addresses(join: Join, redis_server: RedisServer) -> None:
+    one, _ = join("one"), join("two")
+    eventually(lambda: reachable(one, "one", "two"))
+    redis_server.command(f"HSET rk1:{{r:two}}:meta address {one.url}")
+    eventually(lambda: not view(one)["two"]["reachable"], "an address without its proof counts for nothing")
+    assert view(one)["two"]["address"] is None
+    reply = one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
+    assert [each["replica"] for each in reply["replicas"]] == ["one"]
+
+
+def test_a_fenced_replica_is_unhealthy(join: Join) -> None:
+    old, new = join("same"), join("same")
+    eventually(lambda: old.nobody.get("/healthz").status_code == 503)
+    assert old.nobody.get("/readyz").json()["reasons"] == ["coordination: fenced"]
+    assert new.nobody.get("/readyz").status_code == 200
+
+
+def test_without_redis_everything_local_goes_on(join: Join, redis_server: RedisServer) -> None:
+    one = join("one")
+    redis_server.kill()
+    eventually(lambda: one.service.fleet.coordinator.health().state == "unavailable")
+    assert one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()["tokens"] == len(IDS)
+    assert matched(one) == len(IDS)
+    assert one.nobody.get("/healthz").status_code == one.nobody.get("/readyz").status_code == 200
+
+
+def test_another_secret_is_refused_at_the_start(join: Join, tmp_path: Path) -> None:
+    join("one")
+    (tmp_path / "other").write_text("a secret of some other fleet")
+    with pytest.raises(ConfigError) as caught:
+        join("two", **{"fleet-secret": str(tmp_path / "other")})
+    assert "some other fleet" not in str(caught.value)
+
+
+SIGNED: dict[str, Any] = {"method": "POST", "path": WARM_PATH, "tenant": "acme", "body": b'{"token_ids": [1]}'}
+
+
+def forged(live: Running, **changes: Any) -> dict[str, str]:
+    """Headers of a request to ``live``, signed with its secret, but for ``changes``."""
+    own = live.service.fleet
+    fields = {**SIGNED, "audience": own.coordinator.info().audience, "timestamp_s": time.time(), **changes}
+    secret = fields.pop("secret", own.secret)
+    return sign_request(secret, **fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"secret": b"x" * 32},
+        {"audience": "other@1"},
+        {"path": "/v1/warm"},
+        {"method": "GET"},
+        {"body": b'{"token_ids": [2]}'},
+        {"timestamp_s": 1.0},
+    ],
+)
+def test_a_signature_for_anything_else_is_401(live: Running, changes: dict[str, Any]) -> None:
+    headers = {**forged(live, **changes), "content-type": "application/json"}
+    answer = live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers)
+    assert answer.status_code == 401
+
+
+def test_a_signed_request_is_good_once_and_bearer_keys_are_not(live: Running) -> None:
+    headers = {**forged(live), "content-type": "application/json"}
+    first, again = (live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers) for _ in range(2))
+    assert (first.status_code, again.status_code) == (200, 401)
+    assert live.operator.post(WARM_PATH, json={"token_ids": [1]}).status_code == 401
+    tenant = {**headers, **forged(live, tenant="nobody")}
+    assert live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=tenant).status_code == 404
+
+
+def test_a_replica_cannot_ask_for_a_further_fan_out(live: Running) -> None:
+    body = b'{"token_ids": [1], "replicas": "all"}'
+    headers = {**forged(live, body=body), "content-type": "application/json"}
+    answer = live.nobody.post(WARM_PATH, content=body, headers=headers)
+    assert answer.status_code == 422 and answer.json()["error"]["field"] == "replicas"

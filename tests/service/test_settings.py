@@ -1,0 +1,96 @@
+"""Settings: what a server may be told, and how it is told what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.service.server import bind
+from radixkv.service.settings import ServeSettings
+
+
+def test_nothing_set_is_the_embedded_default() -> None:
+    settings = ServeSettings.parse({})
+    assert (settings.host, settings.port, settings.num_blocks, settings.block_size) == (
+        "127.0.0.1",
+        8400,
+        4096,
+        16,
+    )
+    assert (settings.policy, settings.device, settings.lease_s) == ("lru", "cpu", 10.0)
+    assert settings.model is settings.keys is settings.redis is None
+    assert len(settings.fleet_secret) == 32 and settings.fleet_secret != ServeSettings.parse({}).fleet_secret
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("port", "x"), ("port", ""), ("port", "-1"), ("port", "65536"), ("port", "8400.0"), ("port", "٣"),
+        ("host", ""), ("host", "no such host"), ("host", "256.1.1.1"),
+        ("lease-s", "0"), ("lease-s", "nan"), ("lease-s", "inf"), ("lease-s", "soon"),
+        ("num-blocks", "0"), ("num-blocks", "many"), ("num-blocks", str(2**31)),
+        ("block-size", "0"), ("policy", "fifo"), ("policy", ""),
+        ("device", "gpu"), ("device", "cuda:x"), ("dtype", "int8"), ("threads", "-1"),
+        ("model", "/nowhere"), ("model", ""), ("keys", "/nowhere"), ("keys", "/"),
+        ("redis", "127.0.0.1:6379"), ("redis", "http://x"), ("replica", "a b"), ("replica", ""),
+        ("fleet-secret", "/nowhere"), ("advertise", "10.0.0.1:8400"), ("advertise", "http://"),
+        ("advertise", "http://a/?q"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_work_is_named(setting: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSettings.parse({setting: value})
+    assert caught.value.setting == f"--{setting}" and caught.value.value == value and caught.value.allowed
+
+
+def test_a_setting_is_called_what_its_user_calls_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSettings.parse({"port": "x"}, {"port": "RADIXKV_PORT"})
+    assert caught.value.setting == "RADIXKV_PORT"
+
+
+def test_redis_needs_the_secret_of_the_fleet(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSettings.parse({"redis": "redis://127.0.0.1"})
+    assert caught.value.setting == "--fleet-secret"
+    secret = tmp_path / "secret"
+    for content in (b"", b"short", b" " * 40):
+        secret.write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            ServeSettings.parse({"redis": "redis://127.0.0.1", "fleet-secret": str(secret)})
+        assert caught.value.setting == "--fleet-secret"
+    secret.write_bytes(b"long enough to be one\n")
+    settings = ServeSettings.parse({"redis": "redis://127.0.0.1", "fleet-secret": str(secret)})
+    assert settings.fleet_secret == b"long enough to be one"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
+def test_demo_keys_stay_on_loopback(host: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSettings.parse({"host": host})
+    assert caught.value.setting == "--keys"
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"tenants": {"acme": "k"}}')
+    assert ServeSettings.parse({"host": host, "keys": str(keys)}).keys == keys
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.9.9.9"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    assert ServeSettings.parse({"host": host}).keys is None
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with bind("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            bind("127.0.0.1", port)
+    assert (caught.value.setting, caught.value.value) == ("--port", port)
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        bind("192.0.2.7", 0)
+    assert caught.value.setting == "--host"
