@@ -78,7 +78,7 @@ class BaseTokenizer(ABC):
         whole = self._ids(text)
         cut = self._stable_cut(text)
         ids = self._ids(text[:cut]) if cut < len(text) else whole
-        if not cut or whole[: len(ids)] != ids:
+        if not cut or whole[: len(ids)] != ids:  # the second for pipelines that no rule foresaw
             return [], len(whole)
         return ids, len(whole) - len(ids)
 

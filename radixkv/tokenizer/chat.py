@@ -32,6 +32,8 @@ Segment = str | int
 _CONTINUATIONS: tuple[tuple[str, ...], ...] = (
     ("user",),
     ("assistant",),
+    ("system",),
+    ("tool",),
     ("user", "assistant"),
     ("assistant", "user"),
 )

@@ -9,10 +9,11 @@ is encoded as its three bytes. Other models lose what they lose.
 piece, and unigram's best path goes through every such boundary, so what follows can't reach back over it. The
 pairs of neighbouring characters inside pieces are collected once when the model is loaded (10 ms for 8,000
 pieces); a boundary between two characters that are no such pair is stable, and so is the end of a text whose
-last character begins no pair. In the shipped model that holds before every run of spaces, around every
-newline and around every character without a piece. Where something is normalised (NFKC) or spaces are
-removed, only a space after a printable ASCII character counts; with other normalisers, suffix-marked spaces
-and other model types, nothing does.
+last character begins no pair. (A run of characters without pieces, where bytes don't stand in for them, is
+one unknown token however long it grows, so that keeps its ids too.) In the shipped model that holds before
+every run of spaces, around every newline and around every character without a piece. Where something is
+normalised (NFKC) or spaces are removed, only a space after a printable ASCII character counts; with other
+normalisers, suffix-marked spaces and other model types, nothing does.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         adds_bos: bool = False,
     ) -> None:
         self._processor, self._spec = processor, spec
-        self._pairs, self._known = _vocabulary(processor)
+        self._pairs = _pairs(processor)
         self._starts = frozenset(pair[0] for pair in self._pairs)
         bos, eos = processor.bos_id(), processor.eos_id()
         super().__init__(
@@ -106,16 +107,12 @@ class SentencePieceTokenizer(BaseTokenizer):
         return next((cut for cut in cuts if self._is_stable(text[cut - 1], text[cut])), 0)
 
     def _is_stable_end(self, last: str) -> bool:
-        return self._spec.is_identity and self._stays_apart(last) and last not in self._starts
+        return self._spec.is_identity and last not in self._starts
 
     def _is_stable(self, last: str, following: str) -> bool:
-        if last + following in self._pairs or not self._stays_apart(last):
+        if last + following in self._pairs:
             return False
         return self._spec.is_identity or ("!" <= last <= "~" and following == " ")
-
-    def _stays_apart(self, last: str) -> bool:
-        """Without a fallback to bytes, a run of characters without pieces is one unknown token."""
-        return self._spec.byte_fallback or last in self._known
 
 
 def load_processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
@@ -163,17 +160,15 @@ def read_spec(model: bytes) -> ModelSpec:
     )
 
 
-def _vocabulary(processor: sentencepiece.SentencePieceProcessor) -> tuple[frozenset[str], frozenset[str]]:
-    """Pairs of neighbours inside pieces, and the characters that are pieces; ``▁`` read as a space."""
+def _pairs(processor: sentencepiece.SentencePieceProcessor) -> frozenset[str]:
+    """The pairs of neighbouring characters inside pieces; ``▁`` read as a space."""
     pairs: set[str] = set()
-    known: set[str] = set()
     for token_id in range(processor.vocab_size()):
         if processor.is_control(token_id) or processor.is_unknown(token_id) or processor.is_byte(token_id):
             continue
         piece = processor.id_to_piece(token_id).replace(SPACE_MARK, " ")
-        known.update(piece if len(piece) == 1 else ())
         pairs.update(left + right for left, right in pairwise(piece))
-    return frozenset(pairs), frozenset(known)
+    return frozenset(pairs)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -35,20 +35,26 @@ def _lines() -> list[str]:
     return real_text().splitlines(keepends=True)
 
 
-def train_sentencepiece(**options: object) -> bytes:
-    """A small serialized model; the library's defaults but for ``options`` and a fallback to bytes."""
+def train_sentencepiece(*more: str, **options: object) -> bytes:
+    """A small serialized model of this text and ``more``; the library's defaults but for ``options`` and a
+    fallback to bytes."""
     model = io.BytesIO()
     settings = {"model_type": "bpe", "vocab_size": 1500, "byte_fallback": True, **options}
-    sentences = (stripped for line in _lines() if (stripped := line.replace("\x00", "").strip("\n")))
+    sentences = (
+        stripped for line in [*_lines(), *more] if (stripped := line.replace("\x00", "").strip("\n"))
+    )
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=sentences, model_writer=model, minloglevel=2, num_threads=1, **settings
     )
     return model.getvalue()
 
 
-def _sentencepiece(**options: object) -> Tokenizer:
-    model = train_sentencepiece(**options)
+def sentencepiece_of(model: bytes) -> Tokenizer:
     return SentencePieceTokenizer(load_processor(model, "test"), read_spec(model), "", PlainChat())
+
+
+def _sentencepiece(**options: object) -> Tokenizer:
+    return sentencepiece_of(train_sentencepiece(**options))
 
 
 _AS_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}

@@ -128,10 +128,12 @@ def test_the_digest_covers_every_file(fast_file: Path) -> None:
     digests.append(load_tokenizer(str(place)).digest)
     fast_file.write_bytes(fast_file.read_bytes() + b"\n")
     digests.append(load_tokenizer(str(place)).digest)
+    fast_file.write_bytes(fast_file.read_bytes()[:-1] + b" ")
+    digests.append(load_tokenizer(str(place)).digest)
     digests.append(load_tokenizer().digest)
-    assert len(set(digests)) == 5
+    assert len(set(digests)) == 6
     assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
-    assert load_tokenizer(str(place)).digest == digests[3]
+    assert load_tokenizer(str(place)).digest == digests[4]
 
 
 @pytest.mark.parametrize("content", [b"", b"no model", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"])

@@ -174,6 +174,28 @@ def test_what_a_template_rewrites_later_is_not_stable(tokenizers_by_chat: dict[s
     assert "thought" not in tokenizer.decode(ids) and left_out > 5
 
 
+def test_a_conversation_that_its_template_counts_is_not_stable(save) -> None:
+    count = "{{ messages | selectattr('role', 'equalto', 'user') | list | length }} questions: "
+    tokenizer = load_tokenizer(str(save(count + FORGETFUL)))
+    messages = [message("user", "one two three")]
+    ids, left_out = tokenizer.stable_messages(messages)
+    assert (ids, left_out) == ([], len(tokenizer.encode_messages(messages, False)))
+
+
+TOOLS_ADD = """{% for m in messages %}<|start|>{{ m.content }}
+{%- if loop.nextitem and loop.nextitem.role == 'tool' %}tool{% endif %}<|end|>{% endfor %}"""
+NOTHING_CLOSES = "{% for m in messages %}<|start|>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TOOLS_ADD, NOTHING_CLOSES])
+def test_a_message_that_may_still_grow_is_stable_up_to_a_boundary(save, template: str) -> None:
+    tokenizer = load_tokenizer(str(save(template)))
+    messages = [message("user", "ask the re")]
+    ids, left_out = tokenizer.stable_messages(messages)
+    assert tokenizer.decode(ids) == "ask the" and left_out > 0
+    assert tokenizer.encode_messages([*messages, message("tool", "x")], False)[: len(ids)] == ids
+
+
 @pytest.mark.parametrize(
     ("messages", "named"),
     [

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.tokenizer import Tokenizer, load_tokenizer
-from tests.tokenizer.kinds import KINDS, ODDITIES, real_text, tokenizer_of
+from tests.tokenizer.kinds import (
+    KINDS,
+    ODDITIES,
+    real_text,
+    sentencepiece_of,
+    tokenizer_of,
+    train_sentencepiece,
+)
 
 NUM_CUTS = 2_000
 
@@ -70,6 +77,14 @@ def test_the_ids_grow_with_the_text(kind: str) -> None:
         ids, _ = tokenizer.stable_prefix(text[:stop])
         assert ids[: len(shorter)] == shorter
         shorter = ids
+
+
+def test_what_a_normaliser_composes_is_not_cut() -> None:
+    """``e`` and a combining accent become ``é``, of which and the letter before it there is a piece."""
+    tokenizer = sentencepiece_of(train_sentencepiece(*["a qéqé"] * 300))
+    assert len(tokenizer.encode("qé")) < len(tokenizer.encode("qe"))
+    check(tokenizer, "a qe", "\u0301 and more")
+    assert tokenizer.decode(check(tokenizer, "a qe", "x")[0]) == "a"
 
 
 def test_the_trials_would_notice_unstable_cuts() -> None:
