@@ -6,7 +6,9 @@ more than the rest of a request; the conservation law is that
 
     free + owned by trees + owned by sequences + lent == num_blocks
 
-with every id in exactly one place. The audit counts it.
+with every id in exactly one place. The audit counts it. Blocks that a waiting copy names (``name_in_plan``) are,
+once freed, lent to the device until ``settle``: otherwise they could be handed out, and overwritten, before
+the copy has read them.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ def unpack(block_ids: bytes) -> BlockIds:
 
 
 class BlockPool:
-    """The free list of ``num_blocks`` blocks, and the blocks lent to the engine."""
+    """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device."""
 
-    __slots__ = ("_free", "lent", "num_blocks")
+    __slots__ = ("_free", "_named", "held", "lent", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
         self.lent: set[int] = set()
+        self._named: set[int] = set()  # in a plan that waits
+        self.held: list[int] = []  # freed meanwhile
 
     @property
     def num_free(self) -> int:
@@ -51,16 +55,43 @@ class BlockPool:
         return taken
 
     def give(self, block_ids: bytes | bytearray) -> None:
-        """Put packed ids on the free stack. O(n) copy."""
+        """Put packed ids on the free stack, those that a waiting plan names at ``settle``. O(n) copy."""
+        if self._named:
+            block_ids = self._hold(block_ids)
         self._free += block_ids
+
+    def _hold(self, block_ids: bytes | bytearray) -> bytes:
+        ids = unpack(bytes(block_ids))
+        is_named = np.isin(ids, list(self._named))
+        self.held += ids[is_named].tolist()
+        return ids[~is_named].tobytes()
+
+    def name_in_plan(self, *block_ids: int) -> None:
+        """A plan that waits for its engine reads or writes these blocks."""
+        self._named.update(block_ids)
+
+    @property
+    def num_named(self) -> int:
+        """Blocks that a waiting plan names."""
+        return len(self._named)
+
+    def forget_named(self, block_ids: bytes) -> None:
+        """These blocks' KV exist, says the engine: whatever was to be copied into or out of them is done."""
+        self._named.difference_update(unpack(block_ids).tolist())
+
+    def settle(self) -> None:
+        """No plan waits any more: what was freed meanwhile is free."""
+        self._named.clear()
+        self._free += np.array(self.held, dtype=np.int32).tobytes()
+        self.held.clear()
 
     def free_ids(self) -> BlockIds:
         """The free ids, int32, a copy. O(free)."""
         return unpack(bytes(self._free))
 
-    def lend(self, num_blocks: int) -> BlockIds:
-        """Take ids for the engine to own until ``give_back`` or ``claim``."""
-        taken = unpack(self.take(num_blocks))
+    def lend(self, block_ids: bytes) -> BlockIds:
+        """Note that the engine owns these packed ids, which were taken, until ``give_back`` or ``claim``."""
+        taken = unpack(block_ids)
         self.lent.update(taken.tolist())
         return taken
 

@@ -36,7 +36,7 @@ from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError, LeaseError, PendingError
 from radixkv.eviction import Evictor
 from radixkv.namespaces import Namespace, NamespaceTree, TenantState
-from radixkv.plan import StepPlan
+from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.sequence import Run, Sequence
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
 from radixkv.tree import ID_BYTES, Node, Walk
@@ -145,7 +145,7 @@ class PrefixCache:
         self._journal = journal
         self._sequences: set[Sequence] = set()
         self._leases: set[Lease] = set()
-        self._copies: list[tuple[int, int, int]] = []
+        self._copies = WaitingCopies()
         self._num_copied_blocks = 0
 
     @property
@@ -234,9 +234,8 @@ class PrefixCache:
         PendingError). Raises TokenError, NamespaceError, OutOfBlocks, and changes nothing.
         O(nodes on the path + blocks evicted).
         """
-        _require_namespace(namespace)
-        if on_pending not in ("compute", "raise", "wait"):
-            raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
+        if type(namespace) is not Namespace:
+            _require_namespace(namespace)
         key = encode(ids)
         with self._lock:
             if on_pending != "compute":
@@ -297,6 +296,8 @@ class PrefixCache:
     def _await_pending(
         self, namespace: Namespace, key: bytes, on_pending: OnPending, timeout_s: float | None
     ) -> None:
+        if on_pending not in ("raise", "wait"):
+            raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._is_pending(namespace, key):
             if on_pending == "raise":
@@ -355,21 +356,26 @@ class PrefixCache:
         ``[old, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
         """
         tree, node, size, evictor = sequence._tree, sequence._node, self._block_bytes, self._evictor
-        key = sequence.key_between(old * size, new * size)
-        walk = tree.walk(key, len(key), node)
-        end = walk.node if walk.child is None else evictor.split(walk.child, walk.common, tree)
-        matched = walk.at + walk.common
-        resident = old + matched // size
+        key, start = sequence._base, old * size
+        stop = new * size
+        if stop > len(key):
+            key, start, stop = sequence.key_between(start, stop), 0, stop - start
+        _, _, at, child, common = walk = tree.walk(key, stop, node, start)
+        end = walk[0] if child is None else evictor.split(child, common, tree)
+        at += common
+        resident = old + (at - start) // size
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
-        if end is node and tree.can_grow(node, len(key)):
-            evictor.grow(node, key, block_ids, tree)
+        if end is node and tree.can_grow(node, stop - start):
+            evictor.grow(node, key[start:stop], block_ids, tree)
         else:
             if block_ids:
-                end = evictor.add(end, key[matched:] if matched else key, block_ids, tree)
+                end = evictor.add(end, key, at, stop, block_ids, tree)
             evictor.lease(end, tree)
             evictor.release(node, tree)
             sequence._node = end
         if block_ids:
+            if self._pool.num_named:
+                self._pool.forget_named(block_ids)
             self._adopt(sequence, resident, new, end)
             if self._journal is not None and evictor.reports(tree, resident, new):
                 evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
@@ -380,8 +386,11 @@ class PrefixCache:
         A run that other sequences share keeps a lease on the node instead.
         """
         run = sequence._run
-        if run is not None and run.start == start and run.owners == 1 and run.end == stop:
-            sequence._run = run.parent
+        if run is not None and run.start == start and run.owners == 1:
+            run.start = stop
+            del run.block_ids[: (stop - start) * ID_BYTES]
+            if not run.block_ids:
+                sequence._run = run.parent
             return
         below: Run | None = None
         shared = False
@@ -435,7 +444,21 @@ class PrefixCache:
         with self._lock:
             self._require_open(sequence)
             if key:
-                self._grow([sequence], [key])
+                self._extend(sequence, key)
+
+    def _extend(self, sequence: Sequence, key: bytes) -> None:
+        """Make room for ``key`` at the end of one sequence."""
+        held, after = len(sequence._table) // ID_BYTES, sequence._size + len(key)
+        needed = -(-after // self._block_bytes) - held
+        if sequence._size % self._block_bytes and not _tail_of(sequence).is_writable:
+            self._grow([sequence], [key])
+            return
+        if needed:
+            tenant = sequence._tree.tenant
+            sequence.add_block(self._evictor.take(needed, tenant))
+            tenant.used_blocks += needed
+        sequence._tail += key
+        sequence._size = after
 
     def _grow(self, sequences: list[Sequence], keys: list[bytes]) -> None:
         """Make room for ``keys[i]`` at the end of ``sequences[i]``."""
@@ -487,26 +510,26 @@ class PrefixCache:
             parent.owners += 1
         self._drop(tail, sequence._tree)
         sequence._run = Run(parent, last, fresh)
-        source = int.from_bytes(sequence._table[-ID_BYTES:], "little")
-        self._copies.append((source, int.from_bytes(fresh, "little"), rows))
+        source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
+        self._copies.add(source, target, rows)
+        if self._storage is None:
+            self._pool.name_in_plan(source, target)
+        self._num_copied_blocks += 1
         sequence._table[-ID_BYTES:] = fresh
 
     def _execute_copies(self) -> None:
-        if self._copies and self._storage is not None:
-            self._storage.execute(self._take_plan())
-
-    def _take_plan(self) -> StepPlan:
-        copies, self._copies = self._copies, []
-        self._num_copied_blocks += len(copies)
-        return StepPlan.of(copies)
+        if self._storage is not None and self._copies:
+            self._storage.execute(self._copies.take())
 
     def flush(self) -> StepPlan:
         """The copies that an engine which owns its KV must execute before it writes again; then they are forgotten.
 
-        With storage they are executed as soon as they are decided, and the plan is empty.
+        Fetch it once a step. Until then blocks that the plan names are not handed out again, even if they are
+        freed. With storage, copies are executed as soon as they are decided, and the plan is empty.
         """
         with self._lock:
-            return self._take_plan()
+            self._pool.settle()
+            return self._copies.take()
 
     # --- truncate, fork, reorder, release
 
@@ -622,11 +645,7 @@ class PrefixCache:
         """Lend ``num_blocks`` blocks to the engine, int32 ids, until ``free`` or ``insert``. Raises OutOfBlocks."""
         num_blocks = _require_between("num_blocks", num_blocks, 0, None)
         with self._lock:
-            short = num_blocks - self._pool.num_free
-            self._evictor.require(num_blocks)
-            if short > 0:
-                self._evictor.evict(short, None)
-            return self._pool.lend(num_blocks)
+            return self._pool.lend(self._evictor.take(num_blocks, None))
 
     def free(self, block_ids: Any) -> None:
         """Take lent blocks back. Raises ArgumentError, and changes nothing, if one isn't lent."""
@@ -664,7 +683,7 @@ class PrefixCache:
         self._pool.claim(blocks[resident:])
         tree.tenant.used_blocks += len(blocks) - resident
         above = self._lease_walk(walk, tree)
-        node = evictor.add(above, key[walk.matched :], blocks[resident:].tobytes(), tree)
+        node = evictor.add(above, key, walk.matched, len(key), blocks[resident:].tobytes(), tree)
         evictor.lease(node, tree)
         evictor.release(above, tree)
         evictor.release(node, tree)
@@ -721,7 +740,7 @@ class PrefixCache:
         """Counts of the whole cache at this moment. O(nodes + tenants)."""
         with self._lock:
             return snapshots.stats_of(
-                self._pool, self._tenants, len(self._sequences), self._num_copied_blocks + len(self._copies)
+                self._pool, self._tenants, len(self._sequences), self._num_copied_blocks
             )
 
     def tenant_stats(self, tenant: str) -> TenantStats:

@@ -82,10 +82,12 @@ class Evictor:
         tree.tenant.policy.split(upper, child)
         return upper
 
-    def add(self, parent: Node, label: bytes, block_ids: bytes, tree: NamespaceTree) -> Node:
-        """Add a path of new nodes below ``parent``; returns the deepest. They are evictable until leased."""
+    def add(
+        self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes, tree: NamespaceTree
+    ) -> Node:
+        """Add ``key[start:stop]`` below ``parent``; returns the deepest new node. Evictable until leased."""
         tenant = tree.tenant
-        nodes = tree.attach(parent, label, block_ids)
+        nodes = tree.attach(parent, key, start, stop, block_ids)
         for node in reversed(nodes):
             tenant.policy.inserted(node, node.num_blocks, node.depth)
         tenant.evictable_blocks += len(block_ids) // ID_BYTES
@@ -104,10 +106,13 @@ class Evictor:
         return sum(tenant.evictable_blocks for tenant in self._tenants.values())
 
     def require(self, needed: int, about_to_lease: int = 0) -> None:
-        """Raise OutOfBlocks unless ``needed`` blocks can be had after ``about_to_lease`` more are protected."""
+        """Raise OutOfBlocks unless ``needed`` blocks can be had after ``about_to_lease`` more are protected.
+
+        Blocks that a waiting plan names don't count as evictable: they would be held until ``flush``.
+        """
         free = self._pool.num_free
         if needed > free:
-            evictable = self.evictable_blocks - about_to_lease
+            evictable = max(self.evictable_blocks - about_to_lease - self._pool.num_named, 0)
             if needed > free + evictable:
                 raise OutOfBlocks(needed, free, evictable)
 
@@ -116,9 +121,13 @@ class Evictor:
         short = num_blocks - self._pool.num_free
         if short > 0:
             self.require(num_blocks)
-            if self.evict(short, requester) < short:
-                raise IntegrityError(f"{short} blocks were counted as evictable and could not be evicted")
+            self._evict_until_free(num_blocks, requester)
         return self._pool.take(num_blocks)
+
+    def _evict_until_free(self, num_blocks: int, requester: TenantState | None) -> None:
+        while (short := num_blocks - self._pool.num_free) > 0:  # twice at most: a waiting plan may hold some
+            if not self.evict(short, requester):
+                raise IntegrityError(f"{short} blocks were counted as evictable and could not be evicted")
 
     def evict(self, num_blocks: int, requester: TenantState | None) -> int:
         """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + victims × tenants)."""

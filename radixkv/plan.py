@@ -9,6 +9,9 @@ block's valid rows into a fresh one.
 Invariants: every target is a fresh block that appears once; no source is a target of the same plan. So the
 copies of a plan don't depend on each other and go in one launch. Plans are executed in the order in which
 the index made them, each before the engine writes into any of its blocks.
+
+A plan that waits for its engine keeps these invariants over several steps: a copy of a copy reads the first
+source, and blocks that a waiting plan names are not handed out again before it is fetched (``WaitingCopies``).
 """
 
 from __future__ import annotations
@@ -54,3 +57,27 @@ class StepPlan:
 
     def __repr__(self) -> str:
         return f"StepPlan({list(self)})"
+
+
+class WaitingCopies:
+    """The copies decided since the last plan was taken, kept independent of each other."""
+
+    __slots__ = ("_copies",)
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[int, int]] = {}  # target -> source, rows
+
+    def add(self, source: int, target: int, num_rows: int) -> None:
+        """One more copy. If ``source`` is itself a waiting target, the copy reads where that one reads. O(1)."""
+        first = self._copies.get(source)
+        if first is not None:
+            source, num_rows = first[0], min(first[1], num_rows)
+        self._copies[target] = (source, num_rows)
+
+    def take(self) -> StepPlan:
+        """All of them as a plan; none wait afterwards. O(copies)."""
+        copies, self._copies = self._copies, {}
+        return StepPlan.of([(source, target, rows) for target, (source, rows) in copies.items()])
+
+    def __len__(self) -> int:
+        return len(self._copies)

@@ -261,12 +261,13 @@ class Sequence:
 
     def add_block(self, block_ids: bytes) -> None:
         """Append fresh private blocks to the table."""
-        run, at = self._run, len(self._table) // ID_BYTES
-        if run is not None and run.is_writable and run.end == at:
-            run.block_ids += block_ids
-        else:
+        run, table = self._run, self._table
+        at = len(table) // ID_BYTES
+        if run is None or run.node is not None or run.owners != 1 or run.end != at:
             self._run = Run(run, at, block_ids)
-        self._table += block_ids
+        else:
+            run.block_ids += block_ids
+        table += block_ids
 
     def cut_key(self, size: int) -> None:
         """Forget key bytes from ``size`` on."""

@@ -62,8 +62,8 @@ class Node:
 class Walk(NamedTuple):
     """Where a key leads: whole nodes ``path``, then ``common`` bytes (whole blocks) into ``child``.
 
-    ``node`` is the last of the path, or where the walk began; ``at`` is the number of key bytes that the
-    path covers. ``child`` is None and ``common`` 0 if the walk ended at a node's end.
+    ``node`` is the last of the path, or where the walk began; ``at`` is the position in the key where the
+    path ends. ``child`` is None and ``common`` 0 if the walk ended at a node's end.
     """
 
     node: Node
@@ -74,7 +74,7 @@ class Walk(NamedTuple):
 
     @property
     def matched(self) -> int:
-        """Matched bytes of the key from where the walk began."""
+        """The position in the key where the match ends."""
         return self.at + self.common
 
     def block_ids(self) -> bytes:
@@ -84,6 +84,9 @@ class Walk(NamedTuple):
             whole, label = self.child.block_ids, self.child.label
             parts.append(whole[: len(whole) * self.common // len(label)])
         return b"".join(parts)
+
+
+_new_walk = tuple.__new__  # a third of the cost of calling the class
 
 
 class RadixTree:
@@ -97,32 +100,32 @@ class RadixTree:
         self.num_nodes = 0
         self.root = Node(self, None, b"", b"", 0)
 
-    def walk(self, key: bytes, limit: int, start: Node | None = None) -> Walk:
-        """The longest resident prefix of ``key[:limit]`` below ``start`` (the root by default). Changes nothing.
+    def walk(self, key: bytes, stop: int, node: Node | None = None, at: int = 0) -> Walk:
+        """The longest resident prefix of ``key[at:stop]`` below ``node`` (the root by default). Changes nothing.
 
-        ``key`` and ``limit`` are in bytes, counted from the end of ``start``; a limit inside a block is
-        rounded down. O(nodes on the path), each one dict lookup and one memcmp.
+        ``at`` is a position in the key, in bytes, that the end of ``node`` stands for; a ``stop`` inside a block
+        is rounded down. O(nodes on the path), each one dict lookup and one memcmp.
         """
         step = self.block_bytes
-        limit -= limit % step
-        node = start or self.root
+        stop -= (stop - at) % step
+        if node is None:
+            node = self.root
         path: list[Node] = []
-        at = 0
-        while at < limit:
+        while at < stop:
             child = node.children.get(key[at : at + step])
             if child is None:
                 break
             label = child.label
             end = at + len(label)
-            if end > limit or not key.startswith(label, at):
-                return Walk(node, path, at, child, self._common(label, key, at, limit))
+            if end > stop or not key.startswith(label, at):
+                return _new_walk(Walk, (node, path, at, child, self._common(label, key, at, stop)))
             path.append(child)
             node, at = child, end
-        return Walk(node, path, at, None, 0)
+        return _new_walk(Walk, (node, path, at, None, 0))
 
-    def _common(self, label: bytes, key: bytes, at: int, limit: int) -> int:
-        """Bytes, in whole blocks, that the label shares with ``key[at:limit]``; at least one block, never all."""
-        size = min(len(label), limit - at)
+    def _common(self, label: bytes, key: bytes, at: int, stop: int) -> int:
+        """Bytes, in whole blocks, that the label shares with ``key[at:stop]``; at least one block, never all."""
+        size = min(len(label), stop - at)
         ours = np.frombuffer(label, np.uint32, size // 4)
         theirs = np.frombuffer(key, np.uint32, size // 4, at)
         differs = ours != theirs
@@ -148,21 +151,22 @@ class RadixTree:
         lower.parent, lower.label, lower.block_ids = upper, lower.label[at:], lower.block_ids[cut:]
         return upper
 
-    def attach(self, parent: Node, label: bytes, block_ids: bytes) -> list[Node]:
-        """Add a path below ``parent``, as few nodes as ``MAX_LABEL_BYTES`` allows; returns them, deepest last.
+    def attach(self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes) -> list[Node]:
+        """Add ``key[start:stop]`` below ``parent``, as a path of as few nodes as ``MAX_LABEL_BYTES`` allows.
 
-        The caller knows that no child of ``parent`` begins with the label's first block.
+        Returns them, deepest last. The caller knows that no child of ``parent`` begins with the first block.
         """
-        step = max(MAX_LABEL_BYTES // self.block_bytes, 1) * self.block_bytes
+        size = self.block_bytes
+        step = max(MAX_LABEL_BYTES // size, 1) * size
         new: list[Node] = []
-        for at in range(0, len(label), step):
-            piece = label[at : at + step]
-            ids_at = at // self.block_bytes * ID_BYTES
-            ids = block_ids[ids_at : ids_at + len(piece) // self.block_bytes * ID_BYTES]
-            node = Node(self, parent, piece, ids, parent.depth + len(ids) // ID_BYTES)
+        for at in range(start, stop, step):
+            label = key[at : min(at + step, stop)]
+            first = (at - start) // size * ID_BYTES
+            ids = block_ids[first : first + len(label) // size * ID_BYTES]
+            node = Node(self, parent, label, ids, parent.depth + len(ids) // ID_BYTES)
             if parent.children is _NO_CHILDREN:
                 parent.children = {}
-            parent.children[piece[: self.block_bytes]] = node
+            parent.children[label[:size]] = node
             new.append(node)
             parent = node
         self.num_blocks += len(block_ids) // ID_BYTES
@@ -172,7 +176,7 @@ class RadixTree:
     def can_grow(self, node: Node, num_bytes: int) -> bool:
         """Whether ``num_bytes`` may be added to the node in place: a leaf with one user, not too long, not the root."""
         size = len(node.label)
-        return node.uses == 1 and not node.children and 0 < size and size + num_bytes <= MAX_GROWN_LABEL_BYTES
+        return node.uses == 1 and not node.children and 0 < size <= MAX_GROWN_LABEL_BYTES - num_bytes
 
     def grow(self, leaf: Node, label: bytes, block_ids: bytes) -> None:
         """Add blocks to a leaf in place. O(label after)."""

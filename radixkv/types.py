@@ -26,7 +26,7 @@ class CacheStats:
     sequence_blocks: int
     """Private to running sequences."""
     quarantined_blocks: int
-    """Of cleared namespaces, held by running sequences."""
+    """Of cleared namespaces, held by running sequences; or freed while a copy that waits for ``flush`` needs them."""
     lent_blocks: int
     """Lent to the engine."""
     evictable_blocks: int
