@@ -258,8 +258,10 @@ class BaseCoordinator(ABC):
         """Record a warm job with a part, queued, for each replica."""
         if num_tokens < 0:
             raise ArgumentError("num_tokens", num_tokens, "an integer ≥ 0")
-        live = {info.id: info for info in self.replicas() if info.live}
+        live = {info.id: info for info in self.replicas() if info.live or info.is_self}
         unknown = next((name for name in replica_ids if name not in live), None)
+        if unknown is not None and self._state == "unavailable":
+            raise StoreUnavailable(self._reason)
         if unknown is not None:
             raise ArgumentError("replica_ids", unknown, f"live replicas: {', '.join(sorted(live)) or 'none'}")
         job = WarmJob(

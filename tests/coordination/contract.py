@@ -115,6 +115,40 @@ def names(infos: list[Any]) -> list[str]:
     return [info.id for info in infos]
 
 
+def agrees(
+    coordinator: Coordinator, prompts: list[list[int]], held: dict[tuple[Namespace, int], int]
+) -> bool:
+    """Whether its hints about ``a`` are what ``held`` says: tokens by namespace and index of the prompt."""
+    return all(
+        hinted(coordinator, namespace, ids).get("a", 0) == held.get((namespace, index), 0)
+        for namespace in (ACME, OTHER)
+        for index, ids in enumerate(prompts)
+    )
+
+
+def random_step(
+    coordinator: Coordinator,
+    chance: random.Random,
+    prompts: list[list[int]],
+    held: dict[tuple[Namespace, int], int],
+) -> None:
+    namespace, index = chance.choice((ACME, OTHER)), chance.randrange(len(prompts))
+    ids, now = prompts[index], held.get((namespace, index), 0)
+    if chance.random() < 0.05:
+        assert coordinator.journal is not None
+        coordinator.journal.cleared(namespace)
+        for key in [key for key in held if key[0] == namespace]:
+            del held[key]
+    elif now < len(ids) and chance.random() < 0.6:
+        then = chance.randrange(now, len(ids), SEGMENT_TOKENS) + SEGMENT_TOKENS
+        store(coordinator, namespace, ids[:then], now)
+        held[namespace, index] = then
+    elif now:
+        then = chance.randrange(0, now, SEGMENT_TOKENS)
+        remove(coordinator, namespace, ids[:now], then)
+        held[namespace, index] = then
+
+
 class CoordinatorContract:
     """Tests of the promises in ``protocol.py``; a subclass gives the fixture ``fleet``."""
 
@@ -208,39 +242,10 @@ class CoordinatorContract:
         prompts = [prompt(256 * chance.randint(1, 90), seed=100 + i) for i in range(6)]
         held: dict[tuple[Namespace, int], int] = {}
         for _ in range(40):
-            self._random_step(a, chance, prompts, held)
+            random_step(a, chance, prompts, held)
             if chance.random() < 0.1:
                 fleet.settle()
-        fleet.eventually(
-            lambda: all(
-                hinted(b, namespace, ids).get("a", 0) == held.get((namespace, index), 0)
-                for namespace in (ACME, OTHER)
-                for index, ids in enumerate(prompts)
-            )
-        )
-
-    def _random_step(
-        self,
-        coordinator: Coordinator,
-        chance: random.Random,
-        prompts: list[list[int]],
-        held: dict[tuple[Namespace, int], int],
-    ) -> None:
-        namespace, index = chance.choice((ACME, OTHER)), chance.randrange(len(prompts))
-        ids, now = prompts[index], held.get((namespace, index), 0)
-        if chance.random() < 0.05:
-            assert coordinator.journal is not None
-            coordinator.journal.cleared(namespace)
-            for key in [key for key in held if key[0] == namespace]:
-                del held[key]
-        elif now < len(ids) and chance.random() < 0.6:
-            then = chance.randrange(now, len(ids), SEGMENT_TOKENS) + SEGMENT_TOKENS
-            store(coordinator, namespace, ids[:then], now)
-            held[namespace, index] = then
-        elif now:
-            then = chance.randrange(0, now, SEGMENT_TOKENS)
-            remove(coordinator, namespace, ids[:now], then)
-            held[namespace, index] = then
+        fleet.eventually(lambda: agrees(b, prompts, held))
 
     def test_a_late_comer_learns_everything(self, fleet: Fleet) -> None:
         a = fleet.join("a")
@@ -408,6 +413,8 @@ class CoordinatorContract:
             a.beat()
         with pytest.raises(StoreUnavailable):
             a.create_job(ACME, 512, ["a"])
+        with pytest.raises(StoreUnavailable):
+            a.create_job(ACME, 512, ["nobody"])
         assert a.health().state == "unavailable" and a.health().reason
         fleet.eventually(lambda: b.peers() == [])
         assert hinted(b, ACME, kept) == {} and names(b.replicas())[0] == "b"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -26,9 +27,11 @@ from tests.coordination.contract import (
     SECRET,
     CoordinatorContract,
     Fleet,
+    agrees,
     hinted,
     names,
     prompt,
+    random_step,
     remove,
     store,
 )
@@ -459,6 +462,45 @@ def test_of_two_that_claim_one_id_one_remains(fleet: RedisFleet) -> None:
     winner = next(c for c in claimants if c.health().state != "fenced")
     assert winner.info().epoch == max(c.info().epoch for c in claimants)
     winner.beat()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_after_any_faults_nothing_false_stays(fleet: RedisFleet, seed: int) -> None:
+    """Kills, pauses, trims, lost scripts and lost numbers, in a random order, while things come and go."""
+    chance = random.Random(seed)
+    a, b = fleet.join("a", snapshot_entries=8, queue_records=50), fleet.join("b")
+    prompts = [prompt(256 * chance.randint(1, 20), seed=i) for i in range(4)]
+    held: dict[tuple[Namespace, int], int] = {}
+    faults: list[Callable[[], object]] = [
+        fleet.server.restart,
+        fleet.client.script_flush,
+        lambda: fleet.client.xtrim(fleet.key("a", "ev"), maxlen=chance.randint(0, 5), approximate=False),
+        lambda: fleet.client.hset(fleet.key("a", "meta"), "last_seq", chance.randint(0, 9)),
+        lambda: fleet.client.delete(
+            fleet.key("a", chance.choice(["meta", "lease", "ev", "snapmeta", "snap:0"]))
+        ),
+        lambda: fleet.client.delete("rk1:replicas"),
+        fleet.server.pause,
+    ]
+    for _ in range(12):
+        for _ in range(chance.randint(0, 5)):
+            random_step(a, chance, prompts, held)
+        if chance.random() < 0.3:
+            fleet.settle()
+        chance.choice(faults)()
+        for _ in range(chance.randint(0, 3)):
+            random_step(a, chance, prompts, held)
+        fleet.server.resume()
+    fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+    fleet.eventually(
+        lambda: all(
+            hinted(b, namespace, ids).get("a", 0) <= held.get((namespace, index), 0)
+            for namespace in (ACME, OTHER)
+            for index, ids in enumerate(prompts)
+        )
+    )
+    a._dirty = True
+    fleet.eventually(lambda: agrees(b, prompts, held))
 
 
 CHILD = """
