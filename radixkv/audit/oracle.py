@@ -111,17 +111,18 @@ class Engine:
             self._rows: NDArray[np.float64] = np.zeros(shape, dtype=np.float64)
         else:
             self._rows = cache.storage.data.numpy().reshape(shape)
-        self.num_copies = 0
+        self._copied_when_settled = 0
 
     @property
     def is_behind(self) -> bool:
         """Whether copies wait for ``settle``; an engine that owns its KV executes them before its next write."""
-        return self._owned and self._cache.stats().copied_blocks != self.num_copies
+        return self._owned and self._cache.stats().copied_blocks != self._copied_when_settled
 
     def settle(self) -> None:
         """Execute the copies that wait."""
         if self._owned:
             self._execute(self._cache.flush())
+            self._copied_when_settled = self._cache.stats().copied_blocks
 
     def write(self, block_table: NDArray[np.int32], start: int, states: Sequence[int]) -> None:
         """Compute tokens ``[start, start + len(states))`` into their blocks."""
@@ -157,4 +158,3 @@ class Engine:
             if not 0 < num_rows < self._rows.shape[2]:
                 raise AssertionError(f"a copy of {num_rows} rows of {self._rows.shape[2]}: {copies}")
             self._rows[target, :, :num_rows] = self._rows[source, :, :num_rows]
-        self.num_copies += len(copies)

@@ -1,0 +1,92 @@
+"""Copies that wait for ``flush``: the copies of one plan go in one launch, so they must not depend on each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from radixkv import CacheConfig, Namespace, PrefixCache, StepPlan, audit
+
+NS = Namespace("a", "m")
+
+
+def _execute_at_once(rows: np.ndarray, plan: StepPlan) -> None:
+    """One launch: every copy reads what was there before any of them wrote."""
+    old = rows.copy()
+    for source, target, num_rows in plan:
+        rows[target, :num_rows] = old[source, :num_rows]
+
+
+def _is_one_launch(plan: StepPlan) -> bool:
+    targets = plan.targets.tolist()
+    return len(set(targets)) == len(targets) and not set(targets) & set(plan.sources.tolist())
+
+
+def test_a_copy_of_a_copy_that_waits() -> None:
+    """Fork, write, fork again, write: the second copy must not read what the first has yet to write."""
+    cache = PrefixCache(CacheConfig(num_blocks=10, block_size=4))
+    rows = np.zeros((10, 4), dtype=np.int64)
+    parent = cache.open(NS, [1, 2, 3, 4, 5])
+    rows[parent.block_table[1], 0] = 5
+    child = parent.fork(1)[0]
+    child.append(7)
+    grandchild = child.fork(1)[0]
+    grandchild.append(8)
+    plan = cache.flush()
+    assert _is_one_launch(plan), plan
+    _execute_at_once(rows, plan)
+    assert [rows[s.block_table[1], 0] for s in (parent, child, grandchild)] == [5, 5, 5]
+    audit.check(cache)
+
+
+def test_a_source_that_is_freed_while_its_copy_waits() -> None:
+    """A block whose copy waits is freed and becomes the target of another copy of the same plan."""
+    cache = PrefixCache(CacheConfig(num_blocks=4, block_size=2))
+    rows = np.zeros((4, 2), dtype=np.int64)
+    second, first = cache.open(NS, [2]), cache.open(NS, [1])
+    rows[second.block_table[0], 0], rows[first.block_table[0], 0] = 2, 1
+    of_first = first.fork(1)[0]
+    of_first.append(5)
+    first.release()
+    of_second = second.fork(1)[0]
+    of_second.append(6)
+    plan = cache.flush()
+    assert _is_one_launch(plan), plan
+    _execute_at_once(rows, plan)
+    assert [rows[s.block_table[0], 0] for s in (second, of_first, of_second)] == [2, 1, 2]
+    audit.check(cache)
+
+
+def test_a_target_that_is_freed_while_its_copy_waits() -> None:
+    """A block that a waiting copy was for is freed and becomes the target of another one."""
+    cache = PrefixCache(CacheConfig(num_blocks=4, block_size=2))
+    rows = np.zeros((4, 2), dtype=np.int64)
+    first, second = cache.open(NS, [1]), cache.open(NS, [2])
+    rows[first.block_table[0], 0], rows[second.block_table[0], 0] = 1, 2
+    of_first = first.fork(1)[0]
+    of_first.append(5)
+    of_first.release()
+    of_second = second.fork(1)[0]
+    of_second.append(6)
+    plan = cache.flush()
+    assert _is_one_launch(plan), plan
+    _execute_at_once(rows, plan)
+    assert [rows[s.block_table[0], 0] for s in (first, second, of_second)] == [1, 2, 2]
+    audit.check(cache)
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_with_storage_nothing_waits(block_size: int) -> None:
+    """With storage a plan is executed when it is made."""
+    from radixkv import KVLayout
+
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=block_size, layout=layout))
+    sequence = cache.open(NS, [1])
+    children = sequence.fork(2)
+    cache.append([sequence, *children], [1, 2, 3])
+    assert cache.storage is not None
+    assert (cache.storage.num_launches, cache.storage.num_copied_blocks) == (1, 2)
+    assert not cache.flush()
+    assert cache.stats().copied_blocks == 2
+    audit.check(cache)

@@ -1,0 +1,111 @@
+"""Two runs: the same calls of tenant A with and without others give A the same bytes, and with room the same all."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, audit
+from radixkv.audit import properties
+from radixkv.audit.oracle import Engine, chain
+
+EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 5
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_observes_does_not_depend_on_b(stored: bool) -> None:
+    """The two-run machine finds nothing, over both policies."""
+    report = properties.run(
+        PrefixCache, EXAMPLES // 2, 50, seed=int(stored), machine=properties.TwoRuns, with_storage=[stored]
+    )
+    assert report.ok, report.failure
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_the_same_prompt_in_two_tenants_never_matches(policy: str) -> None:
+    """B computes a prompt, A asks for it and gets nothing; B asks again and gets it all (or the test is void)."""
+    cache = PrefixCache(CacheConfig(num_blocks=64, block_size=4, policy=policy))
+    prompt = list(range(33))
+    mine, theirs = Namespace("a", "m"), Namespace("b", "m")
+    with cache.open(theirs, prompt) as sequence:
+        sequence.commit(33)
+    assert cache.match(mine, prompt).num_tokens == 0
+    with cache.open(mine, prompt) as sequence:
+        assert sequence.num_cached_tokens == 0
+        assert not set(sequence.block_table) & set(cache.match(theirs, prompt).block_ids)
+    assert cache.match(theirs, prompt).num_tokens == 32
+    audit.check(cache)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Namespace("a", "m", None, "s"),
+        Namespace("a", "m", "s", ""),
+        Namespace("a", "ms", None, ""),
+        Namespace("am", "m", None, ""),
+        Namespace("a", "M", None, ""),
+        Namespace("a", "m", None, " "),
+        Namespace("a", "m\x00", None, ""),
+        Namespace("a", "m", "None", ""),
+    ],
+)
+def test_look_alike_namespaces_never_match(other: Namespace) -> None:
+    """One field's end in another's beginning, case, white space, zero bytes, a None that is a string."""
+    cache = PrefixCache(CacheConfig(num_blocks=64, block_size=2))
+    with cache.open(Namespace("a", "m"), [1, 2, 3, 4, 5]) as sequence:
+        sequence.commit(5)
+    assert cache.match(other, [1, 2, 3, 4, 5]).num_tokens == 0
+    assert other.framed() != Namespace("a", "m").framed()
+    audit.check(cache)
+
+
+def test_a_flood_of_another_tenant_costs_hits_and_never_bytes() -> None:
+    """B asks for ten times the pool; whatever A still matches afterwards is A's, bit for bit."""
+    cache = PrefixCache(CacheConfig(num_blocks=32, block_size=4))
+    engine, mine, theirs = Engine(cache), Namespace("a", "m"), Namespace("b", "m")
+    prompts = [[tenth, *range(15)] for tenth in range(6)]
+    for prompt in prompts:
+        with cache.open(mine, prompt) as sequence:
+            engine.write(sequence.block_table, 0, chain(mine, prompt))
+            sequence.commit(16)
+    for at in range(100):
+        with cache.open(theirs, [at % 7, *range(at, at + 12)]) as sequence:
+            cached = sequence.num_cached_tokens
+            states = chain(theirs, sequence.token_ids.tolist())
+            assert engine.holds(sequence.block_table, states[:cached])
+            engine.write(sequence.block_table, cached, states[cached:])
+            sequence.commit(13)
+    matched = [cache.match(mine, prompt) for prompt in prompts]
+    for prompt, match in zip(prompts, matched, strict=True):
+        assert engine.holds(match.block_ids, chain(mine, prompt[: match.num_tokens]))
+    assert 0 < sum(match.num_tokens for match in matched) < 96
+    audit.check(cache)
+
+
+def test_tenants_stats_say_nothing_of_others() -> None:
+    """A's counts are the same whatever B does in a pool with room."""
+    seen = []
+    for num_others in (0, 5):
+        cache = PrefixCache(CacheConfig(num_blocks=512, block_size=4))
+        for at in range(5):
+            with cache.open(Namespace("a", "m"), [1, 2, 3, 4, at]) as sequence:
+                sequence.commit(5)
+            for other in range(num_others):
+                with cache.open(Namespace(f"b{other}", "m"), [1, 2, 3, 4, at, other]) as sequence:
+                    sequence.commit(5)
+        seen.append((cache.tenant_stats("a"), cache.namespaces("a")))
+        assert cache.tenant_stats("nobody").requests == 0
+    assert seen[0] == seen[1]
+
+
+def test_a_refusal_says_only_counts_of_blocks() -> None:
+    """An error about room names numbers, no tenant, namespace or id."""
+    cache = PrefixCache(CacheConfig(num_blocks=2, block_size=4))
+    with cache.open(Namespace("somebody-else", "m"), np.arange(8)), pytest.raises(OutOfBlocks) as error:
+        cache.open(Namespace("a", "m"), [777_777])
+    assert "somebody" not in str(error.value) and "777" not in str(error.value)
+    audit.check(cache)

@@ -1,0 +1,289 @@
+"""Bugs planted by hand, each by a patch that lives only here, and each found by the state machine.
+
+The first three are the ones that matter most: a tenant left out of the tree lookup, a copy skipped on a
+shared tail, and blocks that match before their KV is committed. Seeds are fixed, so that a run is the same
+every time; nothing is shrunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from radixkv import PrefixCache
+from radixkv.audit import properties
+from radixkv.eviction import Evictor
+from radixkv.namespaces import TenantState
+from radixkv.plan import WaitingCopies
+from radixkv.tree import RadixTree
+
+EXAMPLES = 300
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+class OracleAlone(properties.CacheMachine):
+    """The machine with the audit switched off: what it finds, the oracle finds."""
+
+    def laws(self) -> None:
+        """Not here."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A patch and a word of what the machine says to it."""
+
+    plant: Patch
+    said: str
+    machine: type[properties.CacheMachine] | type[properties.TwoRuns] = properties.CacheMachine
+
+
+def _wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``around(original, self, *args)``."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda self, *args, **named: around(original, self, *args, **named))
+
+
+def tenant_left_out(patch: pytest.MonkeyPatch) -> None:
+    """The tree is looked up by model, adapter and salt alone."""
+
+    def lookup(self: Any, namespace: Any) -> Any:
+        trees = (tree for state in self._tenants.values() for tree in state.trees.values())
+        return next((tree for tree in trees if tree.namespace[1:] == namespace[1:]), None)
+
+    patch.setattr(PrefixCache, "_tree", lookup)
+
+
+def unframed_namespace(patch: pytest.MonkeyPatch) -> None:
+    """The fields of a namespace are joined without frames: adapter "s" and salt "s" meet."""
+
+    def lookup(self: Any, namespace: Any) -> Any:
+        tenant = self._tenants.get(namespace.tenant)
+        joined = "".join(field or "" for field in namespace)
+        trees = tenant.trees.values() if tenant else ()
+        return next(
+            (tree for tree in trees if "".join(field or "" for field in tree.namespace) == joined), None
+        )
+
+    patch.setattr(PrefixCache, "_tree", lookup)
+
+
+def copy_skipped(patch: pytest.MonkeyPatch) -> None:
+    """A shared tail gets a fresh block, and its rows are never copied."""
+    patch.setattr(WaitingCopies, "add", lambda self, source, target, num_rows: None)
+
+
+def written_in_place(patch: pytest.MonkeyPatch) -> None:
+    """A shared tail counts as writable: a fork writes into its parent's block."""
+    patch.setattr(PrefixCache, "_count_copies", lambda self, sequences: 0)
+    _wrap(patch, PrefixCache, "_grow", _as_if_owned)
+
+
+def _as_if_owned(original: Any, self: Any, sequences: Any, keys: Any) -> None:
+    tails = {sequence._run: sequence._run.owners for sequence in sequences if sequence._run is not None}
+    for run in tails:
+        run.owners = 1
+    try:
+        original(self, sequences, keys)
+    finally:
+        for run, owners in tails.items():
+            run.owners = owners
+
+
+def one_row_short(patch: pytest.MonkeyPatch) -> None:
+    """A copy leaves the last valid row out."""
+
+    def short(original: Any, self: Any, sequence: Any, fresh: bytes, rows: int) -> None:
+        original(self, sequence, fresh, max(rows - 1, 1))
+
+    _wrap(patch, PrefixCache, "_copy_on_write", short)
+
+
+def committed_when_opened(patch: pytest.MonkeyPatch) -> None:
+    """Blocks match as soon as they are allocated, before anybody computed them."""
+
+    def eager(original: Any, self: Any, *args: Any) -> Any:
+        sequence = original(self, *args)
+        old, new = sequence._node.depth, sequence.num_tokens // self._block_size
+        if new > old:
+            self._store(sequence, old, new)
+        return sequence
+
+    _wrap(patch, PrefixCache, "_open", eager)
+
+
+def commit_rounds_up(patch: pytest.MonkeyPatch) -> None:
+    """A commit that ends inside a block makes the whole block matchable."""
+
+    def rounded(original: Any, self: Any, sequence: Any, old: int, new: int) -> None:
+        full = sequence.num_tokens // self._block_size
+        original(self, sequence, old, min(new + 1, full))
+
+    _wrap(patch, PrefixCache, "_store", rounded)
+
+
+def lease_stops_at_its_node(patch: pytest.MonkeyPatch) -> None:
+    """A lease doesn't reach the ancestors: a leased node's parent counts as unused."""
+
+    def shallow(original: Any, self: Any, node: Any, tree: Any) -> None:
+        parent = node.parent
+        if parent is not None and not parent.uses:
+            parent.uses = -1
+            original(self, node, tree)
+            parent.uses = 0
+        else:
+            original(self, node, tree)
+
+    _wrap(patch, Evictor, "lease", shallow)
+
+
+def split_forgets_uses(patch: pytest.MonkeyPatch) -> None:
+    """The upper half of a leased node counts as unused: its lease is truncated."""
+
+    def forgetful(original: Any, self: Any, lower: Any, at: int) -> Any:
+        upper = original(self, lower, at)
+        upper.uses = 0
+        return upper
+
+    _wrap(patch, RadixTree, "split", forgetful)
+
+
+def freed_twice(patch: pytest.MonkeyPatch) -> None:
+    """A sequence's private blocks go to the free list twice."""
+
+    def twice(original: Any, self: Any, run: Any, *args: Any) -> None:
+        last = run.owners == 1 and run.node is None
+        original(self, run, *args)
+        if last:
+            self._pool.give(run.block_ids)
+
+    _wrap(patch, PrefixCache, "_drop", twice)
+
+
+def never_freed(patch: pytest.MonkeyPatch) -> None:
+    """A released sequence's private blocks are lost."""
+
+    def lost(original: Any, self: Any, run: Any, *args: Any) -> None:
+        run.owners -= 1
+
+    _wrap(patch, PrefixCache, "_drop", lost)
+
+
+def lease_kept(patch: pytest.MonkeyPatch) -> None:
+    """A released sequence keeps its lease."""
+
+    def leaky(self: Any, sequence: Any) -> None:
+        sequence._is_open = False
+        self._sequences.discard(sequence)
+        if sequence._run is not None:
+            self._drop(sequence._run, sequence._tree)
+
+    patch.setattr(PrefixCache, "_release", leaky)
+
+
+def whole_prompt_cached(patch: pytest.MonkeyPatch) -> None:
+    """``open`` uses every matched block and leaves no token to compute."""
+
+    def greedy(original: Any, self: Any, key: bytes, stop: int, *args: Any) -> Any:
+        return original(self, key, stop + 1 if stop == len(key) - 1 else stop, *args)
+
+    _wrap(patch, RadixTree, "walk", greedy)
+
+
+def compared_by_first_id(patch: pytest.MonkeyPatch) -> None:
+    """A label matches as far as it is long, its ids unseen: what trusting a short digest does."""
+    patch.setattr(RadixTree, "_common", lambda self, label, key, at, stop: min(len(label), stop - at))
+
+
+def cleared_still_matches(patch: pytest.MonkeyPatch) -> None:
+    """A cleared namespace's running sequences commit into what is matched."""
+
+    def half(self: Any, tree: Any) -> None:
+        self.detached.discard(tree)
+
+    patch.setattr(TenantState, "detach", half)
+
+
+def append_half_done(patch: pytest.MonkeyPatch) -> None:
+    """A batch that runs out of blocks keeps what its first sequences got."""
+
+    def one_by_one(original: Any, self: Any, sequences: Any, keys: Any) -> None:
+        for sequence, key in zip(sequences, keys, strict=True):
+            original(self, [sequence], [key])
+
+    _wrap(patch, PrefixCache, "_grow", one_by_one)
+
+
+def truncate_keeps_blocks(patch: pytest.MonkeyPatch) -> None:
+    """A rollback forgets the ids and keeps the blocks."""
+    patch.setattr(PrefixCache, "_cut_runs", lambda self, sequence, keep: None)
+
+
+def shared_run_adopted(patch: pytest.MonkeyPatch) -> None:
+    """A commit takes blocks out of a shared run as if nobody shared them."""
+
+    def sole(original: Any, self: Any, sequence: Any, *args: Any) -> None:
+        runs, run = {}, sequence._run
+        while run is not None:
+            runs[run] = run.owners
+            run.owners, run = 1, run.parent
+        original(self, sequence, *args)
+        for run, owners in runs.items():
+            run.owners = owners
+
+    _wrap(patch, PrefixCache, "_adopt", sole)
+
+
+def stale_match_leased(patch: pytest.MonkeyPatch) -> None:
+    """A lease trusts a match's length and not its block ids."""
+
+    def trusting(self: Any, match: Any) -> Any:
+        fresh = self.match(match.namespace, match._key)
+        return real(self, fresh)
+
+    real = PrefixCache.lease
+    patch.setattr(PrefixCache, "lease", trusting)
+
+
+BUGS = {
+    "tenant left out of the lookup": Bug(tenant_left_out, "never committed|nobody computes"),
+    "tenant left out, oracle alone": Bug(tenant_left_out, "never committed|nobody computes", OracleAlone),
+    "tenant left out, two runs": Bug(tenant_left_out, "A observes|counts|namespace", properties.TwoRuns),
+    "copy skipped": Bug(copy_skipped, "wrong KV|copies"),
+    "copy skipped, oracle alone": Bug(copy_skipped, "wrong KV|copies", OracleAlone),
+    "written in place": Bug(written_in_place, "reference-counts|copies|wrong KV|shared"),
+    "commit before compute": Bug(committed_when_opened, "committed"),
+    "commit before compute, oracle alone": Bug(
+        committed_when_opened,
+        "never committed|nobody computes",
+        OracleAlone,
+    ),
+    "commit rounds up": Bug(commit_rounds_up, "committed"),
+    "unframed namespace": Bug(unframed_namespace, "never committed|nobody computes"),
+    "one row short": Bug(one_row_short, "wrong KV"),
+    "lease stops at its node": Bug(lease_stops_at_its_node, "leases"),
+    "split forgets uses": Bug(split_forgets_uses, "leases|KeyError"),
+    "freed twice": Bug(freed_twice, "conservation"),
+    "never freed": Bug(never_freed, "conservation"),
+    "lease kept": Bug(lease_kept, "leases"),
+    "whole prompt cached": Bug(whole_prompt_cached, "cached"),
+    "compared by the first block": Bug(compared_by_first_id, "never committed|nobody computes"),
+    "cleared still matches": Bug(cleared_still_matches, ""),
+    "append half done": Bug(append_half_done, "changed by a call|but the facts"),
+    "truncate keeps blocks": Bug(truncate_keeps_blocks, "tables|blocks"),
+    "shared run adopted": Bug(shared_run_adopted, ""),
+    "stale match leased": Bug(stale_match_leased, ""),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the patch the machine fails within some hundred examples; what it says names the trouble."""
+    bug = BUGS[name]
+    bug.plant(monkeypatch)
+    report = properties.run(PrefixCache, EXAMPLES, 50, seed=0, machine=bug.machine, shrink=False)
+    assert report.failure is not None, f"not found in {report.examples} examples"
+    assert re.search(bug.said, report.failure.partition("Failing test case")[0]), report.failure
