@@ -1,0 +1,196 @@
+"""The commands that talk to a service, audit or measure, and how they complain."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import radixkv
+from tests.service.running import Running, service_in_thread
+
+Result = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Running]:
+    with service_in_thread() as running:
+        yield running
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    """``radixkv`` in a process of its own, as a user runs it."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
+    command = [sys.executable, "-m", "radixkv.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, env={**clean, **environment})
+
+
+def complaint(result: Result, code: int = 2) -> str:
+    """The one line that a command ended with."""
+    assert result.returncode == code, (result.stdout, result.stderr)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("radixkv: ") and not result.stdout
+    return line
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    code = (
+        "import sys, radixkv.cli\n"
+        "try: radixkv.cli.main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'transformers', 'starlette', 'pydantic', 'redis', 'hypothesis', 'httpx'} & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["serve", "--help"], ["bench", "ttft", "--help"], ["--version"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"radixkv {radixkv.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--port", "http"], ["--port", "'http'", "0 to 65535"]),
+        (["serve", "--policy", "fifo"], ["--policy", "'fifo'", "lru"]),
+        (["serve", "--host", "0.0.0.0"], ["--keys", "not set", "0.0.0.0"]),
+        (["serve", "--redis", "redis://127.0.0.1:1"], ["--fleet-secret", "not set"]),
+        (["serve", "--model", "/nowhere"], ["--model", "'/nowhere'", "directory"]),
+        (["serve", "--colour", "red"], ["--colour"]),
+        (["server"], ["server"]),
+        (["warm"], ["FILE"]),
+        (["warm", "/nowhere.txt"], ["/nowhere.txt"]),
+        (["stats", "--url", "localhost"], ["--url", "'localhost'"]),
+        (["stats", "--url", "http://192.0.2.1"], ["--key"]),
+        (["audit", "--examples", "none"], ["--examples", "none"]),
+        (["bench", "index", "--policy", "fifo"], ["policy", "'fifo'"]),
+    ],
+)
+def test_a_complaint_is_one_line_and_exit_code_2(arguments: list[str], words: list[str]) -> None:
+    line = complaint(run(*arguments))
+    assert all(word in line for word in words), line
+
+
+def test_a_setting_from_the_environment_is_called_by_its_name() -> None:
+    assert complaint(run("serve", RADIXKV_NUM_BLOCKS="few")).startswith(
+        "radixkv: RADIXKV_NUM_BLOCKS: 'few' is not allowed"
+    )
+    assert "--num-blocks" in complaint(run("serve", "--num-blocks", "1", RADIXKV_NUM_BLOCKS="few"))
+
+
+def test_a_keys_file_that_is_none_is_named(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"tenants": {"acme": "secret", "globex": "secret"}}')
+    line = complaint(run("serve", "--keys", str(keys)))
+    assert f"{keys}: tenants.globex" in line and "secret" not in line
+
+
+def test_a_model_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path) in complaint(run("serve", "--model", str(tmp_path)))
+
+
+def test_a_service_that_is_not_there_is_exit_code_1() -> None:
+    assert "http://127.0.0.1:9" in complaint(run("stats", "--url", "http://127.0.0.1:9"), 1)
+
+
+def test_a_wrong_key_is_exit_code_1(live: Running) -> None:
+    assert "401" in complaint(run("stats", "--url", live.url, "--key", "wrong"), 1)
+
+
+def test_warm_files(live: Running, tmp_path: Path, text_file: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    more = [json.dumps("A prompt in a line.\n" * 9), "", json.dumps({"token_ids": list(range(40)), "salt": "own"}),
+            json.dumps({"messages": [{"role": "user", "content": "Hello there! " * 9}]})]  # fmt: skip
+    lines.write_text("\n".join(more))
+    done = run("warm", str(text_file), str(lines), "--url", live.url, "--salt", "cli", "--json")
+    assert done.returncode == 0 and not done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["source"] for row in rows] == [str(text_file), f"{lines}:1", f"{lines}:3", f"{lines}:4"]
+    assert [row["computed"] == row["tokens"] > 0 for row in rows] == [True] * 4
+    fields = {"prompt": text_file.read_text(), "salt": "cli"}
+    assert live.acme.post("/v1/lookup", json=fields).json()["matched_tokens"] == rows[0]["tokens"]
+    own = {"token_ids": list(range(40)), "salt": "own"}
+    assert live.acme.post("/v1/lookup", json=own).json()["matched_tokens"] == rows[2]["tokens"] == 32
+    table = run("warm", str(text_file), "--url", live.url, "--salt", "cli", "--replicas", "all")
+    head, row, outcome = table.stdout.splitlines()
+    assert head.split() == ["source", "tokens", "cached_before", "computed", "left_out", "seconds"]
+    assert row.split()[1:4] == [str(rows[0]["tokens"]), str(rows[0]["tokens"]), "0"]
+    assert outcome.endswith(f"done, {rows[0]['tokens']} tokens, 0 computed")
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("The first rule of the manual is to read the manual.\n" * 12)
+    return path
+
+
+@pytest.mark.parametrize("line", ["{", "5", '{"prompt": "x", "wait": true}', "[1, 2]"])
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"fine"\n' + line)
+    assert f"{path}:2" in complaint(run("warm", str(path)))
+
+
+def test_what_the_service_refuses_is_told(live: Running, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"token_ids": [1, 2, 9999]}')
+    line = complaint(run("warm", str(path), "--url", live.url), 1)
+    assert "token_ids[2]" in line and "0 to 7999" in line
+
+
+def test_stats(live: Running) -> None:
+    mine = json.loads(run("stats", "--url", live.url, "--json").stdout)
+    assert mine == live.acme.get("/v1/stats").json()
+    table = run("stats", "--url", live.url, RADIXKV_KEY="demo-operator").stdout
+    assert "acme" in table and "globex" in table and "num_blocks" in table
+
+
+def test_audit_attacks_the_library() -> None:
+    done = run("audit", "--examples", "5", "--steps", "10", "--json")
+    document = json.loads(done.stdout)
+    assert (
+        done.returncode == 0 and document["ok"] and document["examples"] >= 5 and document["failure"] is None
+    )
+    assert "nothing found" in run("audit", "--examples", "2", "--steps", "5").stdout
+
+
+def test_audit_probes_a_service(live: Running) -> None:
+    done = run("audit", "--url", live.url, "--probes", "3", "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 0 and document["ok"]
+    assert (document["probes"], document["leaks"], document["blind"]) == (3, 0, 0) and document["tokens"] > 0
+    assert "0 leaks" in run("audit", "--url", live.url, "--probes", "1").stdout
+
+
+def test_audit_needs_two_tenants(live: Running) -> None:
+    assert "--key" in complaint(run("audit", "--url", live.url, "--key", "demo-acme"))
+    assert "--key" in complaint(run("audit", "--url", live.url, "--key", "demo-acme", "--key", "demo-acme"))
+
+
+def test_bench_ttft_measures_a_service(live: Running) -> None:
+    done = run("bench", "ttft", "--url", live.url, "--tokens", "300", "--pairs", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["pairs"] == 2 and result["prompt_tokens"] >= 300 and result["same_text"]
+    assert result["prompt_tokens"] - 32 <= result["cached_tokens"] < result["prompt_tokens"]
+    assert live.acme.get("/v1/stats").json()["resident_blocks"] < 300
+
+
+def test_bench_ttft_brings_its_own_service() -> None:
+    done = run("bench", "ttft", "--tokens", "200", "--pairs", "1", RADIXKV_THREADS="1")
+    assert done.returncode == 0 and "median" in done.stdout, done.stderr
+
+
+def test_bench_index_and_fork() -> None:
+    index = run("bench", "index", "--workload", "unique", "--limit", "20", "--num-blocks", "20000", "--json")
+    assert json.loads(index.stdout)["benchmark"] == "index", index.stderr
+    fork = run("bench", "fork", "--num-layers", "1", "--num-pairs", "1", "--repeats", "1")
+    assert "fork_blocks" in fork.stdout, fork.stderr

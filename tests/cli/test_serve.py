@@ -1,0 +1,107 @@
+"""``radixkv serve`` as a process: its banner, its curl lines, its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from radixkv.service.server import bind
+from tests.service.running import Process, client, eventually, served
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with served(tmp_path_factory.mktemp("serve") / "log") as process:
+        yield process
+
+
+def test_the_banner_is_honest(demo: Process) -> None:
+    banner = demo.output
+    assert "random weights" in banner and demo.url.startswith("http://127.0.0.1:")
+    assert all(key in banner for key in ("demo-acme", "demo-globex", "demo-operator"))
+
+
+def test_the_curl_lines_work_as_they_are_printed(demo: Process, tmp_path: Path) -> None:
+    lines = [line for line in demo.output.splitlines() if line.startswith("curl ")]
+    assert len(lines) == 3
+
+    def paste(line: str) -> list[dict[str, object]]:
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0 and not done.stderr, done
+        return [json.loads(each) for each in done.stdout.splitlines()]
+
+    (warmed,), (found,), (cold, warm) = (paste(line) for line in lines)
+    tokens = warmed["tokens"]
+    assert isinstance(tokens, int) and 1400 <= tokens <= 1600
+    assert found == {"matched_tokens": tokens, "matched_blocks": warmed["blocks"]}
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (cold, warm)]  # type: ignore[index]
+    assert cached == [0, tokens]
+    assert all("time_to_first_token_s" in each["timings"] for each in (cold, warm))  # type: ignore[operator]
+    assert cold["choices"] == warm["choices"]
+
+
+def test_it_listens_on_loopback_only(demo: Process) -> None:
+    port = int(demo.url.rsplit(":", 1)[1])
+    other = next(
+        (
+            address
+            for address in socket.gethostbyname_ex(socket.gethostname())[2]
+            if not address.startswith("127.")
+        ),
+        None,
+    )
+    if other is None:
+        pytest.skip("this machine has no address but loopback")
+    with pytest.raises(OSError), socket.create_connection((other, port), timeout=2):
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_code_0_whatever_runs(tmp_path: Path, number: signal.Signals) -> None:
+    with (
+        served(tmp_path / "log", "--num-blocks", "1024") as process,
+        client(process.url, "demo-acme") as acme,
+    ):
+        body = {"prompt": "Go on", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with acme.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            process.process.send_signal(number)
+            assert process.process.wait(60) == 0
+    assert "Traceback" not in process.output
+
+
+def test_a_busy_port_is_one_line(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        process = Process(["--port", port], tmp_path / "log")
+        assert process.process.wait(60) == 2
+    (line,) = process.output.splitlines()
+    assert line.startswith(f"radixkv: --port: {port} is not allowed") and "no other process" in line
+
+
+def test_settings_come_from_the_environment_too(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"tenants": {"initech": "the-key"}}')
+    environment = {
+        "RADIXKV_KEYS": str(keys),
+        "RADIXKV_REPLICA": "env",
+        "RADIXKV_BLOCK_SIZE": "32",
+        "RADIXKV_POLICY": "lfu",
+    }
+    with (
+        served(tmp_path / "log", environment=environment) as process,
+        client(process.url, "the-key") as initech,
+    ):
+        (own,) = initech.get("/v1/replicas").json()["replicas"]
+        assert (own["id"], own["block_size"]) == ("env", 32)
+        assert "demo" not in process.output.replace("radixkv-demo", "") and "curl" not in process.output
+        with client(process.url, "demo-acme") as demo:
+            assert demo.get("/v1/stats").status_code == 401
+        assert eventually(lambda: initech.get("/readyz").status_code == 200)
