@@ -16,12 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError
-from radixkv.tree import ID_BYTES
-
-BlockIds = NDArray[np.int32]
+from radixkv.types import ID_BYTES, BlockIds
 
 
 def unpack(block_ids: bytes) -> BlockIds:

@@ -39,8 +39,8 @@ from radixkv.namespaces import Namespace, NamespaceTree, TenantState
 from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.sequence import Run, Sequence
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
-from radixkv.tree import ID_BYTES, Node, Walk
-from radixkv.types import BlockIds, CacheStats, Journal, RequestHints, Snapshot, TenantStats
+from radixkv.tree import Node, Walk
+from radixkv.types import ID_BYTES, BlockIds, CacheStats, Journal, RequestHints, Snapshot, TenantStats
 from radixkv_policies import POLICIES
 
 if TYPE_CHECKING:
@@ -256,10 +256,12 @@ class PrefixCache:
         num_cached = cached * self._block_size
         sequence = Sequence(self, namespace, tree, self._lease_walk(walk, tree), key, num_cached)
         sequence._prompt_blocks = num_bytes // size
-        sequence._table += table
         if needed:
-            sequence.add_block(self._evictor.take(needed, tenant))
+            fresh = self._evictor.take(needed, tenant)
             tenant.used_blocks += needed
+            sequence._run = Run(None, cached, fresh)
+            table += fresh
+        sequence._table = bytearray(table)
         tenant.requests += 1
         tenant.hit_tokens += num_cached
         tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
@@ -360,27 +362,30 @@ class PrefixCache:
         stop = new * size
         if stop > len(key):
             key, start, stop = sequence.key_between(start, stop), 0, stop - start
-        _, _, at, child, common = walk = tree.walk(key, stop, node, start)
-        end = walk[0] if child is None else evictor.split(child, common, tree)
-        at += common
+        end, at = node, start
+        if node.children:
+            end, _, at, child, common = tree.walk(key, stop, node, start)
+            if child is not None:
+                end, at = evictor.split(child, common, tree), at + common
+            if end is not node:
+                evictor.lease(end, tree)
+                evictor.release(node, tree)
+                sequence._node = end
+        if at == stop:
+            return
         resident = old + (at - start) // size
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
-        if end is node and tree.can_grow(node, stop - start):
-            evictor.grow(node, key[start:stop], block_ids, tree)
+        if end is node and tree.can_grow(node, stop - at):
+            evictor.grow(node, key[at:stop], block_ids, tree)
         else:
-            if block_ids:
-                end = evictor.add(end, key, at, stop, block_ids, tree)
-            evictor.lease(end, tree)
-            evictor.release(node, tree)
-            sequence._node = end
-        if block_ids:
-            if self._pool.num_named:
-                self._pool.forget_named(block_ids)
-            self._adopt(sequence, resident, new, end)
-            if self._journal is not None and evictor.reports(tree, resident, new):
-                evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
+            sequence._node = evictor.add_leased(end, key, at, stop, block_ids, tree)
+        if self._pool.num_named:
+            self._pool.forget_named(block_ids)
+        self._adopt(sequence, resident, new)
+        if self._journal is not None and evictor.reports(tree, resident, new):
+            evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
 
-    def _adopt(self, sequence: Sequence, start: int, stop: int, node: Node) -> None:
+    def _adopt(self, sequence: Sequence, start: int, stop: int) -> None:
         """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's runs.
 
         A run that other sequences share keeps a lease on the node instead.
@@ -392,6 +397,7 @@ class PrefixCache:
             if not run.block_ids:
                 sequence._run = run.parent
             return
+        node = sequence._node
         below: Run | None = None
         shared = False
         while run is not None and run.end > start:
@@ -683,9 +689,7 @@ class PrefixCache:
         self._pool.claim(blocks[resident:])
         tree.tenant.used_blocks += len(blocks) - resident
         above = self._lease_walk(walk, tree)
-        node = evictor.add(above, key, walk.matched, len(key), blocks[resident:].tobytes(), tree)
-        evictor.lease(node, tree)
-        evictor.release(above, tree)
+        node = evictor.add_leased(above, key, walk.matched, len(key), blocks[resident:].tobytes(), tree)
         evictor.release(node, tree)
         if self._journal is not None:
             self._evictor.report_stored(tree, key, resident, len(blocks))

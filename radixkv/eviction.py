@@ -16,8 +16,8 @@ from typing import cast
 from radixkv.blocks import BlockPool
 from radixkv.errors import IntegrityError, OutOfBlocks
 from radixkv.namespaces import NamespaceTree, TenantState, next_victim
-from radixkv.tree import ID_BYTES, Node
-from radixkv.types import Journal
+from radixkv.tree import Node
+from radixkv.types import ID_BYTES, Journal
 
 
 class Evictor:
@@ -82,15 +82,14 @@ class Evictor:
         tree.tenant.policy.split(upper, child)
         return upper
 
-    def add(
+    def add_leased(
         self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes, tree: NamespaceTree
     ) -> Node:
-        """Add ``key[start:stop]`` below ``parent``; returns the deepest new node. Evictable until leased."""
-        tenant = tree.tenant
+        """Add ``key[start:stop]`` below ``parent``; a lease on ``parent`` moves to the deepest new node, the result."""
         nodes = tree.attach(parent, key, start, stop, block_ids)
-        for node in reversed(nodes):
-            tenant.policy.inserted(node, node.num_blocks, node.depth)
-        tenant.evictable_blocks += len(block_ids) // ID_BYTES
+        inserted = tree.tenant.policy.inserted
+        for node in nodes:
+            inserted(node, len(node.block_ids) // ID_BYTES, node.depth)
         return nodes[-1]
 
     def grow(self, leaf: Node, label: bytes, block_ids: bytes, tree: NamespaceTree) -> None:

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from radixkv.blocks import unpack
 from radixkv.tokens import TOKEN_BYTES, TokenIds, decode
-from radixkv.tree import ID_BYTES, Node
+from radixkv.tree import Node
+from radixkv.types import ID_BYTES
 
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace, NamespaceTree

@@ -25,8 +25,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-ID_BYTES: Final = 4
-"""Bytes of a packed block id."""
+from radixkv.types import ID_BYTES
 
 MAX_LABEL_BYTES: Final = 32_768
 """Longest label that a new node gets, 8,192 tokens: a million-token prompt is a path of 123 nodes."""
@@ -154,7 +153,8 @@ class RadixTree:
     def attach(self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes) -> list[Node]:
         """Add ``key[start:stop]`` below ``parent``, as a path of as few nodes as ``MAX_LABEL_BYTES`` allows.
 
-        Returns them, deepest last. The caller knows that no child of ``parent`` begins with the first block.
+        The new nodes have one use each, as if a lease ended at the last; the caller accounts for it in ``parent``,
+        and knows that no child of ``parent`` begins with the first block. Returns them, deepest last.
         """
         size = self.block_bytes
         step = max(MAX_LABEL_BYTES // size, 1) * size
@@ -164,6 +164,7 @@ class RadixTree:
             first = (at - start) // size * ID_BYTES
             ids = block_ids[first : first + len(label) // size * ID_BYTES]
             node = Node(self, parent, label, ids, parent.depth + len(ids) // ID_BYTES)
+            node.uses = 1
             if parent.children is _NO_CHILDREN:
                 parent.children = {}
             parent.children[label[:size]] = node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
 
 BlockIds = NDArray[np.int32]
+
+ID_BYTES: Final = 4
+"""Bytes of a packed block id."""
 
 
 @dataclass(frozen=True, slots=True)

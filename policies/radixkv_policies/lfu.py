@@ -35,7 +35,6 @@ class LFU(Policy):
 
     def inserted(self, node: Handle, num_blocks: int, depth: int) -> None:
         self._counts[node] = 1
-        self.unleased(node)
 
     def touched(self, nodes: Sequence[Handle]) -> None:
         counts = self._counts

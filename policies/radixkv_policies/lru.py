@@ -24,7 +24,7 @@ class LRU(Policy):
         self._order: OrderedDict[Handle, None] = OrderedDict()
 
     def inserted(self, node: Handle, num_blocks: int, depth: int) -> None:
-        self._order[node] = None
+        """It enters the order when its first use ends."""
 
     def touched(self, nodes: Sequence[Handle]) -> None:
         """Recency is set when the use ends."""

@@ -5,7 +5,7 @@ It keeps the *evictable* nodes, those that no lease protects, and names the next
 
 The life of a node, as the cache tells it:
 
-    inserted ─▶ evictable ──leased──▶ in use ──unleased──▶ evictable ──trimmed*, removed──▶ gone
+    inserted ─▶ in use ──unleased──▶ evictable ──leased──▶ in use …  evictable ──trimmed*, removed──▶ gone
 
 What the cache promises, and a policy may build on:
 
@@ -39,7 +39,7 @@ class Policy(ABC):
 
     @abstractmethod
     def inserted(self, node: Handle, num_blocks: int, depth: int) -> None:
-        """A new node, evictable until leased. ``depth``: blocks from the root to its end."""
+        """A new node, in use. ``depth``: blocks from the root to its end."""
 
     @abstractmethod
     def touched(self, nodes: Sequence[Handle]) -> None:

@@ -59,13 +59,15 @@ def run(
     floors = {name: _run_floor(requests, floor, block_size) for name, floor in _floors().items()}
     expected = _expected_hits(requests, block_size)
     if ours["hit_tokens"] > expected or (not ours["evicted_blocks"] and ours["hit_tokens"] != expected):
-        raise IntegrityError(f"{ours['hit_tokens']} hit tokens, a set of prefixes that forgets nothing has {expected}")
+        raise IntegrityError(
+            f"{ours['hit_tokens']} hit tokens, a set of prefixes that forgets nothing has {expected}"
+        )
     return {
         "benchmark": "index",
         "workload": workload,
         "trace": str(trace) if trace else None,
         "seed": seed,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
+        "machine": _machine(),
         "num_blocks": num_blocks,
         "block_size": block_size,
         "policy": policy,
@@ -73,6 +75,11 @@ def run(
         "floors": floors,
         "hit_tokens_if_nothing_were_forgotten": expected,
     }
+
+
+def _machine() -> str:
+    python, cpus = platform.python_version(), os.cpu_count()
+    return f"{platform.machine()}, {cpus} CPUs, Python {python}, NumPy {np.__version__}"
 
 
 def _run_index(requests: Workload, config: CacheConfig, progress: Progress | None) -> dict[str, Any]:
@@ -98,7 +105,9 @@ def _run_index(requests: Workload, config: CacheConfig, progress: Progress | Non
     }
 
 
-def _drive(cache: PrefixCache, requests: Iterator[Request], progress: Progress | None) -> tuple[dict[str, list[int]], int]:
+def _drive(
+    cache: PrefixCache, requests: Iterator[Request], progress: Progress | None
+) -> tuple[dict[str, list[int]], int]:
     """Run requests one after the other; nanoseconds of each operation, and the prompts' tokens."""
     clock = time.process_time_ns
     timings: dict[str, list[int]] = {"open": [], "commit": [], "release": []}
@@ -203,8 +212,8 @@ def table(result: dict[str, Any]) -> str:
     for name, operation in ours["operations"].items():
         rows.append((name, f"{operation['p50_us']:,.1f}", f"{operation['p99_us']:,.1f}"))
     lines = [
-        f"{result['workload']}: {ours['requests']:,} requests, {result['num_blocks']:,} blocks of {result['block_size']}, "
-        f"{result['policy']}, seed {result['seed']}",
+        f"{result['workload']}: {ours['requests']:,} requests, {result['num_blocks']:,} blocks of "
+        f"{result['block_size']}, {result['policy']}, seed {result['seed']}",
         result["machine"],
         "",
         f"{'operation':<12}{'p50 µs':>10}{'p99 µs':>10}",

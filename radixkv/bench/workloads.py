@@ -75,7 +75,8 @@ def trace_file(seed: int, path: Path, limit: int) -> Iterator[Request]:
                 record = json.loads(line)
                 hash_ids, size, answer = record["hash_ids"], record["input_length"], record["output_length"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"--trace line {number + 1}", str(error), "JSON with hash_ids, input_length, output_length") from error
+                allowed = "JSON with hash_ids, input_length, output_length"
+                raise ConfigError(f"--trace line {number + 1}", str(error), allowed) from error
             yield _segments(seed, number, hash_ids, size, answer)
 
 

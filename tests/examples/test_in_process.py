@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_in_process_example() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "in_process.py")], capture_output=True, text=True, timeout=120
+        [sys.executable, str(ROOT / "examples" / "in_process.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
