@@ -1,0 +1,28 @@
+"""What the tests of the core share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv.audit import invariants
+
+NS = Namespace("a", "m")
+
+
+def make_cache(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> PrefixCache:
+    """A cache without storage."""
+    return PrefixCache(CacheConfig(num_blocks, block_size, **settings))
+
+
+def compute(cache: PrefixCache, ids: Sequence[int], namespace: Namespace = NS) -> int:
+    """One whole request: opened, all committed, released. Returns its cached tokens."""
+    with cache.open(namespace, ids) as sequence:
+        sequence.commit(len(ids))
+        return sequence.num_cached_tokens
+
+
+def same(before: Any, cache: PrefixCache) -> bool:
+    """Whether a cache is as it was at the snapshot."""
+    return not invariants.differences(before, cache.snapshot())
