@@ -21,8 +21,12 @@ from radixkv import __version__
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 
 if TYPE_CHECKING:
+    from radixkv.cache import Match, PrefixCache
+    from radixkv.namespaces import Namespace
     from radixkv.service.core import Service
+    from radixkv.tokens import TokenIds
 
+_CONTROL_EXAMPLES = 100
 DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
 
@@ -273,22 +277,53 @@ def _audit_library(examples: int, steps: int, seed: int) -> tuple[dict[str, Any]
         raise ConfigError(
             "audit", error.name, "an installation with the extra: pip install 'radixkv[audit]'"
         ) from None
-    with _progress(examples, "attacking") as advance:
-        report = properties.run(PrefixCache, examples, steps, seed, progress=advance)
-    document = {
-        "audit": "library",
-        "ok": report.ok,
-        "examples": report.examples,
-        "steps": report.steps,
-        "seconds": report.seconds,
-        "seed": report.seed,
-        "failure": report.failure,
-    }
-    found = "nothing found" if report.ok else f"FOUND:\n{report.failure}"
-    return (
-        document,
-        f"{report.examples} lives, {report.steps} steps, {report.seconds:.1f} s, seed {seed}: {found}",
-    )
+    with _progress(examples, "laws and contents") as advance:
+        laws = properties.run(PrefixCache, examples, steps, seed, progress=advance)
+    with _progress(examples, "two runs") as advance:
+        runs = properties.run(
+            PrefixCache, examples, steps, seed, machine=properties.TwoRuns, progress=advance
+        )
+    with _progress(_CONTROL_EXAMPLES, "a planted leak") as advance:
+        leak = properties.run(
+            _leaky(PrefixCache),
+            _CONTROL_EXAMPLES,
+            50,
+            seed,
+            with_storage=[False],
+            shrink=False,
+            progress=advance,
+        )
+    checks = [
+        {
+            "check": name,
+            "ok": ok,
+            "examples": report.examples,
+            "steps": report.steps,
+            "seconds": report.seconds,
+        }
+        | {"failure": None if ok else report.failure or "the planted leak was not found: this audit is blind"}
+        for name, report, ok in (
+            ("laws and contents", laws, laws.ok),
+            ("non-interference", runs, runs.ok),
+            ("a planted leak is found", leak, not leak.ok),
+        )
+    ]
+    text = _table(checks, ("check", "examples", "steps", "seconds", "ok"))
+    failures = [f"\n{each['check']}:\n{each['failure']}" for each in checks if each["failure"]]
+    document = {"audit": "library", "ok": not failures, "seed": seed, "checks": checks}
+    return document, "\n".join([text, *failures])
+
+
+def _leaky(cache: type[PrefixCache]) -> type[PrefixCache]:
+    """A cache that answers a miss with what another namespace holds: the audit's positive control."""
+
+    class Leaky(cache):  # type: ignore[misc, valid-type]
+        def match(self, namespace: Namespace, ids: TokenIds) -> Match:
+            found: Match = super().match(namespace, ids)
+            others = [super(Leaky, self).match(other, ids) for other in self.namespaces()]
+            return found if found.num_tokens else max([found, *others], key=lambda match: match.num_tokens)
+
+    return Leaky
 
 
 def _audit_service(url: str, keys: tuple[str, ...], probes: int) -> tuple[dict[str, Any], str]:

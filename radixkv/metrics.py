@@ -7,8 +7,7 @@ here is for the operator: the tenant is a label, and no token id, prompt or key 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -50,9 +49,6 @@ class Metrics:
         self._seconds = Histogram(
             "radixkv_http_seconds", "Time to the answer", ("path",), registry=self.registry, buckets=_SECONDS
         )
-        self._in_flight = Gauge(
-            "radixkv_http_in_flight", "Requests being answered", ("path",), registry=self.registry
-        )
         self._first_token = Histogram(
             "radixkv_time_to_first_token_seconds",
             "From the request's arrival to its first token",
@@ -64,16 +60,6 @@ class Metrics:
             "radixkv_completion_tokens", "Tokens of completions, by where they come from", ("tenant", "kind"),
             registry=self.registry,
         )  # fmt: skip
-
-    @contextmanager
-    def in_flight(self, path: str) -> Iterator[None]:
-        """Count a request as being answered."""
-        gauge = self._in_flight.labels(path)
-        gauge.inc()
-        try:
-            yield
-        finally:
-            gauge.dec()
 
     def answered(self, method: str, path: str, status: int, seconds: float) -> None:
         """A request was answered; ``path`` is the endpoint's, never the client's text."""

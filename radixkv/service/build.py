@@ -28,12 +28,13 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
 
     ``address`` is the base URL at which other replicas reach this one.
     """
+    keyring = Keyring.demo() if settings.keys is None else Keyring.load(settings.keys)
+
     import torch
 
     from radixkv.cache import PrefixCache
     from radixkv.engines.hf import HFEngine, fingerprint, layout_of
 
-    keyring = Keyring.demo() if settings.keys is None else Keyring.load(settings.keys)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     tokenizer = load_tokenizer(None if settings.model is None else str(settings.model))

@@ -298,6 +298,7 @@ def _is_ids(prompt: list[Any]) -> bool:
 
 async def _prompt(service: Service, given: str | list[int], field: str) -> Prompt:
     if isinstance(given, str):
+        service.rules.check_text(len(given), field)
         ids = await tokenized(len(given), field, lambda: service.tokenizer.encode(given))
         return Prompt(service.rules.check(ids, field), given)
     checked = service.rules.check(given, field)

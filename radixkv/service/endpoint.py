@@ -107,8 +107,7 @@ async def serve(service: Service, endpoint: Endpoint, request: Request) -> Respo
     call = Call(service, request, endpoint, service.clock())
     response: Response | None = None
     try:
-        with service.metrics.in_flight(endpoint.path):
-            response = await _answer(call)
+        response = await _answer(call)
         return response
     except ClientDisconnect:
         response = Response(status_code=499)
@@ -124,6 +123,8 @@ async def serve(service: Service, endpoint: Endpoint, request: Request) -> Respo
 async def _answer(call: Call) -> Response:
     if call.endpoint.who in ("tenant", "operator", "either"):
         call.principal = _authenticated(call)
+    if call.endpoint.who == "replica":
+        call.service.fleet.require_signature(call.request.headers)
     if call.endpoint.body is not None:
         call.body = await _bounded_body(call.request, call.service.limits.max_body_bytes)
     return await call.endpoint.handler(call)

@@ -18,7 +18,7 @@ import anyio.to_thread
 import httpx
 from pydantic import ValidationError
 
-from radixkv.coordination.signing import RequestVerifier, sign_request
+from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
 from radixkv.errors import UnverifiedRequest
 from radixkv.namespaces import Namespace
 from radixkv.service.problems import ApiError
@@ -50,15 +50,18 @@ class Fleet:
             await self._client.aclose()
         await anyio.to_thread.run_sync(self.coordinator.close)
 
+    def require_signature(self, headers: Mapping[str, str]) -> None:
+        """Raises ApiError 401 unless a request claims to come from a replica: no body is read before that."""
+        if not is_signed(headers):
+            raise _unauthorized()
+
     def tenant_of(self, headers: Mapping[str, str], path: str, body: bytes) -> str:
         """The tenant that another replica's signed request is for. Raises ApiError 401."""
         audience = self.coordinator.info().audience
         try:
             return self._verifier.verify(headers, method="POST", path=path, body=body, audience=audience)
         except UnverifiedRequest:
-            raise ApiError(
-                401, "unauthorized", "this is for replicas of this fleet", field="signature"
-            ) from None
+            raise _unauthorized() from None
 
     async def warm_others(self, namespace: Namespace, ids: Ids) -> list[ReplicaOutcome]:
         """The outcome of warming ``ids`` on every live replica but this one, by id."""
@@ -104,6 +107,10 @@ class Fleet:
                 timeout=timeout, limits=limits, follow_redirects=False, trust_env=False
             )
         return self._client
+
+
+def _unauthorized() -> ApiError:
+    return ApiError(401, "unauthorized", "this is for replicas of this fleet", field="signature")
 
 
 def _failed(peer: ReplicaInfo, error: str) -> ReplicaOutcome:

@@ -14,6 +14,7 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radixkv.errors import RadixKVError
 from radixkv.metrics import CONTENT_TYPE
 from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
@@ -29,13 +30,14 @@ from radixkv.service.schemas import (
     LookupReply,
     LookupRequest,
     OperatorStatsReply,
+    ReplicaOutcome,
     ReplicaReply,
     ReplicasReply,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
 )
-from radixkv.service.warming import Warming
+from radixkv.service.warming import Warmed, Warming
 
 if TYPE_CHECKING:
     from radixkv.coordination.protocol import ReplicaInfo
@@ -80,11 +82,25 @@ class _Order:
             return await self._here(warming)
         others = asyncio.create_task(self.service.fleet.warm_others(self.namespace, self.ids))
         try:
-            here = await self._here(warming)
-            own = own_outcome(self.service.fleet.coordinator.replica_id, here)
-            return FleetWarmReply(**here.model_dump(), replicas=[own, *await others])
+            return await self._everywhere(warming, others)
         finally:
             others.cancel()
+
+    async def _everywhere(
+        self, warming: Warming, others: asyncio.Task[list[ReplicaOutcome]]
+    ) -> FleetWarmReply:
+        """All outcomes; a failure here is this replica's outcome, and the answer only if all others failed too."""
+        name = self.service.fleet.coordinator.replica_id
+        try:
+            here = await self._here(warming)
+            own = own_outcome(name, here)
+        except RadixKVError as error:
+            outcomes = await others
+            if not any(each.state == "done" for each in outcomes):
+                raise
+            here = self._reply(Warmed(0, 0, 0))
+            own = ReplicaOutcome(replica=name, state="failed", error=self.service.problem(error).type)
+        return FleetWarmReply(**here.model_dump(), replicas=[own, *await others])
 
     async def run_job(self, job: Job, held: ExitStack) -> WarmReply | FleetWarmReply:
         """The same for a job, which holds its share until the end."""
@@ -92,7 +108,9 @@ class _Order:
             return await self.run(job.warming)
 
     async def _here(self, warming: Warming) -> WarmReply:
-        warmed = await warming.result()
+        return self._reply(await warming.result())
+
+    def _reply(self, warmed: Warmed) -> WarmReply:
         return WarmReply(
             tokens=warmed.num_tokens,
             cached_before=warmed.num_cached,
@@ -171,12 +189,12 @@ def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
 async def replicas(call: Call) -> Response:
     """The replicas that this one knows; nothing about any tenant."""
     call.query()
-    return reply(
-        ReplicasReply(replicas=[_replica(info) for info in call.service.fleet.coordinator.replicas()])
-    )
+    assert call.principal is not None
+    known = call.service.fleet.coordinator.replicas()
+    return reply(ReplicasReply(replicas=[_replica(info, call.principal.is_operator) for info in known]))
 
 
-def _replica(info: ReplicaInfo) -> ReplicaReply:
+def _replica(info: ReplicaInfo, to_operator: bool) -> ReplicaReply:
     return ReplicaReply(
         id=info.id,
         is_self=info.is_self,
@@ -184,7 +202,7 @@ def _replica(info: ReplicaInfo) -> ReplicaReply:
         reachable=info.reachable,
         address=info.address if info.proven or info.is_self else None,
         epoch=info.epoch,
-        last_seq=info.last_seq,
+        last_seq=info.last_seq if to_operator else None,
         lease_remaining_s=info.lease_remaining_s,
         model=info.fingerprint,
         block_size=info.block_size,

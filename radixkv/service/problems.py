@@ -45,7 +45,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, dict(headers or {})
+        self.status, self.type, self.headers = status, type, dict(headers or {})
         self.body = {
             "type": type,
             "message": message,

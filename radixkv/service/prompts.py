@@ -27,6 +27,9 @@ from radixkv.tokenizer import Tokenizer
 Ids = NDArray[np.uint32]
 T = TypeVar("T")
 
+MAX_CHARS_PER_TOKEN = 64
+"""A text with more characters for each token that a prompt may have is refused before it is tokenized."""
+
 _INLINE_CHARS = 4096
 """Texts up to this length (well under a millisecond) are tokenized on the event loop, longer ones in a thread."""
 
@@ -68,6 +71,15 @@ class PromptRules:
             message = f"{field} has {num_tokens} tokens, more than {self.max_tokens}"
             raise invalid(message, field, num_tokens, f"at most {self.max_tokens} tokens")
 
+    def check_text(self, num_chars: int, field: str) -> None:
+        """An ApiError (422) for a text that is not worth tokenizing, being too long for any tokenizer."""
+        limit = self.max_tokens * MAX_CHARS_PER_TOKEN
+        if num_chars > limit:
+            message = f"{field} has {num_chars} characters, more than {limit}"
+            raise invalid(
+                message, field, num_chars, f"at most {limit} characters and {self.max_tokens} tokens"
+            )
+
     def whole_blocks(self, ids: Ids, left_out: int) -> Prefix:
         """Cut down to a whole block."""
         cut = len(ids) // self.block_size * self.block_size
@@ -81,10 +93,12 @@ async def prefix_of(body: PromptFields, tokenizer: Tokenizer, rules: PromptRules
         return rules.whole_blocks(rules.check(body.token_ids, field), 0)
     if body.prompt is not None:
         text = body.prompt
+        rules.check_text(len(text), field)
         ids, left_out = await tokenized(len(text), field, lambda: tokenizer.stable_prefix(text))
     else:
         messages = [{"role": each.role, "content": each.content} for each in body.messages or ()]
         size = sum(len(each["content"]) for each in messages)
+        rules.check_text(size, field)
         ids, left_out = await tokenized(size, field, lambda: tokenizer.stable_messages(messages))
     rules.check_length(len(ids) + left_out, field)
     return rules.whole_blocks(np.asarray(ids, dtype=np.uint32), left_out)

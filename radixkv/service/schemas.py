@@ -308,7 +308,9 @@ class ReplicaReply(ReplyBody):
     reachable: bool = Field(description="live, its address proven, compatible: requests may be sent there")
     address: str | None
     epoch: int = Field(description="grows with each registration of the same id")
-    last_seq: int = Field(description="number of its last entry that is known here")
+    last_seq: int | None = Field(
+        description="number of its last entry; null for tenants, as it counts everybody's"
+    )
     lease_remaining_s: Seconds
     model: str = Field(description="fingerprint")
     block_size: int

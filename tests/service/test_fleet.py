@@ -49,10 +49,10 @@ def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
-def view(replica: Process | Running) -> dict[str, dict[str, Any]]:
+def view(replica: Process | Running, key: str = "demo-acme") -> dict[str, dict[str, Any]]:
     """The replicas that one knows, by id."""
-    with client(replica.url, "demo-acme") as acme:
-        return {each["id"]: each for each in acme.get("/v1/replicas").json()["replicas"]}
+    with client(replica.url, key) as someone:
+        return {each["id"]: each for each in someone.get("/v1/replicas").json()["replicas"]}
 
 
 def reachable(replica: Process | Running, *names: str) -> bool:
@@ -86,7 +86,8 @@ def test_a_fleet_from_birth_to_death(start: Start) -> None:
     assert matched(two) == matched(two, salt="s", key="demo-globex") == 0
     alone = post(one, "/v1/warm", {"token_ids": IDS, "salt": "only here"}).json()
     assert "replicas" not in alone and matched(two, salt="only here") == 0
-    eventually(lambda: view(one)["two"]["last_seq"] > 0, "two's log reaches one")
+    eventually(lambda: view(one, "demo-operator")["two"]["last_seq"] > 1, "two's log reaches one")
+    assert view(one)["two"]["last_seq"] is None, "it counts what all tenants do"
 
     first_life = view(one)["two"]
     killed_at = time.monotonic()
@@ -169,6 +170,11 @@ def test_a_replica_without_room_fails_alone(join: Join) -> None:
     reply = one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
     outcomes = {each["replica"]: (each["state"], each["error"]) for each in reply["replicas"]}
     assert outcomes == {"one": ("done", None), "two": ("failed", "no_capacity")}
+    eventually(lambda: reachable(two, "one", "two"))
+    other_way = two.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
+    outcomes = {each["replica"]: (each["state"], each["error"]) for each in other_way["replicas"]}
+    assert outcomes == {"one": ("done", None), "two": ("failed", "no_capacity")}
+    assert (other_way["tokens"], other_way["computed"]) == (0, 0)
     held.release()
 
 
@@ -215,7 +221,12 @@ def test_another_secret_is_refused_at_the_start(join: Join, tmp_path: Path) -> N
     assert "some other fleet" not in str(caught.value)
 
 
-SIGNED: dict[str, Any] = {"method": "POST", "path": WARM_PATH, "tenant": "acme", "body": b'{"token_ids": [1]}'}
+SIGNED: dict[str, Any] = {
+    "method": "POST",
+    "path": WARM_PATH,
+    "tenant": "acme",
+    "body": b'{"token_ids": [1]}',
+}
 
 
 def forged(live: Running, **changes: Any) -> dict[str, str]:

@@ -125,6 +125,13 @@ def test_a_prompt_beyond_the_limit_names_the_limit(live: Running, path: str) -> 
     assert error["field"] == "prompt" and str(limit) in error["allowed"]
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_text_beyond_any_tokenizer_is_not_tokenized(live: Running, path: str) -> None:
+    answer = live.acme.post(path, json={"prompt": "x" * 1_000_000})
+    assert answer.status_code == 422
+    assert (error := refusal(answer))["field"] == "prompt" and error["value"] == 1_000_000
+
+
 def test_another_model_is_404(live: Running) -> None:
     answer = live.acme.post("/v1/completions", json={"model": "gpt-x", "prompt": "x"})
     assert answer.status_code == 404 and refusal(answer)["allowed"] == "radixkv-demo"

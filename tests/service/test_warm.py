@@ -66,6 +66,7 @@ def test_what_is_warmed_of_a_text_serves_every_continuation(live: Running, salt:
 
 
 def test_salts_and_adapters_are_namespaces_of_their_own(live: Running, salt: str, text: str) -> None:
+    text = f"Of {salt} only: {text}"
     live.acme.post("/v1/warm", json={"prompt": text, "salt": salt})
     for other in (
         {"salt": salt + "x"},
