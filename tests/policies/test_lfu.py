@@ -1,0 +1,70 @@
+"""LFU with dynamic aging: the promises of a policy, the plain order, and that old fame fades."""
+
+from __future__ import annotations
+
+from radixkv import CacheConfig, Namespace, PrefixCache, audit
+from tests.policies.contract import Node, PolicyContract, Reference
+
+NS = Namespace("a", "m")
+
+
+class LowestPriorityFirst(Reference):
+    """Count of uses plus the cache's age when the last use ended; among equals the one whose use ended first."""
+
+    def ended(self, node: Node) -> None:
+        """The priority is taken when a use ends."""
+        node.priority = self.age + node.count
+
+    def key(self, node: Node) -> tuple[int, ...]:
+        """Priority, then when its last use ended."""
+        return (node.priority, node.ended)
+
+    def evicted(self, node: Node) -> None:
+        """The age is the priority of the last victim."""
+        self.age = max(self.age, node.priority)
+
+
+class TestLFU(PolicyContract):
+    """As every policy, and in exactly this order."""
+
+    name = "lfu"
+    reference = LowestPriorityFirst
+
+
+def _ask(cache: PrefixCache, token_id: int) -> None:
+    with cache.open(NS, [token_id] * 3) as sequence:
+        sequence.commit(3)
+
+
+def test_what_is_used_often_stays() -> None:
+    """Three uses outlive one, although that was later."""
+    cache = PrefixCache(CacheConfig(16, 2, policy="lfu"))
+    for token_id in (1, 1, 1, 2, 2, 3):
+        _ask(cache, token_id)
+    for gone in (3, 2, 1):
+        assert cache.evict(1) == 1
+        left = [token_id for token_id in (1, 2, 3) if cache.match(NS, [token_id] * 2).num_tokens]
+        assert left == list(range(1, gone))
+    audit.check(cache)
+
+
+def test_old_fame_fades() -> None:
+    """A prompt used often once is overtaken by a stream of others."""
+    cache = PrefixCache(CacheConfig(8, 2, policy="lfu"))
+    for _ in range(10):
+        _ask(cache, 1)
+    for token_id in range(2, 200):
+        _ask(cache, token_id)
+    assert cache.match(NS, [1, 1]).num_tokens == 0
+    audit.check(cache)
+
+
+def test_a_shared_beginning_outlives_its_ends() -> None:
+    """A use of an end is a use of the beginning."""
+    cache = PrefixCache(CacheConfig(32, 2, policy="lfu"))
+    for token_id in range(6):
+        with cache.open(NS, [9, 9, token_id, token_id, 5]) as sequence:
+            sequence.commit(5)
+    assert cache.evict(6) == 6
+    assert cache.match(NS, [9, 9, 1]).num_tokens == 2
+    audit.check(cache)

@@ -1,0 +1,127 @@
+"""LRU: the promises of a policy, the plain order, and the order of blocks in a whole cache."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv import CacheConfig, Namespace, PrefixCache, audit
+from tests.policies.contract import Node, PolicyContract, Reference
+
+NS = Namespace("a", "m")
+requests = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), min_size=1, max_size=9)), min_size=1, max_size=40
+)
+
+
+class LastUseEndedFirst(Reference):
+    """The leaf whose last use ended longest ago."""
+
+    def key(self, node: Node) -> tuple[int, ...]:
+        """When its last use ended."""
+        return (node.ended,)
+
+
+class TestLRU(PolicyContract):
+    """As every policy, and in exactly this order."""
+
+    name = "lru"
+    reference = LastUseEndedFirst
+
+
+class Blocks:
+    """Blocks by their prefix, each with when its last use ended: what an LRU of single blocks would hold."""
+
+    def __init__(self) -> None:
+        self.ended: dict[tuple[int, ...], int] = {}
+        self.used: list[tuple[int, ...]] = []
+        self.now = 0
+
+    def use(self, prefixes: list[tuple[int, ...]]) -> None:
+        """A use of a path ended."""
+        self.now += 1
+        for prefix in prefixes:
+            self.ended[prefix] = self.now
+
+    def evict(self, num_blocks: int, block_size: int) -> None:
+        """The oldest block that is no other's parent, the deepest of a path first."""
+        for _ in range(min(num_blocks, len(self.ended))):
+            parents = {prefix[:-block_size] for prefix in self.ended}
+            leaves = [prefix for prefix in self.ended if prefix not in parents]
+            del self.ended[min(leaves, key=lambda prefix: self.ended[prefix])]
+
+
+def _resident(cache: PrefixCache) -> set[tuple[int, ...]]:
+    found = set()
+    for tree in cache.snapshot().trees:
+        keys: list[bytes] = []
+        for node in tree.nodes:
+            above = keys[node.parent] if node.parent is not None else b""
+            keys.append(above + node.label)
+            size = len(node.label) // (len(node.block_ids) // 4)
+            for stop in range(len(above) + size, len(keys[-1]) + 1, size):
+                key = keys[-1][:stop]
+                found.add(tuple(int.from_bytes(key[at : at + 4], "little") for at in range(0, stop, 4)))
+    return found
+
+
+@settings(max_examples=200)
+@given(requests, st.sampled_from([1, 2, 3]), st.integers(8, 20))
+def test_a_cache_evicts_as_an_lru_of_blocks(
+    lives: list[tuple[int, list[int]]], block_size: int, num_blocks: int
+) -> None:
+    """Requests one after the other, evictions between them: always the same blocks as the slow model's."""
+    cache = PrefixCache(CacheConfig(num_blocks, block_size))
+    model = Blocks()
+    for num_evicted, ids in lives:
+        whole = [tuple(ids[:stop]) for stop in range(block_size, len(ids) + 1, block_size)]
+        cached = 0
+        while cached < (len(ids) - 1) // block_size and whole[cached] in model.ended:
+            cached += 1
+        needed = -(-len(ids) // block_size) - cached
+        if needed > num_blocks - cached:
+            continue
+        model.use(whole[:cached])
+        model.evict(needed - (num_blocks - len(model.ended)), block_size)
+        with cache.open(NS, ids) as sequence:
+            assert sequence.num_cached_tokens == cached * block_size
+            sequence.commit(len(ids))
+        model.use(whole)
+        assert _resident(cache) == set(model.ended)
+        assert cache.evict(num_evicted) == min(num_evicted, len(model.ended))
+        model.evict(num_evicted, block_size)
+        assert _resident(cache) == set(model.ended)
+    audit.check(cache)
+
+
+def test_a_long_generation_does_not_age() -> None:
+    """Recency is the end of a use: who runs longest is the youngest when it ends."""
+    cache = PrefixCache(CacheConfig(8, 2))
+    long = cache.open(NS, [1, 1, 1])
+    long.commit(3)
+    for token_id in (2, 3):
+        with cache.open(NS, [token_id] * 3) as sequence:
+            sequence.commit(3)
+    long.release()
+    assert cache.evict(2) == 2
+    assert cache.match(NS, [1, 1]).num_tokens == 2
+    assert cache.match(NS, [2, 2]).num_tokens == cache.match(NS, [3, 3]).num_tokens == 0
+    audit.check(cache)
+
+
+def test_the_tenant_who_uses_most_pays() -> None:
+    """With equal weights blocks go from who holds most, down to the level of the next."""
+    cache = PrefixCache(CacheConfig(12, 1))
+    for tenant, size in (("a", 6), ("b", 3), ("c", 2)):
+        with cache.open(Namespace(tenant, "m"), range(size)) as sequence:
+            sequence.commit(size)
+    held = lambda: [cache.tenant_stats(tenant).resident_blocks for tenant in "abc"]  # noqa: E731
+    assert held() == [6, 3, 2]
+    cache.evict(3)
+    assert held() == [3, 3, 2]
+    cache.evict(2)
+    assert held() == [2, 2, 2]
+    with cache.open(Namespace("c", "m"), range(100, 108)) as sequence:
+        sequence.commit(8)
+    assert cache.tenant_stats("c").resident_blocks >= 8
+    audit.check(cache)
