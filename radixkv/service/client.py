@@ -21,7 +21,7 @@ from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.auth import DEMO_KEYS
 
 _POLL_S = 0.05
-_BUSY_RETRIES = 60
+_BUSY_RETRIES = 30
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "token_ids", "salt", "adapter"})
 
 Document = dict[str, Any]
@@ -46,12 +46,14 @@ class Client:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("--url", url, "a base URL such as http://127.0.0.1:8400")
-        if key is None and parts.hostname in ("127.0.0.1", "localhost", "::1"):
+        is_local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        if key is None and is_local:
             key = next(iter(DEMO_KEYS.values()))
         if key is None:
             raise ConfigError("--key", None, "a key of that service")
         headers = {"Authorization": f"Bearer {key}"}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0))
+        timeout = httpx.Timeout(None, connect=5.0)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=not is_local)
 
     def __enter__(self) -> Client:
         return self

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
@@ -65,6 +66,21 @@ async def completions(call: Call) -> Response:
     return await (run.streamed() if body.stream else run.whole())
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events of some work, which is cancelled when the response ends, even if it never began."""
+
+    def __init__(self, events: AsyncIterator[bytes], work: Work[Any], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.cancel()
+
+
 class Run:
     """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
 
@@ -73,7 +89,7 @@ class Run:
         self.service = call.service
         self.id = f"cmpl-{secrets.token_hex(12)}"
         self.created = int(time.time())
-        self.greedy = body.temperature < _GREEDY_BELOW and not body.use_beam_search
+        self.greedy = _is_greedy(body)
         self.copies = body.n if self.greedy else 1
         rows = body.n // self.copies
         self.texts = [
@@ -109,7 +125,7 @@ class Run:
             work.cancel()
             raise
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._events(work, steps), media_type="text/event-stream", headers=headers)
+        return EventStream(self._events(work, steps), work, headers)
 
     async def _events(self, work: Work[Generation], steps: asyncio.Queue[None]) -> AsyncIterator[bytes]:
         try:
@@ -127,8 +143,6 @@ class Run:
                 yield event
         except Exception as error:  # noqa: BLE001 too late for a status: the stream says it
             yield _event({"error": self.service.problem(error).body})
-        finally:
-            work.cancel()
 
     def _last_events(self, generation: Generation) -> list[bytes]:
         rest = [text.take(final=True) for text in self.texts]
@@ -259,6 +273,10 @@ def _event(document: dict[str, Any]) -> bytes:
     return b"data: " + bytes(Json(document).body) + b"\n"
 
 
+def _is_greedy(body: CompletionRequest) -> bool:
+    return body.temperature < _GREEDY_BELOW and not body.use_beam_search
+
+
 def _check_options(service: Service, body: CompletionRequest) -> None:
     """Combinations that can't be honoured. Raises ApiError 404 (model) or 422."""
     if body.model is not None and body.model != service.model_name:
@@ -315,7 +333,7 @@ def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Pro
         message = f"a prompt of {longest} tokens leaves room for {limit - longest}"
         raise invalid(message, "max_tokens", body.max_tokens, f"prompt and max_tokens within {limit} tokens")
     config = service.cache.config
-    width = max(body.n, body.best_of or 0)
+    width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
     shared = sum(len(prompt.ids) // config.block_size for prompt in prompts)
     tails = [len(prompt.ids) % config.block_size + body.max_tokens for prompt in prompts]
     private = sum(width * int(np.ceil(tail / config.block_size)) for tail in tails)

@@ -63,11 +63,11 @@ class Service:
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
         self.rules = PromptRules(self._vocab_size(), self._max_prompt_tokens(), self.cache.config.block_size)
-        self.worker = ModelWorker(self.limits.max_queued)
+        self.has_broken_laws = False
+        self.worker = ModelWorker(self.limits.max_queued, self._note)
         self.warmer = Warmer(engine, self.worker)
         self.jobs = JobTable(clock, self.problem, ttl_s=self.limits.job_ttl_s, max_jobs=self.limits.max_jobs)
         self.metrics = Metrics(self.cache, keyring.tenants, fleet.coordinator, self._levels())
-        self.num_integrity_errors = 0
         self.is_stopping = False
 
     @property
@@ -81,13 +81,16 @@ class Service:
 
     def problem(self, error: Exception) -> ApiError:
         """The answer to an error; remembers broken laws, which make this process unhealthy."""
-        if isinstance(error, IntegrityError):
-            self.num_integrity_errors += 1
+        self._note(error)
         return problem_of(error)
+
+    def _note(self, error: Exception) -> None:
+        if isinstance(error, IntegrityError):
+            self.has_broken_laws = True
 
     def sickness(self) -> list[str]:
         """Why this process ought to be replaced; empty if it is well."""
-        reasons = ["integrity: a law of the cache was found broken"] if self.num_integrity_errors else []
+        reasons = ["integrity: a law of the cache was found broken"] if self.has_broken_laws else []
         health = self.fleet.coordinator.health()
         if health.state in ("fenced", "failed"):
             reasons.append(f"coordination: {health.state}")
@@ -128,7 +131,11 @@ class Service:
                 lambda: self.worker.num_unfinished,
             ),
             ("warm_jobs_unfinished", "Warm jobs queued or running", lambda: self.jobs.num_unfinished),
-            ("integrity_errors", "Broken laws seen; not 0 is a bug", lambda: self.num_integrity_errors),
+            (
+                "has_broken_laws",
+                "1 once a law of the cache was found broken: a bug",
+                lambda: self.has_broken_laws,
+            ),
         ]
 
     def _vocab_size(self) -> int:

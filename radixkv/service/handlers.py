@@ -38,6 +38,7 @@ from radixkv.service.schemas import (
     WarmRequest,
 )
 from radixkv.service.warming import Warmed, Warming
+from radixkv.service.worker import Busy
 
 if TYPE_CHECKING:
     from radixkv.coordination.protocol import ReplicaInfo
@@ -55,9 +56,12 @@ async def warm(call: Call) -> Response:
         warming = shares.enter_context(service.warmer.join(namespace, prefix.ids))
         if body.wait:
             return reply(await until_disconnect(call.request, order.run(warming)))
-        job = Job(warming)
+        job, held = Job(warming), shares.pop_all()
+    try:
         service.jobs.start(call.tenant, job, lambda job: order.run_job(job, held))
-        held = shares.pop_all()
+    except Busy:
+        held.close()
+        raise
     return reply(JobAccepted(job=job.id), 202)
 
 
@@ -144,7 +148,7 @@ async def warm_job(call: Call) -> Response:
 
 
 async def lookup(call: Call) -> Response:
-    """How much of a prompt is resident for the caller. Leaves no trace."""
+    """How much of a prompt is resident for the caller; it is cut where warm cuts it. Counts and touches nothing."""
     body = call.read(LookupRequest)
     service = call.service
     prefix = await prefix_of(body, service.tokenizer, service.rules)

@@ -37,9 +37,10 @@ class TextStream:
         for token_id in ids:
             if self.stopped:
                 return
-            self._ids.append(int(token_id))
             self.num_tokens += 1
-            self._decode(final=False)
+            if token_id < self._tokenizer.vocab_size:  # a model may have more ids than its tokenizer
+                self._ids.append(int(token_id))
+                self._decode(final=False)
 
     def close(self) -> None:
         """No more ids: what was held back is text now."""

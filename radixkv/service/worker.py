@@ -35,9 +35,9 @@ class Cancelled(Exception):
 class Work(Generic[T]):
     """One piece of work: its future, and whether it has to stop."""
 
-    def __init__(self, run: Callable[[Work[T]], T], on_done: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[Work[T]], T]) -> None:
         self.future: Future[T] = Future()
-        self._run, self._on_done = run, on_done
+        self._run = run
         self._stopping = threading.Event()
 
     @property
@@ -55,23 +55,26 @@ class Work(Generic[T]):
         self._stopping.set()
         self.future.cancel()
 
-    def execute(self) -> None:
-        """Run, in the calling thread, and settle the future."""
+    def execute(self, on_error: Callable[[Exception], object]) -> None:
+        """Run, in the calling thread, and settle the future; ``on_error`` hears of errors that nobody waits for too."""
         if self.future.set_running_or_notify_cancel():
             try:
                 result = self._run(self)
             except BaseException as error:  # noqa: BLE001 whoever waits gets it, whatever it is
+                if isinstance(error, Exception):
+                    on_error(error)
                 self.future.set_exception(error)
             else:
                 self.future.set_result(result)
-        self._on_done()
 
 
 class ModelWorker:
     """A thread with fair, bounded lanes. ``close`` it when done."""
 
-    def __init__(self, max_queued: int = 32) -> None:
-        self.max_queued = max_queued
+    def __init__(
+        self, max_queued: int = 32, on_error: Callable[[Exception], object] = lambda _: None
+    ) -> None:
+        self.max_queued, self._on_error = max_queued, on_error
         self._lanes: OrderedDict[str, deque[Work[Any]]] = OrderedDict()
         self._unfinished: dict[Work[Any], str] = {}
         self._wakeup = threading.Condition()
@@ -95,7 +98,7 @@ class ModelWorker:
                 self._drop_cancelled(lane)
             if len(lane) >= self.max_queued:
                 raise Busy
-            work = Work(run, lambda: self._forget(work))
+            work = Work(run)
             lane.append(work)
             self._unfinished[work] = tenant
             self._wakeup.notify()
@@ -125,7 +128,8 @@ class ModelWorker:
 
     def _serve(self) -> None:
         while (work := self._next()) is not None:
-            work.execute()
+            work.execute(self._on_error)
+            self._forget(work)
 
     def _next(self) -> Work[Any] | None:
         with self._wakeup:

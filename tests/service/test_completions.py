@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from radixkv import audit
+from radixkv.service.completions import EventStream
+from radixkv.service.worker import Work
 from tests.service.running import Running, client, eventually, model_held
 
 
@@ -208,6 +212,23 @@ def test_one_that_waits_and_is_hung_up_on_never_starts(live: Running, salt: str)
                 leaving.post("/v1/completions", json=body, timeout=0.3)
     eventually(lambda: live.service.worker.num_unfinished == 0)
     assert live.acme.post("/v1/lookup", json={"prompt": "Never", "salt": salt}).json()["matched_tokens"] == 0
+
+
+def test_a_stream_that_never_began_is_cancelled_too() -> None:
+    work: Work[None] = Work(lambda _: None)
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: never\n\n"
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        await asyncio.sleep(0.1)
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    asyncio.run(EventStream(events(), work, {})(scope, receive, send))
+    assert work.stopping
 
 
 def test_an_error_before_the_first_token_is_a_status_of_the_stream(live: Running, salt: str) -> None:

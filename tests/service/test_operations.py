@@ -12,6 +12,7 @@ import radixkv
 from radixkv.engines.hf import demo_model
 from radixkv.errors import IntegrityError
 from radixkv.service.app import ENDPOINTS
+from radixkv.service.worker import Work
 from tests.service.running import Running, service_in_thread
 
 
@@ -23,7 +24,13 @@ def test_it_is_well_and_ready(live: Running) -> None:
 
 def test_a_broken_law_makes_it_unhealthy() -> None:
     with service_in_thread() as live:
-        assert live.service.problem(IntegrityError("a law")).status == 500
+
+        def broken(_: Work[None]) -> None:
+            raise IntegrityError("a law")
+
+        assert live.service.worker.submit("acme", broken).future.exception(10), (
+            "nobody waits for it, yet it counts"
+        )
         assert live.nobody.get("/healthz").status_code == live.nobody.get("/readyz").status_code == 503
         assert live.nobody.get("/healthz").json()["status"] == "unhealthy"
 
@@ -64,7 +71,7 @@ def test_metrics_count_what_happened(live: Running, salt: str, text: str) -> Non
     assert grown('radixkv_completion_tokens_total{kind="generated",tenant="acme"}') == 3
     assert grown('radixkv_tenant_requests_total{tenant="acme"}') == 1
     assert grown('radixkv_tenant_requests_total{tenant="globex"}') == 0
-    assert after["radixkv_cache_num_blocks"] == 1024 and after["radixkv_integrity_errors"] == 0
+    assert after["radixkv_cache_num_blocks"] == 1024 and after["radixkv_has_broken_laws"] == 0
     assert not any("nowhere" in name for name in after), "a client's text is no label"
 
 

@@ -40,6 +40,14 @@ def test_any_ids_give_the_text_that_decoding_gives(ids: list[int]) -> None:
     assert stream.text == TOKENIZER.decode([*TOKENIZER.encode(prompt), *ids]).removeprefix(prompt)
 
 
+def test_ids_that_the_tokenizer_lacks_have_no_text() -> None:
+    stream = TextStream(TOKENIZER, TOKENIZER.encode("Say:"), ())
+    words = TOKENIZER.encode("Say: x y")[len(TOKENIZER.encode("Say:")) :]
+    stream.push([TOKENIZER.vocab_size, *words, TOKENIZER.vocab_size + 7])
+    stream.close()
+    assert stream.text == " x y" and stream.num_tokens == len(words) + 2
+
+
 @given(
     st.text("ab ", min_size=1, max_size=30),
     st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3),
