@@ -1,0 +1,245 @@
+"""The audit itself: a sound cache passes, and each broken law is named. Snapshots are broken here, never a cache."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import IntegrityError, Namespace, PrefixCache, audit
+from radixkv.audit import invariants
+from radixkv.types import Snapshot
+from tests.core.support import NS, compute, make_cache
+
+
+class Frozen:
+    """A cache that is only its snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def snapshot(self) -> Snapshot:
+        """The one it was made with."""
+        return self._snapshot
+
+
+def _busy() -> tuple[PrefixCache, list[Any]]:
+    """A cache with everything: split nodes, two namespaces, forks, shared and adopted runs, leases, lent blocks."""
+    cache = make_cache(64, 2)
+    compute(cache, range(12))
+    compute(cache, [0, 1, 2, 3, 50, 51])
+    compute(cache, range(4), Namespace("b", "m"))
+    kept: list[Any] = [cache.lease(cache.match(NS, range(8))), cache.allocate(3)]
+    parent = cache.open(NS, [*range(4), 60, 61, 62, 63, 64])
+    children = parent.fork(2)
+    parent.commit(7)
+    children[0].append(9)
+    cache.flush()
+    cache.evict(1)
+    return cache, [*kept, parent, *children]
+
+
+@pytest.fixture
+def snapshot() -> Snapshot:
+    """Of the busy cache, with no law broken."""
+    cache, kept = _busy()
+    report = audit.check(cache)
+    assert report.ok and kept
+    found = cache.snapshot()
+    assert len(found.trees) == 2 and len(found.leases) == 1 and len(found.lent_ids) == 3
+    assert any(run.node is None for run in found.runs) and any(run.node is not None for run in found.runs)
+    assert any(sequence.run is not None for sequence in found.sequences)
+    return found
+
+
+def _node(snapshot: Snapshot, pick: Callable[[Any], bool], **changes: Any) -> Snapshot:
+    """The snapshot with the first node that fits changed."""
+    trees = list(snapshot.trees)
+    for at, tree in enumerate(trees):
+        for index, node in enumerate(tree.nodes):
+            if pick(node):
+                nodes = (*tree.nodes[:index], replace(node, **changes), *tree.nodes[index + 1 :])
+                trees[at] = replace(tree, nodes=nodes)
+                return replace(snapshot, trees=tuple(trees))
+    raise AssertionError("no such node")
+
+
+def _first(items: tuple[Any, ...], pick: Callable[[Any], bool], **changes: Any) -> tuple[Any, ...]:
+    at = next(index for index, item in enumerate(items) if pick(item))
+    return (*items[:at], replace(items[at], **changes), *items[at + 1 :])
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _twice(snapshot: Snapshot) -> Snapshot:
+    return replace(snapshot, free_ids=np.concatenate([snapshot.free_ids, snapshot.free_ids[:1]]))
+
+
+def _owned_and_free(snapshot: Snapshot) -> Snapshot:
+    owned = np.frombuffer(snapshot.trees[0].nodes[0].block_ids, np.int32)[:1]
+    return replace(snapshot, free_ids=np.concatenate([snapshot.free_ids, owned]))
+
+
+def _of_tree(snapshot: Snapshot, **changes: Any) -> Snapshot:
+    return replace(snapshot, trees=(replace(snapshot.trees[0], **changes), *snapshot.trees[1:]))
+
+
+BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
+    "a block lost": ("conservation", lambda s: replace(s, free_ids=s.free_ids[1:])),
+    "a block free twice": ("conservation", _twice),
+    "a block owned and free": ("conservation", _owned_and_free),
+    "a block lent and free": (
+        "conservation",
+        lambda s: replace(s, lent_ids=(*s.lent_ids, int(s.free_ids[0]))),
+    ),
+    "an id out of range": ("conservation", lambda s: replace(s, lent_ids=(*s.lent_ids, 64))),
+    "a negative id": ("conservation", lambda s: replace(s, lent_ids=(*s.lent_ids, -1))),
+    "a run counts too many": ("reference-counts", lambda s: replace(s, runs=_first(s.runs, _any, owners=9))),
+    "a run counts nobody": ("reference-counts", lambda s: replace(s, runs=_first(s.runs, _any, owners=0))),
+    "a run of nobody's": ("reference-counts", lambda s: replace(s, sequences=())),
+    "a run without a parent": (
+        "reference-counts",
+        lambda s: replace(s, runs=_first(s.runs, _any, parent=99)),
+    ),
+    "a sequence without its run": (
+        "reference-counts",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, run=99)),
+    ),
+    "another namespace's tree": (
+        "one-namespace",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, namespace=Namespace("b", "m"))),
+    ),
+    "a parent that isn't there": (
+        "prefix-closure",
+        lambda s: _node(s, lambda n: n.parent is not None, parent=77),
+    ),
+    "a child before its parent": ("prefix-closure", lambda s: _node(s, lambda n: n.parent is None, parent=0)),
+    "a wrong depth": ("prefix-closure", lambda s: _node(s, _any, depth=77)),
+    "a short label": ("labels", lambda s: _node(s, _any, label=b"1234")),
+    "a node without blocks": ("labels", lambda s: _node(s, _any, block_ids=b"")),
+    "a child under a wrong key": ("siblings", lambda s: _node(s, _any, child_key=b"12345678")),
+    "siblings that begin alike": (
+        "siblings",
+        lambda s: _of_tree(s, nodes=(*s.trees[0].nodes, s.trees[0].nodes[0])),
+    ),
+    "a use too many": ("leases", lambda s: _node(s, _any, uses=7)),
+    "a leased node that says it isn't": ("leases", lambda s: _node(s, lambda n: n.uses > 0, uses=0)),
+    "a root's use too many": ("leases", lambda s: _of_tree(s, root_uses=9)),
+    "a lease that nobody holds": ("leases", lambda s: replace(s, leases=())),
+    "a lease on nothing": ("leases", lambda s: replace(s, leases=_first(s.leases, _any, node=(0, 99)))),
+    "a lease on no tree": ("leases", lambda s: replace(s, leases=_first(s.leases, _any, node=(-1, None)))),
+    "a table of other blocks": (
+        "tables",
+        lambda s: replace(
+            s, sequences=_first(s.sequences, _any, block_ids=bytes(len(s.sequences[0].block_ids)))
+        ),
+    ),
+    "a table too short": (
+        "tables",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, block_ids=s.sequences[0].block_ids[4:])),
+    ),
+    "a lease of other blocks": (
+        "tables",
+        lambda s: replace(s, leases=_first(s.leases, _any, block_ids=b"\0" * 16)),
+    ),
+    "a run that leases other blocks": (
+        "tables",
+        lambda s: replace(s, runs=_first(s.runs, lambda run: run.node is not None, start=0)),
+    ),
+    "committed beyond the end": (
+        "committed",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, num_committed_tokens=99)),
+    ),
+    "cached beyond committed": (
+        "committed",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, num_cached_tokens=8)),
+    ),
+    "ids of another length": (
+        "committed",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, key=b"1234")),
+    ),
+    "a leased path of other ids": (
+        "committed",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, key=b"\xff" * len(s.sequences[0].key))),
+    ),
+    "a tenant's use miscounted": (
+        "usage",
+        lambda s: replace(s, tenants=_first(s.tenants, _any, used_blocks=1)),
+    ),
+    "evictable miscounted": (
+        "usage",
+        lambda s: replace(s, tenants=_first(s.tenants, _any, evictable_blocks=99)),
+    ),
+    "a tenant forgotten": ("usage", lambda s: replace(s, tenants=())),
+    "a tree miscounted": ("usage", lambda s: _of_tree(s, num_blocks=99)),
+    "a policy that lost a node": (
+        "policy",
+        lambda s: replace(s, tenants=_first(s.tenants, _any, policy_nodes=99)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_law_is_named(name: str, snapshot: Snapshot) -> None:
+    """``check`` raises IntegrityError with the report, ``inspect`` reports; no token id is in it."""
+    law, damage = BROKEN[name]
+    broken = Frozen(damage(snapshot))
+    report = audit.inspect(broken)
+    assert not report.ok and law in {violation.law for violation in report.violations}, str(report)
+    with pytest.raises(IntegrityError) as error:
+        audit.check(broken)
+    assert error.value.report.violations == report.violations  # type: ignore[attr-defined]
+    assert law in str(error.value)
+    assert json.loads(json.dumps(report.as_dict()))["violations"][0]["law"]
+
+
+def test_all_laws_are_tried() -> None:
+    """Each law that the module names is broken above."""
+    named = [line.split()[0] for line in (invariants.__doc__ or "").splitlines() if line.startswith("    ")]
+    assert {law for law, _ in BROKEN.values()} == set(named)
+
+
+def test_a_report_of_a_sound_cache() -> None:
+    """What it looked at, how long it took, as text and as JSON."""
+    cache, kept = _busy()
+    report = audit.check(cache)
+    assert report.violations == () and report.seconds > 0 and kept
+    assert report.counts["blocks"] == 64 and report.counts["sequences"] == 3 and report.counts["lent"] == 3
+    assert json.loads(json.dumps(report.as_dict()))["ok"] is True
+    assert "all laws hold" in str(report)
+
+
+def test_an_empty_cache() -> None:
+    """Nothing is all right too."""
+    assert audit.check(make_cache(1, 1)).counts["nodes"] == 0
+
+
+def test_differences_name_what_changed() -> None:
+    """Of two snapshots; the order of free blocks doesn't count."""
+    cache, _ = _busy()
+    before = cache.snapshot()
+    assert invariants.differences(before, cache.snapshot()) == []
+    assert invariants.differences(before, replace(before, free_ids=before.free_ids[::-1])) == []
+    cache.evict(1)
+    assert invariants.differences(before, cache.snapshot()) == ["free_ids", "trees", "tenants"]
+
+
+def test_the_audit_is_cheap_to_import() -> None:
+    """Neither Hypothesis nor torch, redis or starlette come with it."""
+    code = (
+        "import sys, radixkv, radixkv.audit\n"
+        "found = {'hypothesis', 'torch', 'triton', 'redis', 'starlette', 'transformers'} & set(sys.modules)\n"
+        "assert not found, found\n"
+        "import radixkv.audit.properties\n"
+        "found = {'torch', 'triton', 'redis', 'starlette', 'transformers'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -1,0 +1,107 @@
+"""The journal: what it is told is what is resident, at its grain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv.audit import properties
+from tests.core.support import NS, compute
+
+
+class Recorder:
+    """Keeps the segments that the calls say are resident: (namespace, ids up to the segment's end)."""
+
+    def __init__(self, grain_tokens: int) -> None:
+        self.grain_tokens = grain_tokens
+        self.held: set[tuple[Namespace, bytes]] = set()
+        self.calls: list[tuple[str, int, int]] = []
+
+    def stored(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+        """Segments that end in ``(start, stop]`` became resident."""
+        self.calls.append(("stored", start, stop))
+        for segment in self._segments(namespace, key, start, stop):
+            assert segment not in self.held, "stored twice"
+            self.held.add(segment)
+
+    def removed(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+        """Segments that end in ``(start, stop]`` left."""
+        self.calls.append(("removed", start, stop))
+        for segment in self._segments(namespace, key, start, stop):
+            self.held.remove(segment)
+
+    def cleared(self, namespace: Namespace) -> None:
+        """Everything of the namespace left."""
+        self.calls.append(("cleared", 0, 0))
+        self.held = {segment for segment in self.held if segment[0] != namespace}
+
+    def _segments(
+        self, namespace: Namespace, key: bytes, start: int, stop: int
+    ) -> set[tuple[Namespace, bytes]]:
+        assert len(key) == 4 * stop and start < stop
+        ends = range(
+            start // self.grain_tokens * self.grain_tokens + self.grain_tokens, stop + 1, self.grain_tokens
+        )
+        assert ends, "a range without a segment's end was reported"
+        return {(namespace, key[: 4 * end]) for end in ends}
+
+
+def resident_segments(snapshot: Any, grain_tokens: int) -> set[tuple[Namespace, bytes]]:
+    """The same, read from the trees."""
+    found = set()
+    for tree in snapshot.trees:
+        keys: list[bytes] = []
+        for node in tree.nodes:
+            above = keys[node.parent] if node.parent is not None else b""
+            keys.append(above + node.label)
+            step = 4 * grain_tokens
+            first = len(above) // step * step + step
+            if not tree.detached:
+                found |= {(tree.namespace, keys[-1][:stop]) for stop in range(first, len(keys[-1]) + 1, step)}
+    return found
+
+
+class JournalMachine(properties.CacheMachine):
+    """The state machine, with what the journal heard compared to what is resident after each step."""
+
+    def laws(self) -> None:
+        """The laws, and the journal's."""
+        super().laws()
+        recorder = self.cache.recorder
+        assert recorder.held == resident_segments(self.cache.snapshot(), recorder.grain_tokens)
+
+
+class Recorded(PrefixCache):
+    """A cache with a recorder of two or four tokens."""
+
+    def __init__(self, config: CacheConfig, **settings: Any) -> None:
+        self.recorder = Recorder(max(config.block_size * (1 + config.num_blocks % 2), 2))
+        super().__init__(config, journal=self.recorder, **settings)
+
+
+@pytest.mark.timeout(300)
+def test_the_journal_hears_what_is_resident() -> None:
+    """Over random lives: what was stored and not removed or cleared is what the trees hold, no more, no less."""
+    report = properties.run(Recorded, 150, 50, machine=JournalMachine, with_storage=[False])
+    assert report.ok, report.failure
+
+
+def test_short_ranges_are_not_reported() -> None:
+    """Only ranges that contain a multiple of the grain are, in tokens, with the whole key."""
+    recorder = Recorder(256)
+    cache = PrefixCache(CacheConfig(num_blocks=200, block_size=16), journal=recorder)
+    with cache.open(NS, np.arange(600)) as sequence:
+        for stop in (100, 255, 256, 300, 511, 600):
+            sequence.commit(stop)
+    assert recorder.calls == [("stored", 240, 256), ("stored", 496, 592)]
+    cache.evict(4)
+    assert len(recorder.calls) == 2
+    cache.evict(2)
+    assert recorder.calls[2:] == [("removed", 496, 528)]
+    compute(cache, np.arange(600))
+    assert recorder.calls[3:] == [("stored", 496, 592)]
+    cache.clear(NS)
+    assert recorder.calls[4:] == [("cleared", 0, 0)] and not recorder.held
