@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
+from tests.model import Blocks, resident_prefixes
 from tests.policies.contract import Node, PolicyContract, Reference
 
 NS = Namespace("a", "m")
@@ -29,42 +30,6 @@ class TestLRU(PolicyContract):
     reference = LastUseEndedFirst
 
 
-class Blocks:
-    """Blocks by their prefix, each with when its last use ended: what an LRU of single blocks would hold."""
-
-    def __init__(self) -> None:
-        self.ended: dict[tuple[int, ...], int] = {}
-        self.used: list[tuple[int, ...]] = []
-        self.now = 0
-
-    def use(self, prefixes: list[tuple[int, ...]]) -> None:
-        """A use of a path ended."""
-        self.now += 1
-        for prefix in prefixes:
-            self.ended[prefix] = self.now
-
-    def evict(self, num_blocks: int, block_size: int) -> None:
-        """The oldest block that is no other's parent, the deepest of a path first."""
-        for _ in range(min(num_blocks, len(self.ended))):
-            parents = {prefix[:-block_size] for prefix in self.ended}
-            leaves = [prefix for prefix in self.ended if prefix not in parents]
-            del self.ended[min(leaves, key=lambda prefix: self.ended[prefix])]
-
-
-def _resident(cache: PrefixCache) -> set[tuple[int, ...]]:
-    found = set()
-    for tree in cache.snapshot().trees:
-        keys: list[bytes] = []
-        for node in tree.nodes:
-            above = keys[node.parent] if node.parent is not None else b""
-            keys.append(above + node.label)
-            size = len(node.label) // (len(node.block_ids) // 4)
-            for stop in range(len(above) + size, len(keys[-1]) + 1, size):
-                key = keys[-1][:stop]
-                found.add(tuple(int.from_bytes(key[at : at + 4], "little") for at in range(0, stop, 4)))
-    return found
-
-
 @settings(max_examples=200)
 @given(requests, st.sampled_from([1, 2, 3]), st.integers(8, 20))
 def test_a_cache_evicts_as_an_lru_of_blocks(
@@ -72,7 +37,7 @@ def test_a_cache_evicts_as_an_lru_of_blocks(
 ) -> None:
     """Requests one after the other, evictions between them: always the same blocks as the slow model's."""
     cache = PrefixCache(CacheConfig(num_blocks, block_size))
-    model = Blocks()
+    model = Blocks(block_size)
     for num_evicted, ids in lives:
         whole = [tuple(ids[:stop]) for stop in range(block_size, len(ids) + 1, block_size)]
         cached = 0
@@ -82,15 +47,15 @@ def test_a_cache_evicts_as_an_lru_of_blocks(
         if needed > num_blocks - cached:
             continue
         model.use(whole[:cached])
-        model.evict(needed - (num_blocks - len(model.ended)), block_size)
+        model.evict(needed - (num_blocks - len(model.ended)))
         with cache.open(NS, ids) as sequence:
             assert sequence.num_cached_tokens == cached * block_size
             sequence.commit(len(ids))
         model.use(whole)
-        assert _resident(cache) == set(model.ended)
+        assert resident_prefixes(cache) == set(model.ended)
         assert cache.evict(num_evicted) == min(num_evicted, len(model.ended))
-        model.evict(num_evicted, block_size)
-        assert _resident(cache) == set(model.ended)
+        model.evict(num_evicted)
+        assert resident_prefixes(cache) == set(model.ended)
     audit.check(cache)
 
 
