@@ -2,6 +2,7 @@
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
 #   make test PYTEST="tests/core -q"   what pytest is told
+#   make fuzz SECONDS=600              how long each fuzz driver goes on
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) that .venv is made of
 #   make … VENV=/path/to/venv          another place than .venv
 
@@ -9,15 +10,17 @@ VENV   ?= .venv
 PYTHON ?=
 ARGS   ?=
 PYTEST ?=
+SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format clean
+.PHONY: help run test fuzz lint format clean
 MAKEFLAGS += --no-print-directory
 
 help:
 	@printf '%s\n' \
 	  'make run      set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
 	  'make test     set up, and run the whole test suite (PYTEST="…" for options)' \
+	  'make fuzz     set up, and let each fuzz driver go on for SECONDS=60' \
 	  'make lint     ruff, mypy --strict, import contracts' \
 	  'make format   let ruff format and mend what it can' \
 	  'make clean    remove .venv, caches and builds'
@@ -27,6 +30,9 @@ run: $(VENV)/.installed-all
 
 test: $(VENV)/.installed-dev
 	@exec $(VENV)/bin/python -m pytest $(PYTEST)
+
+fuzz: $(VENV)/.installed-dev
+	@for driver in fuzz/*.py; do $(VENV)/bin/python $$driver --seconds $(SECONDS) || exit 1; done
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet .
