@@ -142,7 +142,10 @@ def _first_bad_item(ids: list[Any] | tuple[Any, ...]) -> TokenError:
 
 
 def _bad_item(index: int, item: object) -> TokenError:
-    shown = repr(item)
+    if isinstance(item, int) and item.bit_length() > 128:  # Python won't print the longest ones
+        shown = f"a {'negative ' if item < 0 else ''}integer of {item.bit_length()} bits"
+    else:
+        shown = repr(item)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return TokenError(
         f"token id at index {index} is {shown}: allowed are integers from 0 to {_MAX_ID}", index
