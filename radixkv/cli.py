@@ -109,15 +109,28 @@ def serve(context: click.Context, /, **values: str | None) -> None:
         for setting in given
         if context.get_parameter_source(setting.replace("-", "_")) is ParameterSource.ENVIRONMENT
     }
-    settings = ServeSettings.parse(given, names)
+    with _called_as_given(names):
+        settings = ServeSettings.parse(given, names)
 
-    from radixkv.service.banner import banner
-    from radixkv.service.server import run
+        from radixkv.service.banner import banner
+        from radixkv.service.server import run
 
-    def on_ready(service: Service, url: str) -> None:
-        click.echo(banner(settings, service, url))
+        def on_ready(service: Service, url: str) -> None:
+            click.echo(banner(settings, service, url))
 
-    run(settings, __version__, on_ready)
+        run(settings, __version__, on_ready)
+
+
+@contextmanager
+def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of what a setting ends up in (``num_blocks``) call it what its user called it (``--num-blocks``)."""
+    try:
+        yield
+    except ConfigError as error:
+        setting = "model" if error.setting == "tokenizer" else error.setting.replace("_", "-")
+        if setting not in _SERVE_OPTIONS:
+            raise
+        raise ConfigError(names.get(setting, f"--{setting}"), error.value, error.allowed) from error
 
 
 # talking to a service -------------------------------------------------------------------------------------------------

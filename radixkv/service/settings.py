@@ -153,7 +153,7 @@ class _Reader:
         if text is None:
             return None
         path = Path(text)
-        if not text or not (path.is_dir() if directory else path.is_file()):
+        if not text or not path.exists() or path.is_dir() != directory:
             raise self.refuse(setting, "an existing directory" if directory else "an existing file")
         return path
 

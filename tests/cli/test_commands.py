@@ -65,6 +65,7 @@ def test_version() -> None:
         (["serve", "--host", "0.0.0.0"], ["--keys", "not set", "0.0.0.0"]),
         (["serve", "--redis", "redis://127.0.0.1:1"], ["--fleet-secret", "not set"]),
         (["serve", "--model", "/nowhere"], ["--model", "'/nowhere'", "directory"]),
+        (["serve", "--num-blocks", "2000000000"], ["--num-blocks", "2000000000", "memory"]),
         (["serve", "--colour", "red"], ["--colour"]),
         (["server"], ["server"]),
         (["warm"], ["FILE"]),
