@@ -1,4 +1,10 @@
-"""``create_app``: the service as a Starlette application, and the table of its endpoints."""
+"""``create_app``: the service as a Starlette application, and the table of its endpoints.
+
+Who may call what: prompts and caches are for tenants' keys (the operator owns no namespace and gets 403), counts
+and replicas for either (a tenant sees its own), ``/metrics`` for the operator (a tenant gets 403); health and
+the interface's description need no key; ``/internal/warm`` takes only requests that the fleet's secret signed.
+What a tenant may not know of answers 404, byte for byte like what doesn't exist.
+"""
 
 from __future__ import annotations
 
