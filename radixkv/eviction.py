@@ -140,19 +140,21 @@ class Evictor:
         return freed
 
     def _evict_from(self, tenant: TenantState, num_blocks: int) -> int:
-        freed = 0
-        while freed < num_blocks:
-            node = tenant.policy.victim()
+        policy, left = tenant.policy, num_blocks
+        while left:
+            node = policy.victim()
             if not isinstance(node, Node) or node.children or node.uses:
                 raise IntegrityError(
-                    f"policy {type(tenant.policy).__name__} named a victim that is no evictable leaf"
+                    f"policy {type(policy).__name__} named a victim that is no evictable leaf"
                 )
-            size = min(node.num_blocks, num_blocks - freed)
-            tenant.policy.trimmed(node, size)
-            tenant.evicted_blocks += size
+            size = len(node.block_ids) // ID_BYTES
+            if size > left:
+                size = left
+            policy.trimmed(node, size)
             self._remove(node, size)
-            freed += size
-        return freed
+            left -= size
+        tenant.evicted_blocks += num_blocks
+        return num_blocks
 
     def reclaim(self, node: Node) -> None:
         """Free a node of a cleared tree, and its ancestors as far as nothing else holds them."""
@@ -169,12 +171,13 @@ class Evictor:
         tenant = tree.tenant
         if self._journal is not None and not tree.detached:
             self._report_removed(tree, node, num_blocks)
-        if num_blocks == node.num_blocks:
+        if num_blocks * ID_BYTES == len(node.block_ids):
             tenant.policy.removed(node)
         self._pool.give(tree.trim(node, num_blocks))
         tenant.evictable_blocks -= num_blocks
         tenant.used_blocks -= num_blocks
-        tenant.drop_if_empty(tree)
+        if not tree.root.children:
+            tenant.drop_if_empty(tree)
 
     # --- journal
 

@@ -114,7 +114,8 @@ def _tree_snapshot(index: int, tree: NamespaceTree, where: dict[Node, NodeIndex]
         assert node.parent is not None
         parent = where.get(node.parent, (index, -1))[1]
         where[node] = (index, len(nodes))
-        nodes.append(NodeSnapshot(parent, node.label, node.block_ids, node.depth, node.uses, child_key))
+        label = node.label[: node.num_blocks * tree.block_bytes]
+        nodes.append(NodeSnapshot(parent, label, node.block_ids, node.depth, node.uses, child_key))
         pending.extend(node.children.items())
     return TreeSnapshot(tree.namespace, tree.detached, tree.num_blocks, tree.root.uses, tuple(nodes))
 

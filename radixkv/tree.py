@@ -8,15 +8,17 @@ Python work of a walk is per node on the path and never per block or token.
                                         └──"[1024 … 1600)"──▶ another one
 
 Invariants
-- ``len(label) == block_bytes × blocks`` and ``len(block_ids) == 4 × blocks``, at least one block, except for
+- ``len(block_ids) == 4 × blocks`` and ``len(label) == block_bytes × blocks``, at least one block, except for
   the root, which has none; ``depth`` is the number of blocks from the root to the *end* of the node.
+- A trimmed leaf's label may be longer, up to twice, until a walk comes by: evicting a few blocks then
+  copies no label.
 - Siblings differ in their first block; ``children`` is keyed by it.
 - ``uses`` = leases that end here + children with ``uses`` > 0. So one lease touches one node and protects
   all its ancestors, and only the change 0 ↔ 1 travels upward.
 - A split keeps the *lower* half's identity: whoever holds the node still ends where it ended.
 
-Labels are at most ``MAX_LABEL_BYTES`` (or one block): so a split, a growth or a trim, which re-slice the
-label, cost a bounded copy however long the prompt is.
+Labels are at most ``MAX_LABEL_BYTES`` (or one block): so a split or a growth, which re-slice the label, cost
+a bounded copy however long the prompt is.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ class Node:
         """Blocks of this node alone."""
         return len(self.block_ids) // ID_BYTES
 
+    def cut_label(self, size: int) -> bytes:
+        """Drop what trims left of the label after ``size`` bytes; returns the label."""
+        self.label = label = self.label[:size]
+        return label
+
 
 class Walk(NamedTuple):
     """Where a key leads: whole nodes ``path``, then ``common`` bytes (whole blocks) into ``child``.
@@ -91,10 +98,11 @@ _new_walk = tuple.__new__  # a third of the cost of calling the class
 class RadixTree:
     """The tree of one namespace, over blocks of ``block_bytes`` key bytes."""
 
-    __slots__ = ("block_bytes", "num_blocks", "num_nodes", "root")
+    __slots__ = ("_key_bytes_per_id_byte", "block_bytes", "num_blocks", "num_nodes", "root")
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
+        self._key_bytes_per_id_byte = block_bytes // ID_BYTES
         self.num_blocks = 0
         self.num_nodes = 0
         self.root = Node(self, None, b"", b"", 0)
@@ -105,7 +113,7 @@ class RadixTree:
         ``at`` is a position in the key, in bytes, that the end of ``node`` stands for; a ``stop`` inside a block
         is rounded down. O(nodes on the path), each one dict lookup and one memcmp.
         """
-        step = self.block_bytes
+        step, scale = self.block_bytes, self._key_bytes_per_id_byte
         stop -= (stop - at) % step
         if node is None:
             node = self.root
@@ -114,8 +122,10 @@ class RadixTree:
             child = node.children.get(key[at : at + step])
             if child is None:
                 break
-            label = child.label
-            end = at + len(label)
+            label, size = child.label, len(child.block_ids) * scale
+            if len(label) != size:
+                label = child.cut_label(size)
+            end = at + size
             if end > stop or not key.startswith(label, at):
                 return _new_walk(Walk, (node, path, at, child, self._common(label, key, at, stop)))
             path.append(child)
@@ -190,19 +200,21 @@ class RadixTree:
     def trim(self, leaf: Node, num_blocks: int) -> bytes:
         """Cut the last ``num_blocks`` off an unused leaf; a leaf with nothing left leaves the tree.
 
-        Returns the packed ids that were cut off. O(label).
+        Returns the packed ids that were cut off. O(blocks of the leaf) bytes copied, amortised.
         """
-        assert not leaf.children and not leaf.uses and 0 < num_blocks <= leaf.num_blocks
-        keep = (leaf.num_blocks - num_blocks) * ID_BYTES
-        freed = leaf.block_ids[keep:]
-        if keep:
-            leaf.block_ids = leaf.block_ids[:keep]
-            leaf.label = leaf.label[: keep // ID_BYTES * self.block_bytes]
-            leaf.depth -= num_blocks
-        else:
-            self._unlink(leaf)
+        ids = leaf.block_ids
+        keep = len(ids) - num_blocks * ID_BYTES
+        assert keep >= 0 and num_blocks > 0 and not leaf.children and not leaf.uses
         self.num_blocks -= num_blocks
-        return freed
+        if not keep:
+            self._unlink(leaf)
+            return ids
+        leaf.block_ids = ids[:keep]
+        leaf.depth -= num_blocks
+        size = keep * self._key_bytes_per_id_byte
+        if len(leaf.label) > 2 * size:
+            leaf.cut_label(size)
+        return ids[keep:]
 
     def _unlink(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -224,12 +236,13 @@ class RadixTree:
 
     def key_of(self, node: Node) -> bytes:
         """The whole key from the root to the node's end. O(bytes)."""
+        size = node.depth * self.block_bytes
         labels: list[bytes] = []
         at: Node | None = node
         while at is not None:
             labels.append(at.label)
             at = at.parent
-        return b"".join(reversed(labels))
+        return b"".join(reversed(labels))[:size]
 
     def nodes(self) -> list[Node]:
         """All nodes except the root, parents before children. O(nodes)."""
