@@ -14,6 +14,7 @@ from radixkv.errors import IntegrityError
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.worker import Work
 from tests.service.running import Running, service_in_thread
+from tests.tokenizer.kinds import train_byte_level
 
 
 def test_it_is_well_and_ready(live: Running) -> None:
@@ -130,14 +131,17 @@ def test_every_status_that_is_answered_is_described(live: Running, text: str) ->
         assert answer.headers["content-type"].partition(";")[0] in content
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A local model as transformers saves it, with the shipped tokenizer beside it."""
+@pytest.fixture(scope="module", params=["tokenizer.model", "tokenizer.json"])
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local model as transformers saves it, with a tokenizer of either kind beside it."""
     folder = tmp_path_factory.mktemp("models") / "small-llama"
     model = demo_model(seed=5, num_layers=2, hidden_size=64, intermediate_size=128, max_model_len=1024)
     model.save_pretrained(folder)
-    shipped = Path(radixkv.__file__).parent / "tokenizer" / "radixkv-8k.model"
-    (folder / "tokenizer.model").write_bytes(shipped.read_bytes())
+    if request.param == "tokenizer.json":
+        train_byte_level().save(str(folder / "tokenizer.json"))
+    else:
+        shipped = Path(radixkv.__file__).parent / "tokenizer" / "radixkv-8k.model"
+        (folder / "tokenizer.model").write_bytes(shipped.read_bytes())
     return folder
 
 
@@ -149,6 +153,8 @@ def test_a_local_directory_is_served(model_folder: Path, text: str) -> None:
         ).json()
         assert reply["model"] == "small-llama"
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == warmed["tokens"] > 0
+        chat = {"messages": [{"role": "user", "content": text}]}
+        assert live.acme.post("/v1/warm", json=chat).json()["tokens"] > 0
         long = live.acme.post("/v1/completions", json={"prompt": [5] * 1020, "max_tokens": 5})
         assert long.status_code == 422 and "1024" in long.json()["error"]["allowed"]
         assert (
