@@ -60,7 +60,7 @@ NAMESPACES = (
     Namespace("a", "m", "s", ""),
 )
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float64")
-MAX_OPEN = 8
+MAX_OPEN = 6
 _NOISE = ("state.after_each_step()", "state.nothing_seen_differs()")
 MAX_PROMPT_BLOCKS = 4
 
@@ -129,11 +129,14 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.integers(0, 63),
         stored=st.booleans(),
-        block_size=st.sampled_from((2, 4, 1)),
-        num_blocks=st.sampled_from((12, 24, 8, 16, 5, 3)),
+        block_size=st.sampled_from((4, 2, 4, 2, 1)),
+        num_blocks=st.sampled_from((16, 32, 12, 24, 8, 4)),
+        first=prompts,
     )
-    def make(self, policy: int, stored: bool, block_size: int, num_blocks: int) -> None:
-        """A tiny cache, its oracle and its engine."""
+    def make(
+        self, policy: int, stored: bool, block_size: int, num_blocks: int, first: tuple[int, ...]
+    ) -> None:
+        """A tiny cache, its oracle and its engine, and a first request."""
         cls = type(self)
         layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
         name = cls.policies[policy % len(cls.policies)]
@@ -147,13 +150,32 @@ class CacheMachine(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.lent: list[int] = []
         self.counts: dict[str, Counter[str]] = {namespace.tenant: Counter() for namespace in NAMESPACES}
+        self._open(0, first, "compute")
 
     # The life of a request.
 
     @precondition(lambda self: len(self.runs) < MAX_OPEN)
-    @rule(where=_where, prompt=prompts, on_pending=st.sampled_from(("compute", "compute", "raise", "wait")))
-    def open(self, where: int, prompt: tuple[int, ...], on_pending: str) -> None:
-        """A request arrives; ``wait`` never waits here: its timeout is 0."""
+    @rule(
+        where=_where,
+        prompt=prompts,
+        on_pending=st.sampled_from(("compute", "compute", "raise", "wait")),
+        done=st.sampled_from((0, 17, 4)),
+    )
+    def open(self, where: int, prompt: tuple[int, ...], on_pending: str, done: int) -> None:
+        """A request arrives, and ``done`` tokens are computed; ``wait`` never waits here: its timeout is 0."""
+        run = self._open(where, prompt, on_pending)
+        if run is not None:
+            self._commit(run, done)
+
+    @rule(where=_where, prompt=prompts)
+    def serve(self, where: int, prompt: tuple[int, ...]) -> None:
+        """A whole request: it arrives, all is computed, it ends."""
+        run = self._open(where, prompt, "compute")
+        if run is not None:
+            self._commit(run, run.num_tokens)
+            self.release(len(self.runs) - 1)
+
+    def _open(self, where: int, prompt: tuple[int, ...], on_pending: str) -> Mirror | None:
         namespace, ids = self._place(where, prompt)
         self.clock.advance(1.0)
         match = self._matched(namespace, ids)
@@ -168,11 +190,11 @@ class CacheMachine(RuleBasedStateMachine):
             expect(
                 pending and on_pending != "compute", "PendingError, but nobody computes more than is matched"
             )
-            return
+            return None
         except OutOfBlocks as error:
             path = set(match.block_ids[: cached // self.block_size].tolist())
             self._true_refusal(error, before, self._blocks(len(ids)) - len(path), path)
-            return
+            return None
         states = chain(namespace, ids)
         self.runs.append(Mirror(sequence, namespace, list(ids), states, cached, cached))
         self.counts[namespace.tenant].update(requests=1, hit=cached, missed=len(ids) - cached)
@@ -186,19 +208,15 @@ class CacheMachine(RuleBasedStateMachine):
             np.array_equal(table[: cached // self.block_size], match.block_ids[: cached // self.block_size]),
             "the block table does not begin with the matched blocks",
         )
+        return self.runs[-1]
 
     @precondition(lambda self: self.runs)
-    @rule(which=_small, by=st.integers(1, 8))
+    @rule(which=_small, by=st.integers(0, 8))
     def compute(self, which: int, by: int) -> None:
-        """The engine computes the next tokens' KV, and nobody commits them yet."""
+        """The engine computes the next tokens' KV, and nobody commits them yet; 0 of them: waiting copies only."""
         run = self._run(which)
-        self._compute(run, min(run.num_tokens, run.num_computed + by))
-
-    @precondition(lambda self: self.engine.is_behind)
-    @rule()
-    def settle(self) -> None:
-        """An engine that owns its KV executes the copies that wait, as it does before each write."""
         self.engine.settle()
+        self._compute(run, min(run.num_tokens, run.num_computed + by))
 
     @precondition(lambda self: self.runs)
     @rule(which=_small, by=st.integers(0, 17))
@@ -231,10 +249,12 @@ class CacheMachine(RuleBasedStateMachine):
         run.num_computed = min(run.num_computed, stop)
 
     @precondition(lambda self: 0 < len(self.runs) < MAX_OPEN)
-    @rule(which=_small, num_children=st.integers(1, 3), writers=st.integers(0, 4))
-    def fork(self, which: int, num_children: int, writers: int) -> None:
+    @rule(which=_small, num_children=st.integers(1, 3), writers=st.integers(0, 4), computed=st.booleans())
+    def fork(self, which: int, num_children: int, writers: int, computed: bool) -> None:
         """Children share every block; the parent stays open. Then so many of them write."""
         run = self._run(which)
+        if computed:
+            self._compute(run, run.num_tokens)
         copied = self._copied()
         num_children = min(num_children, MAX_OPEN - len(self.runs))
         children = run.sequence.fork(num_children)
@@ -250,7 +270,24 @@ class CacheMachine(RuleBasedStateMachine):
     def reorder(self, mask: int, parents: list[int], writes: bool) -> None:
         """A beam step: inputs are consumed, some continue, perhaps several times, some not at all; then all write."""
         inputs = self._masked(mask)
-        chosen = [parent % len(inputs) for parent in parents]
+        heirs = self._reorder(inputs, [parent % len(inputs) for parent in parents])
+        if writes:
+            self._append(heirs, (0, 1))
+
+    @precondition(lambda self: 0 < len(self.runs) < MAX_OPEN)
+    @rule(which=_small, width=st.integers(2, 4), lead=st.integers(0, 3))
+    def beam(self, which: int, width: int, lead: int) -> None:
+        """One sequence becomes a beam: it grows, is computed, and has several heirs that all write and compute."""
+        run = self._run(which)
+        if lead:
+            self._extend([run], [(0,) * lead], lambda runs, ids: runs[0].sequence.extend(ids[0]))
+        self._compute(run, run.num_tokens)
+        heirs = self._reorder([run], [0] * width)
+        self._append(heirs, (1, 2))
+        for heir in heirs:
+            self._compute(heir, heir.num_tokens)
+
+    def _reorder(self, inputs: list[Mirror], chosen: list[int]) -> list[Mirror]:
         copied = self._copied()
         results = self.cache.reorder([run.sequence for run in inputs], chosen)
         expect(len(results) == len(chosen), "another number of results")
@@ -260,8 +297,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._is_consumed(run.sequence)
         self.runs.extend(heirs)
         expect(self._copied() == copied, "a reorder copied")
-        if writes:
-            self._append(heirs, (0, 1))
+        return heirs
 
     @precondition(lambda self: self.runs)
     @rule(which=_small)
@@ -275,9 +311,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Matches and leases.
 
-    @rule(where=_where, prompt=prompts)
-    def match(self, where: int, prompt: tuple[int, ...]) -> None:
-        """A lookup changes nothing; its match is kept for a lease, now or when it is stale."""
+    @rule(where=_where, prompt=prompts, opens=st.booleans())
+    def match(self, where: int, prompt: tuple[int, ...], opens: bool) -> None:
+        """A lookup changes nothing; its match is kept for a lease, now or when it is stale; a request may follow."""
         namespace, ids = self._place(where, prompt)
         before = self.cache.snapshot()
         match = self._matched(namespace, ids)
@@ -286,13 +322,23 @@ class CacheMachine(RuleBasedStateMachine):
         unleased = [held for held in self.held if held.lease is None]
         if len(unleased) > 3:
             self.held.remove(unleased[0])
+        if opens and len(self.runs) < MAX_OPEN:
+            self._open(where, prompt, "compute")
 
-    @precondition(lambda self: any(held.lease is None for held in self.held))
+    @precondition(lambda self: self.held)
     @rule(which=_small)
     def lease(self, which: int) -> None:
+        """A match that was kept is leased, or its lease is released, once."""
+        held = self.held[which % len(self.held)]
+        if held.lease is None:
+            self._lease(held)
+            return
+        self.held.remove(held)
+        held.lease.release()
+        self._refused(held.lease.release, LeaseError)
+
+    def _lease(self, held: Held) -> None:
         """A lease makes a match's block ids valid, or refuses a match that is stale."""
-        unleased = [held for held in self.held if held.lease is None]
-        held = unleased[which % len(unleased)]
         now = self.cache.match(held.namespace, held.ids[: held.match.num_tokens])
         before = self.cache.snapshot()
         try:
@@ -312,20 +358,19 @@ class CacheMachine(RuleBasedStateMachine):
         )
         held.lease = lease
 
-    @precondition(lambda self: any(held.lease is not None for held in self.held))
-    @rule(which=_small)
-    def end_lease(self, which: int) -> None:
-        """A lease is released once."""
-        leased = [held for held in self.held if held.lease is not None]
-        held = leased[which % len(leased)]
-        self.held.remove(held)
-        held.lease.release()
-        self._refused(held.lease.release, LeaseError)
-
     # What an operator or an engine does to the pool.
 
-    @rule(num_blocks=st.integers(0, 6))
-    def evict(self, num_blocks: int) -> None:
+    @rule(kind=st.integers(0, 3), num_blocks=st.integers(0, 6))
+    def pool(self, kind: int, num_blocks: int) -> None:
+        """Blocks are evicted, lent to the engine, or come back from it."""
+        if kind < 2:
+            self._evict(num_blocks)
+        elif kind == 2 and len(self.lent) < 4:
+            self._allocate(num_blocks % 4)
+        else:
+            self._free(num_blocks)
+
+    def _evict(self, num_blocks: int) -> None:
         """As many blocks as asked for, or all that no lease protects."""
         before = self.cache.snapshot()
         freed = self.cache.evict(num_blocks)
@@ -334,6 +379,24 @@ class CacheMachine(RuleBasedStateMachine):
         expect(
             len(self.cache.snapshot().free_ids) == len(before.free_ids) + freed, "evicted blocks are not free"
         )
+
+    def _allocate(self, num_blocks: int) -> None:
+        """Blocks are lent to the engine."""
+        before = self.cache.snapshot()
+        try:
+            block_ids = self.cache.allocate(num_blocks)
+        except OutOfBlocks as error:
+            self._true_refusal(error, before, num_blocks, set())
+            return
+        expect(len(block_ids) == num_blocks, "another number of blocks was lent")
+        self.lent.extend(block_ids.tolist())
+
+    def _free(self, count: int) -> None:
+        """Lent blocks come back, once."""
+        back, self.lent = self.lent[:count], self.lent[count:]
+        self.cache.free(back)
+        if back:
+            self._refused(lambda: self.cache.free(back), ArgumentError)
 
     @rule(where=_where)
     def clear(self, where: int) -> None:
@@ -345,27 +408,6 @@ class CacheMachine(RuleBasedStateMachine):
             run.forgotten |= run.namespace == namespace
         for prompt in ((0,) * 8, (1,) * 8):
             expect(self.cache.match(namespace, prompt).num_tokens == 0, "a cleared namespace matches")
-
-    @precondition(lambda self: len(self.lent) < 4)
-    @rule(num_blocks=st.integers(0, 3))
-    def allocate(self, num_blocks: int) -> None:
-        """Blocks are lent to the engine."""
-        before = self.cache.snapshot()
-        try:
-            block_ids = self.cache.allocate(num_blocks)
-        except OutOfBlocks as error:
-            self._true_refusal(error, before, num_blocks, set())
-            return
-        expect(len(block_ids) == num_blocks, "another number of blocks was lent")
-        self.lent.extend(block_ids.tolist())
-
-    @precondition(lambda self: self.lent)
-    @rule(count=st.integers(1, 4))
-    def free(self, count: int) -> None:
-        """Lent blocks come back, once."""
-        back, self.lent = self.lent[:count], self.lent[count:]
-        self.cache.free(back)
-        self._refused(lambda: self.cache.free(back), ArgumentError)
 
     @rule(where=_where, prompt=prompts)
     def insert(self, where: int, prompt: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ from radixkv.namespaces import TenantState
 from radixkv.plan import WaitingCopies
 from radixkv.tree import RadixTree
 
-EXAMPLES = 300
+EXAMPLES = 400
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -271,11 +271,11 @@ BUGS = {
     "lease kept": Bug(lease_kept, "leases"),
     "whole prompt cached": Bug(whole_prompt_cached, "cached"),
     "compared by the first block": Bug(compared_by_first_id, "never committed|nobody computes"),
-    "cleared still matches": Bug(cleared_still_matches, ""),
+    "cleared still matches": Bug(cleared_still_matches, "cleared|never committed"),
     "append half done": Bug(append_half_done, "changed by a call|but the facts"),
     "truncate keeps blocks": Bug(truncate_keeps_blocks, "tables|blocks"),
-    "shared run adopted": Bug(shared_run_adopted, ""),
-    "stale match leased": Bug(stale_match_leased, ""),
+    "shared run adopted": Bug(shared_run_adopted, "tables|reference-counts|wrong KV"),
+    "stale match leased": Bug(stale_match_leased, "other blocks than its match|wrong KV"),
 }
 
 
