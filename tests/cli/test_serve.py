@@ -26,6 +26,14 @@ def test_the_banner_is_honest(demo: Process) -> None:
     assert all(key in banner for key in ("demo-acme", "demo-globex", "demo-operator"))
 
 
+def test_the_readme_shows_what_is_printed(demo: Process) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    printed = demo.output.replace(demo.url, "http://127.0.0.1:8400").split("\nCtrl-C")[0].splitlines()
+    drawn_anew = [line for line in printed if line.startswith("  replica ")]
+    missing = [line for line in printed if line not in readme.splitlines()]
+    assert missing == drawn_anew and len(drawn_anew) == 1
+
+
 def test_the_curl_lines_work_as_they_are_printed(demo: Process, tmp_path: Path) -> None:
     lines = [line for line in demo.output.splitlines() if line.startswith("curl ")]
     assert len(lines) == 3
