@@ -41,7 +41,7 @@ from radixkv.namespaces import Namespace
 from radixkv.plan import StepPlan
 from radixkv.sequence import Sequence
 from radixkv.storage.layout import KVLayout
-from radixkv.types import CacheStats, Journal, RequestHints, TenantStats
+from radixkv.types import CacheStats, Journal, TenantStats
 
 if TYPE_CHECKING:
     from radixkv import audit as audit
@@ -69,7 +69,6 @@ __all__ = [
     "PrefixCache",
     "QuotaExceeded",
     "RadixKVError",
-    "RequestHints",
     "Sequence",
     "StaleEpoch",
     "StaleGeneration",

@@ -40,7 +40,7 @@ from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.sequence import Run, Sequence
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
 from radixkv.tree import Node, Walk
-from radixkv.types import ID_BYTES, BlockIds, CacheStats, Journal, RequestHints, Snapshot, TenantStats
+from radixkv.types import ID_BYTES, BlockIds, CacheStats, Journal, Snapshot, TenantStats
 from radixkv_policies import POLICIES
 
 if TYPE_CHECKING:
@@ -224,7 +224,6 @@ class PrefixCache:
         *,
         on_pending: OnPending = "compute",
         timeout_s: float | None = None,
-        hints: RequestHints | None = None,
     ) -> Sequence:
         """Match, lease, and allocate the rest: a sequence with a block for every token of ``ids``.
 

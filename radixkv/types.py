@@ -1,9 +1,8 @@
-"""What the cache hands out and what it talks to: counts, snapshots, hints, the journal."""
+"""What the cache hands out and what it talks to: counts, snapshots, the journal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -60,13 +59,6 @@ class TenantStats:
     hit_tokens: int
     missed_tokens: int
     evicted_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class RequestHints:
-    """What a request tells the eviction policy. ``labels`` are free: session, turn, a pending tool call."""
-
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Journal(Protocol):
