@@ -640,7 +640,7 @@ class CacheMachine(RuleBasedStateMachine):
         call: Callable[[list[Mirror], list[tuple[int, ...]]], object],
     ) -> None:
         before = self.cache.snapshot()
-        copies = self._expected_copies(runs, before)
+        copies = self._expected_copies([run for run, more in zip(runs, ids, strict=True) if more], before)
         new = sum(
             self._blocks(run.num_tokens + len(more)) - self._blocks(run.num_tokens)
             for run, more in zip(runs, ids, strict=True)
@@ -658,7 +658,8 @@ class CacheMachine(RuleBasedStateMachine):
             state = run.states[-1] if run.states else None
             run.states.extend(chain(run.namespace, more, state))
             run.ids.extend(more)
-            self._owns_tail(run)
+            if more:
+                self._owns_tail(run)
 
     def _expected_copies(self, runs: list[Mirror], snapshot: Any) -> int:
         """Σ over shared partial tails written in: writers − 1 if every owner writes, otherwise writers."""

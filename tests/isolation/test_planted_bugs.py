@@ -249,8 +249,10 @@ def stale_match_leased(patch: pytest.MonkeyPatch) -> None:
 
 
 BUGS = {
-    "tenant left out of the lookup": Bug(tenant_left_out, "never committed|nobody computes"),
-    "tenant left out, oracle alone": Bug(tenant_left_out, "never committed|nobody computes", OracleAlone),
+    "tenant left out of the lookup": Bug(tenant_left_out, "never committed|nobody computes|forgotten"),
+    "tenant left out, oracle alone": Bug(
+        tenant_left_out, "never committed|nobody computes|forgotten", OracleAlone
+    ),
     "tenant left out, two runs": Bug(tenant_left_out, "A observes|counts|namespace", properties.TwoRuns),
     "copy skipped": Bug(copy_skipped, "wrong KV|copies"),
     "copy skipped, oracle alone": Bug(copy_skipped, "wrong KV|copies", OracleAlone),
@@ -258,11 +260,11 @@ BUGS = {
     "commit before compute": Bug(committed_when_opened, "committed"),
     "commit before compute, oracle alone": Bug(
         committed_when_opened,
-        "never committed|nobody computes",
+        "never committed|nobody computes|forgotten",
         OracleAlone,
     ),
     "commit rounds up": Bug(commit_rounds_up, "committed"),
-    "unframed namespace": Bug(unframed_namespace, "never committed|nobody computes"),
+    "unframed namespace": Bug(unframed_namespace, "never committed|nobody computes|forgotten"),
     "one row short": Bug(one_row_short, "wrong KV"),
     "lease stops at its node": Bug(lease_stops_at_its_node, "leases"),
     "split forgets uses": Bug(split_forgets_uses, "leases|KeyError"),
@@ -270,7 +272,7 @@ BUGS = {
     "never freed": Bug(never_freed, "conservation"),
     "lease kept": Bug(lease_kept, "leases"),
     "whole prompt cached": Bug(whole_prompt_cached, "cached"),
-    "compared by the first block": Bug(compared_by_first_id, "never committed|nobody computes"),
+    "compared by the first block": Bug(compared_by_first_id, "never committed|nobody computes|forgotten"),
     "cleared still matches": Bug(cleared_still_matches, "cleared|never committed"),
     "append half done": Bug(append_half_done, "changed by a call|but the facts"),
     "truncate keeps blocks": Bug(truncate_keeps_blocks, "tables|blocks"),
