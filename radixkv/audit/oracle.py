@@ -97,8 +97,8 @@ class Oracle:
 class Engine:
     """A deterministic engine over a cache's blocks, ``rows[block, key or value, row]``.
 
-    With a layout it writes through the cache's own storage (float64, one layer, one head, head size 1), where
-    the cache executes its copies. Without one it owns the rows and executes ``flush()`` before it touches
+    With a layout it writes through the cache's own storage (float64, one layer, one head, head size 1, on the
+    CPU), where the cache executes its copies. Without one it owns the rows and executes ``flush()`` before it touches
     them, last copy first: copies of a plan don't depend on each other, and this holds them to it.
     """
 

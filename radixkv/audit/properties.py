@@ -1023,6 +1023,7 @@ def _settings(max_examples: int, steps: int, shrink: bool) -> settings:
         stateful_step_count=steps,
         deadline=None,
         database=None,
+        derandomize=False,
         print_blob=False,
         report_multiple_bugs=False,
         verbosity=Verbosity.normal,

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from typing import ClassVar
 
 import pytest
 
@@ -45,3 +47,55 @@ def test_progress_is_told() -> None:
     told: list[int] = []
     report = properties.run(PrefixCache, 10, 5, with_storage=[False], progress=told.append)
     assert told == list(range(1, report.examples + 1)) and len(told) >= 10
+
+
+class Reached(properties.CacheMachine):
+    """The machine, counting what its lives came to."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def laws(self) -> None:
+        """The laws, and what there is to see."""
+        super().laws()
+        stats, snapshot = self.cache.stats(), self.cache.snapshot()
+        self.seen.update(
+            {
+                "several tenants": stats.num_tenants > 1 and stats.resident_blocks > 1,
+                "hits": stats.hit_tokens > 0,
+                "evictions": stats.evicted_blocks > 0,
+                "copies": stats.copied_blocks > 1,
+                "full": stats.free_blocks == 0,
+                "quarantine": stats.quarantined_blocks > 0,
+                "lent": stats.lent_blocks > 0,
+                "leases": len(snapshot.leases) > 0,
+                "shared runs": any(run.owners > 1 for run in snapshot.runs),
+                "runs that the tree took": any(run.node is not None for run in snapshot.runs),
+                "branches": any(
+                    count > 1
+                    for tree in snapshot.trees
+                    for count in Counter(
+                        node.parent for node in tree.nodes if node.parent is not None
+                    ).values()
+                ),
+                "copies that wait": self.engine.is_behind,
+                "waiting plans hold blocks": len(snapshot.lent_ids) > stats.lent_blocks,
+                "committed and private": any(
+                    run.num_committed >= self.block_size and not run.forgotten and self._is_private(run)
+                    for run in self.runs
+                ),
+            }
+        )
+
+    def _is_private(self, run: properties.Mirror) -> bool:
+        """Whether its first block was computed twice: the tree's is another one."""
+        first = self.cache.match(run.namespace, run.ids[: self.block_size]).block_ids
+        return len(first) > 0 and first[0] != run.sequence.block_table[0]
+
+
+def test_lives_come_to_something() -> None:
+    """Within 200 lives everything that can go wrong had its chance."""
+    Reached.seen = Counter()
+    report = properties.run(PrefixCache, 200, 50, machine=Reached)
+    assert report.ok, report.failure
+    rare = {what: count for what, count in Reached.seen.items() if count < 10}
+    assert not rare, Reached.seen
