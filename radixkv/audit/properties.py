@@ -101,6 +101,8 @@ class Mirror:
     states: list[int]
     num_committed: int
     num_computed: int
+    num_prompt: int = 0
+    """Tokens that it was opened with and still has: what others may wait for."""
     forgotten: bool = False
     """Its namespace was cleared while it ran: what it commits isn't served any more."""
 
@@ -195,8 +197,12 @@ class CacheMachine(RuleBasedStateMachine):
             path = set(match.block_ids[: cached // self.block_size].tolist())
             self._true_refusal(error, before, self._blocks(len(ids)) - len(path), path)
             return None
+        expect(
+            on_pending == "compute" or not self._is_pending(namespace, ids, cached, certainly=True),
+            f"on_pending={on_pending!r} opened what another one computes",
+        )
         states = chain(namespace, ids)
-        self.runs.append(Mirror(sequence, namespace, list(ids), states, cached, cached))
+        self.runs.append(Mirror(sequence, namespace, list(ids), states, cached, cached, len(ids)))
         self.counts[namespace.tenant].update(requests=1, hit=cached, missed=len(ids) - cached)
         expect(
             sequence.num_cached_tokens == cached,
@@ -247,6 +253,7 @@ class CacheMachine(RuleBasedStateMachine):
         run.sequence.truncate(stop)
         del run.ids[stop:], run.states[stop:]
         run.num_computed = min(run.num_computed, stop)
+        run.num_prompt = min(run.num_prompt, stop)
 
     @precondition(lambda self: 0 < len(self.runs) < MAX_OPEN)
     @rule(which=_small, num_children=st.integers(1, 3), writers=st.integers(0, 4), computed=st.booleans())
@@ -612,8 +619,13 @@ class CacheMachine(RuleBasedStateMachine):
         run.num_committed = stop
         expect(np.array_equal(before, run.sequence.block_table), "commit changed a block table")
 
-    def _is_pending(self, namespace: Namespace, ids: Sequence[int], cached: int) -> bool:
-        """Whether a running sequence will commit a block of ``ids`` beyond those that are cached."""
+    def _is_pending(
+        self, namespace: Namespace, ids: Sequence[int], cached: int, *, certainly: bool = False
+    ) -> bool:
+        """Whether a running sequence will commit a block of ``ids`` beyond those that are cached.
+
+        ``certainly``: as the next block of its own prompt. An heir's is left open, and who is further behind.
+        """
         stop = cached + self.block_size
         if stop > (len(ids) - 1) // self.block_size * self.block_size:
             return False
@@ -623,6 +635,7 @@ class CacheMachine(RuleBasedStateMachine):
             and not run.forgotten
             and run.ids[:stop] == head
             and run.num_committed < stop
+            and (not certainly or (cached <= run.num_committed and stop <= run.num_prompt))
             for run in self.runs
         )
 
@@ -690,6 +703,7 @@ class CacheMachine(RuleBasedStateMachine):
             list(run.states),
             run.num_committed,
             run.num_computed,
+            0,
             run.forgotten,
         )
 

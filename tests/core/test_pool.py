@@ -245,3 +245,14 @@ def test_evict_exactly() -> None:
     assert cache.stats().evicted_blocks == 8
     assert cache.evict(1_000_000) == 2
     audit.check(cache)
+
+
+def test_insert_of_free_blocks() -> None:
+    """An engine that owns the memory may fill blocks that nobody was lent; no other's become resident."""
+    cache = make_cache(6)
+    compute(cache, range(4))
+    free = cache.snapshot().free_ids[:2]
+    assert cache.insert(NS, range(8), free) == 4
+    assert cache.match(NS, range(8)).block_ids[1] == free[1]
+    assert cache.stats().free_blocks == 4 and free[0] in cache.snapshot().free_ids
+    audit.check(cache)
