@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from radixkv import PrefixCache
+from radixkv import PrefixCache, cache, sequence, tree
 from radixkv.audit import properties
 
 EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "2000"))
@@ -34,6 +34,21 @@ def test_nothing_is_found(part: int) -> None:
     )
     assert report.ok, report.failure
     assert report.examples >= EXAMPLES // PARTS
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("label_bytes, grown_bytes", [(16, 24), (8, 0)])
+def test_nothing_is_found_at_the_limits(
+    label_bytes: int, grown_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With limits so small that tiny caches meet them: labels of several nodes, slices of one, folded tails."""
+    monkeypatch.setattr(tree, "MAX_LABEL_BYTES", label_bytes)
+    monkeypatch.setattr(tree, "MAX_GROWN_LABEL_BYTES", grown_bytes)
+    monkeypatch.setattr(sequence, "MAX_COPIED_TAIL_BYTES", 8)
+    monkeypatch.setattr(cache, "SLICE_NODES", 1)
+    monkeypatch.setattr(cache, "SLICE_BLOCKS", 1)
+    report = properties.run(PrefixCache, max(EXAMPLES // 10, 20), 50, seed=SEED)
+    assert report.ok, report.failure
 
 
 def test_same_arguments_do_the_same() -> None:

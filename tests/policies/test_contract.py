@@ -1,0 +1,80 @@
+"""The contract itself: policies that break a promise fail it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, find, settings
+
+from radixkv.clock import ManualClock
+from radixkv_policies import LFU, LRU, Policy
+from tests.policies.contract import Life, Reference, lives
+from tests.policies.test_lfu import LowestPriorityFirst
+from tests.policies.test_lru import LastUseEndedFirst
+
+
+class Newest(LRU):
+    """Evicts what was used last: a parent before its child."""
+
+    def victim(self) -> Any:
+        """The youngest."""
+        return next(reversed(self._order), None)
+
+
+class Forgetful(LRU):
+    """Loses the upper half of a node that is split while evictable."""
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """Says nothing of it."""
+
+
+class Restless(LRU):
+    """Asking for a victim makes it the youngest."""
+
+    def victim(self) -> Any:
+        """The oldest, once."""
+        oldest = super().victim()
+        if oldest is not None:
+            self._order.move_to_end(oldest)
+        return oldest
+
+
+class Ageless(LFU):
+    """Never ages."""
+
+    def trimmed(self, node: Any, num_blocks: int) -> None:
+        """Learns nothing from it."""
+
+
+@pytest.mark.parametrize(
+    "broken, reference",
+    [
+        (Newest, None),
+        (Forgetful, None),
+        (Restless, None),
+        (Ageless, LowestPriorityFirst),
+        (LFU, LastUseEndedFirst),
+        (LRU, LowestPriorityFirst),
+    ],
+)
+def test_a_broken_policy_is_found(broken: type[Policy], reference: Callable[[], Reference] | None) -> None:
+    """Some life shows it."""
+
+    def breaks(ops: list[Any]) -> bool:
+        life = Life(broken(64, ManualClock(), 0), reference() if reference else None)
+        try:
+            for op in ops:
+                life.step(op)
+            life.end_all()
+        except (AssertionError, KeyError):
+            return True
+        return False
+
+    found = find(
+        lives,
+        breaks,
+        settings=settings(max_examples=5_000, phases=[Phase.generate], database=None, derandomize=True),
+    )
+    assert breaks(found)
