@@ -25,6 +25,26 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _COUNTERS = frozenset({"requests", "hit_tokens", "missed_tokens", "evicted_blocks", "copied_blocks"})
 """Counts of the cache that only grow; all others are levels."""
 
+_TEXTS = {
+    "num_blocks": "Capacity, in blocks",
+    "free_blocks": "Blocks that nobody owns",
+    "resident_blocks": "Blocks owned by trees and matchable",
+    "sequence_blocks": "Blocks private to running sequences",
+    "quarantined_blocks": "Blocks of cleared namespaces that running sequences still hold",
+    "lent_blocks": "Blocks lent to the engine",
+    "evictable_blocks": "Blocks owned by trees and protected by no lease",
+    "used_blocks": "Blocks owned by the tenant's trees and sequences",
+    "num_nodes": "Nodes of all trees",
+    "num_sequences": "Running sequences",
+    "num_namespaces": "Namespaces that hold something",
+    "num_tenants": "Tenants seen since the start",
+    "requests": "Sequences opened",
+    "hit_tokens": "Prompt tokens whose KV was found",
+    "missed_tokens": "Prompt tokens whose KV had to be computed",
+    "evicted_blocks": "Blocks evicted by policy",
+    "copied_blocks": "Blocks copied by copy-on-write",
+}
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -108,9 +128,8 @@ class _FleetCollector(Collector):
 
 
 def _family(full_name: str, name: str, labels: list[str], samples: list[tuple[list[str], int]]) -> Metric:
-    text = name.replace("_", " ")
     kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
-    family = kind(full_name, text, labels=labels)
+    family = kind(full_name, _TEXTS[name], labels=labels)
     for label_values, value in samples:
         family.add_metric(label_values, value)
     return family
