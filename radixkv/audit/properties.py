@@ -18,6 +18,9 @@ of the block size. A step is one call; calls that must be refused are made too. 
 - a refused call changed nothing, and a refusal for lack of room was true;
 - copies are as many as the formula says: for each shared partial tail, (writers − 1) if every owner writes,
   otherwise writers.
+
+``TwoRuns`` is the second machine (``run(…, machine=TwoRuns)``): one tenant's calls on a cache of its own and on one
+that it shares, compared call by call.
 """
 
 from __future__ import annotations
