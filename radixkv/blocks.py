@@ -29,13 +29,14 @@ def unpack(block_ids: bytes) -> BlockIds:
 class BlockPool:
     """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device."""
 
-    __slots__ = ("_free", "_named", "held", "lent", "num_blocks")
+    __slots__ = ("_free", "_named", "held", "lent", "num_blocks", "num_named_in_trees")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
         self.lent: set[int] = set()
         self._named: set[int] = set()  # in a plan that waits
+        self.num_named_in_trees = 0  # of those, blocks that an eviction might free and the plan would hold
         self.held: list[int] = []  # freed meanwhile
 
     @property
@@ -63,9 +64,11 @@ class BlockPool:
         self.held += ids[is_named].tolist()
         return ids[~is_named].tobytes()
 
-    def name_in_plan(self, *block_ids: int) -> None:
-        """A plan that waits for its engine reads or writes these blocks."""
-        self._named.update(block_ids)
+    def name_in_plan(self, source: int, target: int, *, source_in_tree: bool) -> None:
+        """A plan that waits for its engine reads ``source`` and writes ``target``."""
+        if source_in_tree and source not in self._named:
+            self.num_named_in_trees += 1
+        self._named.update((source, target))
 
     @property
     def num_named(self) -> int:
@@ -79,6 +82,7 @@ class BlockPool:
     def settle(self) -> None:
         """No plan waits any more: what was freed meanwhile is free."""
         self._named.clear()
+        self.num_named_in_trees = 0
         self._free += np.array(self.held, dtype=np.int32).tobytes()
         self.held.clear()
 

@@ -299,6 +299,8 @@ class PrefixCache:
     ) -> None:
         if on_pending not in ("raise", "wait"):
             raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
+        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):
+            raise ArgumentError("timeout_s", timeout_s, "seconds ≥ 0, or None to wait as long as it takes")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._is_pending(namespace, key):
             if on_pending == "raise":
@@ -506,6 +508,7 @@ class PrefixCache:
     def _copy_on_write(self, sequence: Sequence, fresh: bytes, rows: int) -> None:
         """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
         tail, last = _tail_of(sequence), sequence.num_blocks - 1
+        in_tree = tail.node is not None
         if tail.start < last:
             tail.split(last)
             if tail.node is not None:
@@ -518,7 +521,7 @@ class PrefixCache:
         source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
         self._copies.add(source, target, rows)
         if self._storage is None:
-            self._pool.name_in_plan(source, target)
+            self._pool.name_in_plan(source, target, source_in_tree=in_tree)
         self._num_copied_blocks += 1
         sequence._table[-ID_BYTES:] = fresh
 

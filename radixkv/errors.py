@@ -17,6 +17,7 @@
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
     ├── KernelError           a kernel was given what it can't run, or its launch failed
     └── IntegrityError        a law is broken: a bug of radixkv's, never handled, never retried
+        └── BrokenLaws        the same, found by the audit, with its report (in radixkv.audit)
 
 A miss is not an error: it is a match of length 0.
 """

@@ -107,11 +107,11 @@ class Evictor:
     def require(self, needed: int, about_to_lease: int = 0) -> None:
         """Raise OutOfBlocks unless ``needed`` blocks can be had after ``about_to_lease`` more are protected.
 
-        Blocks that a waiting plan names don't count as evictable: they would be held until ``flush``.
+        Resident blocks that a waiting plan names don't count as evictable: they would be held until ``flush``.
         """
         free = self._pool.num_free
         if needed > free:
-            evictable = max(self.evictable_blocks - about_to_lease - self._pool.num_named, 0)
+            evictable = max(self.evictable_blocks - about_to_lease - self._pool.num_named_in_trees, 0)
             if needed > free + evictable:
                 raise OutOfBlocks(needed, free, evictable)
 

@@ -254,6 +254,7 @@ class Sequence:
         twin._tail = self._tail[:]
         twin._size = self._size
         twin._num_committed = self._num_committed
+        twin._prompt_blocks = self._prompt_blocks
         twin._table = self._table[:]
         twin._run = self._run
         if twin._run is not None:

@@ -6,6 +6,7 @@ requests don't pay for them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from radixkv.blocks import BlockPool
@@ -26,6 +27,9 @@ from radixkv.types import (
 )
 
 NodeIndex = tuple[int, int | None]
+
+NOWHERE: NodeIndex = (-1, None)
+"""Where a node is that no tree reaches: only in a cache with a broken law, which the audit then names."""
 
 
 def stats_of(
@@ -84,7 +88,7 @@ def snapshot_of(
     """See PrefixCache.snapshot. Copies references to immutable bytes, not the bytes."""
     states = list(tenants.values())
     trees = [tree for state in states for tree in (*state.trees.values(), *state.detached)]
-    where: dict[Node, NodeIndex] = {}
+    where: dict[Node, NodeIndex] = defaultdict(lambda: NOWHERE)
     tree_snapshots = tuple(_tree_snapshot(index, tree, where) for index, tree in enumerate(trees))
     running = list(sequences)
     runs = _runs_of(running)
