@@ -44,12 +44,14 @@ class BlockPool:
         """Blocks that can be taken at once."""
         return len(self._free) // ID_BYTES
 
-    def take(self, num_blocks: int) -> bytes:
-        """``num_blocks`` packed ids off the free stack; the caller knows that there are as many. O(n) copy."""
-        at = len(self._free) - num_blocks * ID_BYTES
-        assert at >= 0
-        taken = bytes(self._free[at:])
-        del self._free[at:]
+    def take(self, num_blocks: int) -> bytes | None:
+        """``num_blocks`` packed ids off the free stack; None, and nothing is taken, if there are fewer. O(n) copy."""
+        free = self._free
+        at = len(free) - num_blocks * ID_BYTES
+        if at < 0:
+            return None
+        taken = bytes(free[at:])
+        del free[at:]
         return taken
 
     def give(self, block_ids: bytes | bytearray) -> None:

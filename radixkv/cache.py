@@ -39,7 +39,7 @@ from radixkv.namespaces import Namespace, NamespaceTree, TenantState
 from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.sequence import Run, Sequence
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
-from radixkv.tree import Node, Walk
+from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node, Walk
 from radixkv.types import ID_BYTES, BlockIds, CacheStats, Journal, Snapshot, TenantStats
 from radixkv_policies import POLICIES
 
@@ -250,7 +250,7 @@ class PrefixCache:
         needed = -(-num_bytes // size) - cached
         if needed > self._pool.num_free:
             self._evictor.require(needed, self._newly_protected(walk))
-        if not tree.root.uses:
+        if not tree.root.children:
             self._register_tree(tree)
         num_cached = cached * self._block_size
         sequence = Sequence(self, namespace, tree, self._lease_walk(walk, tree), key, num_cached)
@@ -334,16 +334,13 @@ class PrefixCache:
             for other in self._sequences
         )
 
-    def _wake_waiting(self) -> None:
-        if self._num_waiting:
-            self._progress.notify_all()
-
     # --- commit
 
     def commit_sequence(self, sequence: Sequence, num_tokens: int) -> None:
         """See Sequence.commit."""
         with self._lock:
-            self._require_open(sequence)
+            if not sequence._is_open:
+                self._require_open(sequence)
             low, high = sequence._num_committed, sequence._size // TOKEN_BYTES
             if type(num_tokens) is not int or not low <= num_tokens <= high:
                 num_tokens = _require_between("num_tokens", num_tokens, low, high)
@@ -351,54 +348,62 @@ class PrefixCache:
             old, new = sequence._node.depth, num_tokens // self._block_size
             if new > old:
                 self._store(sequence, old, new)
-                self._wake_waiting()
+                if self._num_waiting:
+                    self._progress.notify_all()
 
     def _store(self, sequence: Sequence, old: int, new: int) -> None:
-        """Make blocks ``[old, new)`` resident and lease their end.
+        """Make blocks ``[old, new)`` resident and move the sequence's lease to their end.
 
         ``[old, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
         """
-        tree, node, size, evictor = sequence._tree, sequence._node, self._block_bytes, self._evictor
-        key, start = sequence._base, old * size
-        stop = new * size
+        tree, node, size = sequence._tree, sequence._node, self._block_bytes
+        key, start, stop = sequence._base, old * size, new * size
         if stop > len(key):
             key, start, stop = sequence.key_between(start, stop), 0, stop - start
-        end, at = node, start
+        at, resident = start, old
         if node.children:
-            end, _, at, child, common = tree.walk(key, stop, node, start)
-            if child is not None:
-                end, at = evictor.split(child, common, tree), at + common
-            if end is not node:
-                evictor.lease(end, tree)
-                evictor.release(node, tree)
-                sequence._node = end
-        if at == stop:
-            return
-        resident = old + (at - start) // size
+            node, at = self._follow(sequence, node, key, start, stop)
+            if at == stop:
+                return
+            resident += (at - start) // size
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
-        if end is node and tree.can_grow(node, stop - at):
-            evictor.grow(node, key[at:stop], block_ids, tree)
+        length = len(node.label)
+        if node.uses == 1 and not node.children and 0 < length <= MAX_GROWN_LABEL_BYTES - (stop - at):
+            tree.grow(node, key[at:stop], block_ids)
+            tree.tenant.policy.extended(node, new - resident)
         else:
-            sequence._node = evictor.add_leased(end, key, at, stop, block_ids, tree)
+            sequence._node = self._evictor.add_leased(node, key, at, stop, block_ids, tree)
         if self._pool.num_named:
             self._pool.forget_named(block_ids)
-        self._adopt(sequence, resident, new)
-        if self._journal is not None and evictor.reports(tree, resident, new):
-            evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
+        run = sequence._run
+        if run is not None and run.start == resident and run.owners == 1:
+            run.start = new
+            del run.block_ids[: len(block_ids)]
+            if not run.block_ids:
+                sequence._run = run.parent
+        else:
+            self._adopt(sequence, resident, new)
+        if self._journal is not None and self._evictor.reports(tree, resident, new):
+            self._evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
+
+    def _follow(self, sequence: Sequence, node: Node, key: bytes, start: int, stop: int) -> tuple[Node, int]:
+        """Move the sequence's lease down along what is resident of ``key[start:stop]``; the node and position there."""
+        tree, evictor = sequence._tree, self._evictor
+        end, _, at, child, common = tree.walk(key, stop, node, start)
+        if child is not None:
+            end, at = evictor.split(child, common, tree), at + common
+        if end is not node:
+            evictor.lease(end, tree)
+            evictor.release(node, tree)
+            sequence._node = end
+        return end, at
 
     def _adopt(self, sequence: Sequence, start: int, stop: int) -> None:
         """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's runs.
 
         A run that other sequences share keeps a lease on the node instead.
         """
-        run = sequence._run
-        if run is not None and run.start == start and run.owners == 1:
-            run.start = stop
-            del run.block_ids[: (stop - start) * ID_BYTES]
-            if not run.block_ids:
-                sequence._run = run.parent
-            return
-        node = sequence._node
+        node, run = sequence._node, sequence._run
         below: Run | None = None
         shared = False
         while run is not None and run.end > start:
@@ -449,17 +454,19 @@ class PrefixCache:
         """See Sequence.extend."""
         key = encode(ids)
         with self._lock:
-            self._require_open(sequence)
+            if not sequence._is_open:
+                self._require_open(sequence)
             if key:
                 self._extend(sequence, key)
 
     def _extend(self, sequence: Sequence, key: bytes) -> None:
         """Make room for ``key`` at the end of one sequence."""
-        held, after = len(sequence._table) // ID_BYTES, sequence._size + len(key)
-        needed = -(-after // self._block_bytes) - held
-        if sequence._size % self._block_bytes and not _tail_of(sequence).is_writable:
+        size, run = self._block_bytes, sequence._run
+        if sequence._size % size and run is not None and (run.owners > 1 or run.node is not None):
             self._grow([sequence], [key])
             return
+        after = sequence._size + len(key)
+        needed = -(-after // size) - len(sequence._table) // ID_BYTES
         if needed:
             tenant = sequence._tree.tenant
             sequence.add_block(self._evictor.take(needed, tenant))
@@ -552,7 +559,8 @@ class PrefixCache:
             del sequence._table[keep * ID_BYTES :]
             sequence.cut_key(num_tokens * TOKEN_BYTES)
             sequence._prompt_blocks = min(sequence._prompt_blocks, num_tokens // self._block_size)
-            self._wake_waiting()
+            if self._num_waiting:
+                self._progress.notify_all()
 
     def _cut_runs(self, sequence: Sequence, keep: int) -> None:
         """Give up the sequence's private blocks from position ``keep`` on."""
@@ -609,7 +617,8 @@ class PrefixCache:
     def release_sequence(self, sequence: Sequence) -> None:
         """See Sequence.release."""
         with self._lock:
-            self._require_open(sequence)
+            if not sequence._is_open:
+                self._require_open(sequence)
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -619,7 +628,8 @@ class PrefixCache:
             self._drop(sequence._run, sequence._tree)
             sequence._run = None
         self._evictor.release(sequence._node, sequence._tree)
-        self._wake_waiting()
+        if self._num_waiting:
+            self._progress.notify_all()
 
     def _drop(self, run: Run, tree: NamespaceTree) -> None:
         """One owner of the run is gone; without any it is freed, and so on upward."""

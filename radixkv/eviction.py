@@ -35,35 +35,39 @@ class Evictor:
 
     def lease(self, node: Node, tree: NamespaceTree) -> None:
         """Protect a node of the tree, and with it its ancestors."""
-        at: Node | None = node
-        while at is not None:
-            at.uses = uses = at.uses + 1
+        node.uses = uses = node.uses + 1
+        if uses > 1:
+            return
+        tenant, num_bytes = tree.tenant, 0
+        leased = tenant.policy.leased
+        while (parent := node.parent) is not None:
+            num_bytes += len(node.block_ids)
+            leased(node)
+            node = parent
+            node.uses = uses = node.uses + 1
             if uses > 1:
-                return
-            parent = at.parent
-            if parent is not None:
-                tenant = tree.tenant
-                tenant.evictable_blocks -= len(at.block_ids) // ID_BYTES
-                tenant.policy.leased(at)
-            at = parent
+                break
+        tenant.evictable_blocks -= num_bytes // ID_BYTES
 
     def release(self, node: Node, tree: NamespaceTree) -> None:
         """Undo one ``lease``; what nobody uses any more becomes evictable, and goes at once if its tree was cleared."""
-        at: Node | None = node
-        while at is not None:
-            at.uses = uses = at.uses - 1
+        node.uses = uses = node.uses - 1
+        if uses:
+            return
+        released, tenant, num_bytes = node, tree.tenant, 0
+        unleased = tenant.policy.unleased
+        while (parent := node.parent) is not None:
+            num_bytes += len(node.block_ids)
+            unleased(node)
+            node = parent
+            node.uses = uses = node.uses - 1
             if uses:
                 break
-            parent = at.parent
-            if parent is not None:
-                tenant = tree.tenant
-                tenant.evictable_blocks += len(at.block_ids) // ID_BYTES
-                tenant.policy.unleased(at)
-            at = parent
+        tenant.evictable_blocks += num_bytes // ID_BYTES
         if tree.detached:
-            self.reclaim(node)
-        if at is None:
-            tree.tenant.drop_if_empty(tree)
+            self.reclaim(released)
+        if not tree.root.children:
+            tenant.drop_if_empty(tree)
 
     def unprotected_above(self, node: Node) -> int:
         """Blocks that a lease on ``node`` would take from the evictable ones. O(ancestors)."""
@@ -92,11 +96,6 @@ class Evictor:
             inserted(node, len(node.block_ids) // ID_BYTES, node.depth)
         return nodes[-1]
 
-    def grow(self, leaf: Node, label: bytes, block_ids: bytes, tree: NamespaceTree) -> None:
-        """Add blocks to a leaf in use, in place."""
-        tree.grow(leaf, label, block_ids)
-        tree.tenant.policy.extended(leaf, len(block_ids) // ID_BYTES)
-
     # --- blocks
 
     @property
@@ -117,16 +116,19 @@ class Evictor:
 
     def take(self, num_blocks: int, requester: TenantState | None) -> bytes:
         """Packed ids of ``num_blocks`` blocks, evicting what is short. Raises OutOfBlocks, and changes nothing."""
-        short = num_blocks - self._pool.num_free
-        if short > 0:
+        taken = self._pool.take(num_blocks)
+        if taken is None:
             self.require(num_blocks)
-            self._evict_until_free(num_blocks, requester)
-        return self._pool.take(num_blocks)
+            taken = self._evict_and_take(num_blocks, requester)
+        return taken
 
-    def _evict_until_free(self, num_blocks: int, requester: TenantState | None) -> None:
-        while (short := num_blocks - self._pool.num_free) > 0:  # twice at most: a waiting plan may hold some
+    def _evict_and_take(self, num_blocks: int, requester: TenantState | None) -> bytes:
+        pool = self._pool
+        while (taken := pool.take(num_blocks)) is None:  # once, or twice if a waiting plan holds some
+            short = num_blocks - pool.num_free
             if not self.evict(short, requester):
                 raise IntegrityError(f"{short} blocks were counted as evictable and could not be evicted")
+        return taken
 
     def evict(self, num_blocks: int, requester: TenantState | None) -> int:
         """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + victims × tenants)."""
@@ -149,30 +151,32 @@ class Evictor:
                 )
             size = len(node.block_ids) // ID_BYTES
             if size > left:
-                size = left
+                policy.trimmed(node, left)
+                self._remove(node, left, tenant)
+                break
             policy.trimmed(node, size)
-            self._remove(node, size)
+            policy.removed(node)
+            self._remove(node, size, tenant)
             left -= size
         tenant.evicted_blocks += num_blocks
         return num_blocks
 
     def reclaim(self, node: Node) -> None:
         """Free a node of a cleared tree, and its ancestors as far as nothing else holds them."""
+        tenant = cast(NamespaceTree, node.tree).tenant
         at: Node | None = node
         while at is not None and at.parent is not None and not at.uses and not at.children:
             parent = at.parent
             if at.tree.is_linked(at):
-                self._remove(at, at.num_blocks)
+                tenant.policy.removed(at)
+                self._remove(at, at.num_blocks, tenant)
             at = parent
 
-    def _remove(self, node: Node, num_blocks: int) -> None:
+    def _remove(self, node: Node, num_blocks: int, tenant: TenantState) -> None:
         """Take the last ``num_blocks`` of an evictable leaf out of its tree and give them to the pool."""
         tree = cast(NamespaceTree, node.tree)
-        tenant = tree.tenant
         if self._journal is not None and not tree.detached:
             self._report_removed(tree, node, num_blocks)
-        if num_blocks * ID_BYTES == len(node.block_ids):
-            tenant.policy.removed(node)
         self._pool.give(tree.trim(node, num_blocks))
         tenant.evictable_blocks -= num_blocks
         tenant.used_blocks -= num_blocks

@@ -169,28 +169,25 @@ class RadixTree:
         size = self.block_bytes
         step = max(MAX_LABEL_BYTES // size, 1) * size
         new: list[Node] = []
-        for at in range(start, stop, step):
-            label = key[at : min(at + step, stop)]
-            first = (at - start) // size * ID_BYTES
-            ids = block_ids[first : first + len(label) // size * ID_BYTES]
+        at, ids = start, block_ids
+        while at < stop:
+            end = min(at + step, stop)
+            if stop - start > step:
+                ids = block_ids[(at - start) // size * ID_BYTES : (end - start) // size * ID_BYTES]
+            label = key[at:end]
             node = Node(self, parent, label, ids, parent.depth + len(ids) // ID_BYTES)
             node.uses = 1
             if parent.children is _NO_CHILDREN:
                 parent.children = {}
             parent.children[label[:size]] = node
             new.append(node)
-            parent = node
+            parent, at = node, end
         self.num_blocks += len(block_ids) // ID_BYTES
         self.num_nodes += len(new)
         return new
 
-    def can_grow(self, node: Node, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` may be added to the node in place: a leaf with one user, not too long, not the root."""
-        size = len(node.label)
-        return node.uses == 1 and not node.children and 0 < size <= MAX_GROWN_LABEL_BYTES - num_bytes
-
     def grow(self, leaf: Node, label: bytes, block_ids: bytes) -> None:
-        """Add blocks to a leaf in place. O(label after)."""
+        """Add blocks to a leaf that has one use, in place. O(label after), at most MAX_GROWN_LABEL_BYTES."""
         leaf.label += label
         leaf.block_ids += block_ids
         added = len(block_ids) // ID_BYTES
