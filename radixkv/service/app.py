@@ -108,6 +108,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         "Replicas",
         "either",
         {200: ReplicasReply},
+        query={"all": "true: those whose lease ran out too"},
         errors=(422,),
     ),
     Endpoint("GET", "/metrics", handlers.metrics, "Prometheus metrics", "operator", {200: CONTENT_TYPE}),

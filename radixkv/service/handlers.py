@@ -20,7 +20,7 @@ from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.fleet import WARM_PATH, own_outcome
 from radixkv.service.jobs import Job
-from radixkv.service.problems import ApiError, Json, not_found
+from radixkv.service.problems import ApiError, Json, invalid, not_found
 from radixkv.service.prompts import Ids, prefix_of
 from radixkv.service.schemas import (
     ClearReply,
@@ -191,10 +191,14 @@ def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
 
 
 async def replicas(call: Call) -> Response:
-    """The replicas that this one knows; nothing about any tenant."""
-    call.query()
+    """This replica and the live ones that it sees; nothing about any tenant."""
+    wanted = call.query("all").get("all", "false")
+    if wanted not in ("true", "false"):
+        raise invalid("all is not a truth value", "all", wanted, "true or false")
     assert call.principal is not None
     known = call.service.fleet.coordinator.replicas()
+    if wanted == "false":
+        known = [info for info in known if info.live or info.is_self]
     return reply(ReplicasReply(replicas=[_replica(info, call.principal.is_operator) for info in known]))
 
 

@@ -318,7 +318,7 @@ class ReplicaReply(ReplyBody):
 
 
 class ReplicasReply(ReplyBody):
-    """All replicas that this one knows."""
+    """This replica and the live ones that it sees; with ``all=true`` those whose lease ran out, too."""
 
     replicas: list[ReplicaReply]
 

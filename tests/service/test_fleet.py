@@ -98,7 +98,11 @@ def test_a_fleet_from_birth_to_death(start: Start) -> None:
         {("one", "done"), ("two", "failed")},
         {("one", "done")},
     )
-    eventually(lambda: not view(one).get("two", {"live": False})["live"], "two leaves the view")
+    eventually(lambda: "two" not in view(one), "two leaves the view")
+    with client(one.url, "demo-acme") as acme:
+        everybody = acme.get("/v1/replicas", params={"all": "true"}).json()["replicas"]
+        assert {each["id"]: each["live"] for each in everybody} == {"one": True, "two": False}
+        assert acme.get("/v1/replicas", params={"all": "yes"}).status_code == 422
     assert time.monotonic() - killed_at < LEASE_S + 5
     gone = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
     assert [each["replica"] for each in gone["replicas"]] == ["one"]
@@ -115,9 +119,7 @@ def test_a_fleet_from_birth_to_death(start: Start) -> None:
     ]
 
     assert reborn.stop() == 0
-    eventually(
-        lambda: not view(one).get("two", {"live": False})["live"], "who leaves by himself is gone at once"
-    )
+    eventually(lambda: "two" not in view(one), "who leaves by himself is gone at once")
     assert one.stop() == 0
 
 
