@@ -258,9 +258,9 @@ class PrefixCache:
         if needed:
             fresh = self._evictor.take(needed, tenant)
             tenant.used_blocks += needed
-            sequence._run = Run(None, cached, fresh)
             table += fresh
         sequence._table = bytearray(table)
+        sequence._own = cached
         tenant.requests += 1
         tenant.hit_tokens += num_cached
         tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
@@ -375,12 +375,8 @@ class PrefixCache:
             sequence._node = self._evictor.add_leased(node, key, at, stop, block_ids, tree)
         if self._pool.num_named:
             self._pool.forget_named(block_ids)
-        run = sequence._run
-        if run is not None and run.start == resident and run.owners == 1:
-            run.start = new
-            del run.block_ids[: len(block_ids)]
-            if not run.block_ids:
-                sequence._run = run.parent
+        if sequence._own == resident:
+            sequence._own = new
         else:
             self._adopt(sequence, resident, new)
         if self._journal is not None and self._evictor.reports(tree, resident, new):
@@ -399,14 +395,22 @@ class PrefixCache:
         return end, at
 
     def _adopt(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's runs.
+        """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's own ones and its runs.
 
-        A run that other sequences share keeps a lease on the node instead.
+        A run that other sequences share keeps a lease on the node instead. Own blocks before ``start``
+        duplicate what the tree has from another sequence; they become a run.
         """
+        own = sequence._own
+        if start > own:
+            sequence._run = Run(sequence._run, own, sequence._table[own * ID_BYTES : start * ID_BYTES])
+        sequence._own = max(own, stop)
+        self._adopt_runs(sequence, start, min(own, stop))
+
+    def _adopt_runs(self, sequence: Sequence, start: int, stop: int) -> None:
         node, run = sequence._node, sequence._run
         below: Run | None = None
         shared = False
-        while run is not None and run.end > start:
+        while run is not None and run.end > start < stop:
             shared = shared or run.owners > 1
             if run.start < stop:
                 if run.end > stop:
@@ -461,15 +465,15 @@ class PrefixCache:
 
     def _extend(self, sequence: Sequence, key: bytes) -> None:
         """Make room for ``key`` at the end of one sequence."""
-        size, run = self._block_bytes, sequence._run
-        if sequence._size % size and run is not None and (run.owners > 1 or run.node is not None):
+        size = self._block_bytes
+        if sequence._size % size and sequence.shared_tail is not None:
             self._grow([sequence], [key])
             return
         after = sequence._size + len(key)
         needed = -(-after // size) - len(sequence._table) // ID_BYTES
         if needed:
             tenant = sequence._tree.tenant
-            sequence.add_block(self._evictor.take(needed, tenant))
+            sequence._table += self._evictor.take(needed, tenant)
             tenant.used_blocks += needed
         sequence._tail += key
         sequence._size = after
@@ -486,12 +490,12 @@ class PrefixCache:
         at = 0
         for sequence, key, num_fresh in zip(sequences, keys, fresh, strict=True):
             rows, taken = sequence._size % size // TOKEN_BYTES, at
-            if rows and not _tail_of(sequence).is_writable:
-                self._copy_on_write(sequence, blocks[at : at + ID_BYTES], rows)
+            tail = sequence.shared_tail if rows else None
+            if tail is not None:
+                self._copy_on_write(sequence, tail, blocks[at : at + ID_BYTES], rows)
                 at += ID_BYTES
-            if num_fresh:
-                sequence.add_block(blocks[at : at + num_fresh * ID_BYTES])
-                at += num_fresh * ID_BYTES
+            sequence._table += blocks[at : at + num_fresh * ID_BYTES]
+            at += num_fresh * ID_BYTES
             sequence._tail += key
             sequence._size += len(key)
             sequence._tree.tenant.used_blocks += (at - taken) // ID_BYTES
@@ -506,15 +510,14 @@ class PrefixCache:
         size = self._block_bytes
         writers: dict[Run, int] = {}
         for sequence in sequences:
-            if sequence._size % size:
-                tail = _tail_of(sequence)
-                if not tail.is_writable:
-                    writers[tail] = writers.get(tail, 0) + 1
+            tail = sequence.shared_tail if sequence._size % size else None
+            if tail is not None:
+                writers[tail] = writers.get(tail, 0) + 1
         return sum(count - (count == tail.owners and tail.node is None) for tail, count in writers.items())
 
-    def _copy_on_write(self, sequence: Sequence, fresh: bytes, rows: int) -> None:
+    def _copy_on_write(self, sequence: Sequence, tail: Run, fresh: bytes, rows: int) -> None:
         """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
-        tail, last = _tail_of(sequence), sequence.num_blocks - 1
+        last = sequence.num_blocks - 1
         in_tree = tail.node is not None
         if tail.start < last:
             tail.split(last)
@@ -524,7 +527,7 @@ class PrefixCache:
         if parent is not None:
             parent.owners += 1
         self._drop(tail, sequence._tree)
-        sequence._run = Run(parent, last, fresh)
+        sequence._run, sequence._own = parent, last
         source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
         self._copies.add(source, target, rows)
         if self._storage is None:
@@ -565,6 +568,8 @@ class PrefixCache:
     def _cut_runs(self, sequence: Sequence, keep: int) -> None:
         """Give up the sequence's private blocks from position ``keep`` on."""
         run, tree = sequence._run, sequence._tree
+        self._free_own(sequence, max(keep, sequence._own))
+        sequence._own = min(keep, sequence._own)
         while run is not None and run.end > keep:
             if run.start < keep:
                 parent = run.split(keep)
@@ -624,12 +629,20 @@ class PrefixCache:
     def _release(self, sequence: Sequence) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
+        self._free_own(sequence, sequence._own)
         if sequence._run is not None:
             self._drop(sequence._run, sequence._tree)
             sequence._run = None
         self._evictor.release(sequence._node, sequence._tree)
         if self._num_waiting:
             self._progress.notify_all()
+
+    def _free_own(self, sequence: Sequence, start: int) -> None:
+        """Free the blocks that are the sequence's alone, from position ``start`` on."""
+        block_ids = sequence._table[start * ID_BYTES :]
+        if block_ids:
+            self._pool.give(block_ids)
+            sequence._tree.tenant.used_blocks -= len(block_ids) // ID_BYTES
 
     def _drop(self, run: Run, tree: NamespaceTree) -> None:
         """One owner of the run is gone; without any it is freed, and so on upward."""
@@ -793,12 +806,6 @@ class PrefixCache:
             self._require_open(sequence)
         if len(set(sequences)) != len(sequences):
             raise ArgumentError("sequences", "one of them twice", "each sequence once")
-
-
-def _tail_of(sequence: Sequence) -> Run:
-    run = sequence._run
-    assert run is not None  # a partial tail block is always private
-    return run
 
 
 def _require_namespace(namespace: object) -> None:

@@ -1,16 +1,17 @@
 """Sequence: a lease on a match, private blocks, and the tokens that are not committed yet. Run: shared private blocks.
 
-    block table   [ leased from the tree ][ private, in runs                          ]
+    block table   [ leased from the tree ][ in runs, shared ][ own, from position ``_own`` on ]
     tokens        [0 … committed)          [committed … num_tokens)
 
-A ``Run`` is a stretch of private blocks, and knows by count how many *owners* it has: sequences that end with it
-and runs that continue it. Runs form a tree that hangs below the radix tree: a fork adds an owner to the last
-run and copies nothing, a divergent write starts a new run. So a fork costs the same however many blocks
-are shared, and no block carries a count of its own.
+What a sequence shares with nobody is just the end of its block table. A ``Run`` is a stretch of private blocks
+that several share, and knows by count how many *owners* it has: sequences that end with it and runs that
+continue it. Runs form a tree that hangs below the radix tree: a fork makes the parent's own blocks a run,
+adds an owner to it and copies nothing; a divergent write starts blocks of one's own again. So a fork costs
+the same however many blocks are shared, and no block carries a count of its own.
 
     fork, then both write:            run [20, 23)  owners 2
-                                      ├── run [23, 24)  the parent, writing on in its tail block
-                                      └── run [23, 24)  the child, in a copy of that tail
+                                      ├── own [23, 24)  the parent, writing on in its tail block
+                                      └── own [23, 24)  the child, in a copy of that tail
 
 When a commit gives blocks to the tree that other sequences share, their run keeps a lease on the node in
 place of the blocks (``node`` is set), so that no block table changes and nothing is counted twice.
@@ -41,7 +42,7 @@ MAX_COPIED_TAIL_BYTES = 4_096
 
 
 class Run:
-    """Private blocks ``[start, end)`` of one sequence or several."""
+    """Private blocks ``[start, end)`` that sequences share, or that duplicate what the tree has."""
 
     __slots__ = ("block_ids", "node", "owners", "parent", "start")
 
@@ -104,6 +105,7 @@ class Sequence:
         "_node",
         "_num_cached",
         "_num_committed",
+        "_own",
         "_prompt_blocks",
         "_run",
         "_size",
@@ -131,7 +133,8 @@ class Sequence:
         self._num_cached = num_cached
         self._num_committed = num_cached
         self._table = bytearray()
-        self._run: Run | None = None
+        self._own = 0  # the position in the table from which the blocks are this sequence's alone
+        self._run: Run | None = None  # the last of the runs before that
         self._prompt_blocks = 0
         self._is_open = True
 
@@ -245,31 +248,33 @@ class Sequence:
             return bytes(self._tail[start - len(base) : stop - len(base)])
         return base[start:] + bytes(self._tail[: stop - len(base)])
 
+    @property
+    def shared_tail(self) -> Run | None:
+        """The run that holds the last block, if others share it so that it must not be written into."""
+        run = self._run
+        if run is None or len(self._table) > self._own * ID_BYTES or run.is_writable:
+            return None
+        return run
+
     def child(self) -> Sequence:
-        """Another sequence in the same state that shares the last run; the caller leases the node for it."""
+        """Another sequence in the same state that shares all blocks; the caller leases the node for it."""
         if len(self._tail) > MAX_COPIED_TAIL_BYTES:
             self._base += bytes(self._tail)
             self._tail = bytearray()
+        if len(self._table) > self._own * ID_BYTES:
+            self._run = Run(self._run, self._own, self._table[self._own * ID_BYTES :])
+            self._own = len(self._table) // ID_BYTES
         twin = Sequence(self._index, self._namespace, self._tree, self._node, self._base, self._num_cached)
         twin._tail = self._tail[:]
         twin._size = self._size
         twin._num_committed = self._num_committed
         twin._prompt_blocks = self._prompt_blocks
         twin._table = self._table[:]
+        twin._own = self._own
         twin._run = self._run
         if twin._run is not None:
             twin._run.owners += 1
         return twin
-
-    def add_block(self, block_ids: bytes) -> None:
-        """Append fresh private blocks to the table."""
-        run, table = self._run, self._table
-        at = len(table) // ID_BYTES
-        if run is None or run.node is not None or run.owners != 1 or run.end != at:
-            self._run = Run(run, at, block_ids)
-        else:
-            run.block_ids += block_ids
-        table += block_ids
 
     def cut_key(self, size: int) -> None:
         """Forget key bytes from ``size`` on."""

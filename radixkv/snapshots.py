@@ -15,6 +15,7 @@ from radixkv.namespaces import NamespaceTree, TenantState
 from radixkv.sequence import Run, Sequence
 from radixkv.tree import Node
 from radixkv.types import (
+    ID_BYTES,
     CacheStats,
     LeaseSnapshot,
     NodeSnapshot,
@@ -93,14 +94,16 @@ def snapshot_of(
     running = list(sequences)
     runs = _runs_of(running)
     run_index = {run: index for index, run in enumerate(runs)}
+    run_snapshots = [_run_snapshot(run, run_index, where) for run in runs]
+    sequence_snapshots = [_sequence_snapshot(each, run_index, run_snapshots, where) for each in running]
     return Snapshot(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         free_ids=pool.free_ids(),
         lent_ids=(*pool.lent, *pool.held),
         trees=tree_snapshots,
-        runs=tuple(_run_snapshot(run, run_index, where) for run in runs),
-        sequences=tuple(_sequence_snapshot(sequence, run_index, where) for sequence in running),
+        runs=tuple(run_snapshots),
+        sequences=tuple(sequence_snapshots),
         leases=tuple(LeaseSnapshot(where[node], packed) for node, packed in leases if node is not None),
         tenants=tuple(
             TenantSnapshot(state.tenant_id, state.used_blocks, state.evictable_blocks, len(state.policy))
@@ -141,12 +144,18 @@ def _run_snapshot(run: Run, index: dict[Run, int], where: dict[Node, NodeIndex])
 
 
 def _sequence_snapshot(
-    sequence: Sequence, runs: dict[Run, int], where: dict[Node, NodeIndex]
+    sequence: Sequence, index: dict[Run, int], runs: list[RunSnapshot], where: dict[Node, NodeIndex]
 ) -> SequenceSnapshot:
+    """A sequence; the blocks that are its own alone are added to ``runs`` as one more run."""
+    last = None if sequence._run is None else index[sequence._run]
+    own = bytes(sequence._table[sequence._own * ID_BYTES :])
+    if own:
+        runs.append(RunSnapshot(last, sequence._own, own, 1, None))
+        last = len(runs) - 1
     return SequenceSnapshot(
         namespace=sequence._namespace,
         node=where[sequence._node],
-        run=None if sequence._run is None else runs[sequence._run],
+        run=last,
         block_ids=bytes(sequence._table),
         num_tokens=sequence.num_tokens,
         num_cached_tokens=sequence._num_cached,

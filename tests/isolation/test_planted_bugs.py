@@ -96,8 +96,8 @@ def _as_if_owned(original: Any, self: Any, sequences: Any, keys: Any) -> None:
 def one_row_short(patch: pytest.MonkeyPatch) -> None:
     """A copy leaves the last valid row out."""
 
-    def short(original: Any, self: Any, sequence: Any, fresh: bytes, rows: int) -> None:
-        original(self, sequence, fresh, max(rows - 1, 1))
+    def short(original: Any, self: Any, sequence: Any, tail: Any, fresh: bytes, rows: int) -> None:
+        original(self, sequence, tail, fresh, max(rows - 1, 1))
 
     _wrap(patch, PrefixCache, "_copy_on_write", short)
 
@@ -154,17 +154,21 @@ def split_forgets_uses(patch: pytest.MonkeyPatch) -> None:
 def freed_twice(patch: pytest.MonkeyPatch) -> None:
     """A sequence's private blocks go to the free list twice."""
 
-    def twice(original: Any, self: Any, run: Any, *args: Any) -> None:
-        last = run.owners == 1 and run.node is None
-        original(self, run, *args)
-        if last:
-            self._pool.give(run.block_ids)
+    def twice(original: Any, self: Any, sequence: Any, start: int) -> None:
+        original(self, sequence, start)
+        original(self, sequence, start)
 
-    _wrap(patch, PrefixCache, "_drop", twice)
+    _wrap(patch, PrefixCache, "_free_own", twice)
 
 
 def never_freed(patch: pytest.MonkeyPatch) -> None:
     """A released sequence's private blocks are lost."""
+
+    patch.setattr(PrefixCache, "_free_own", lambda self, sequence, start: None)
+
+
+def shared_run_never_freed(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of a run are lost when its last owner goes."""
 
     def lost(original: Any, self: Any, run: Any, *args: Any) -> None:
         run.owners -= 1
@@ -178,6 +182,7 @@ def lease_kept(patch: pytest.MonkeyPatch) -> None:
     def leaky(self: Any, sequence: Any) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
+        self._free_own(sequence, sequence._own)
         if sequence._run is not None:
             self._drop(sequence._run, sequence._tree)
 
@@ -270,6 +275,7 @@ BUGS = {
     "split forgets uses": Bug(split_forgets_uses, "leases|KeyError"),
     "freed twice": Bug(freed_twice, "conservation"),
     "never freed": Bug(never_freed, "conservation"),
+    "shared run never freed": Bug(shared_run_never_freed, "conservation"),
     "lease kept": Bug(lease_kept, "leases"),
     "whole prompt cached": Bug(whole_prompt_cached, "cached"),
     "compared by the first block": Bug(compared_by_first_id, "never committed|nobody computes|forgotten"),
