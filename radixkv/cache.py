@@ -404,13 +404,15 @@ class PrefixCache:
         if start > own:
             sequence._run = Run(sequence._run, own, sequence._table[own * ID_BYTES : start * ID_BYTES])
         sequence._own = max(own, stop)
-        self._adopt_runs(sequence, start, min(own, stop))
+        if start < own:
+            self._adopt_runs(sequence, start, min(own, stop))
 
     def _adopt_runs(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Take blocks ``[start, stop)`` out of the sequence's runs; what is shared keeps a lease in their place."""
         node, run = sequence._node, sequence._run
         below: Run | None = None
         shared = False
-        while run is not None and run.end > start < stop:
+        while run is not None and run.end > start:
             shared = shared or run.owners > 1
             if run.start < stop:
                 if run.end > stop:
@@ -517,8 +519,13 @@ class PrefixCache:
 
     def _copy_on_write(self, sequence: Sequence, tail: Run, fresh: bytes, rows: int) -> None:
         """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
+        source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
+        self._copies.add(source, target, rows)
+        if self._storage is None:  # before the tail is given up, which may free the source
+            self._pool.name_in_plan(source, target, source_in_tree=tail.node is not None)
+        self._num_copied_blocks += 1
+        sequence._table[-ID_BYTES:] = fresh
         last = sequence.num_blocks - 1
-        in_tree = tail.node is not None
         if tail.start < last:
             tail.split(last)
             if tail.node is not None:
@@ -528,12 +535,6 @@ class PrefixCache:
             parent.owners += 1
         self._drop(tail, sequence._tree)
         sequence._run, sequence._own = parent, last
-        source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
-        self._copies.add(source, target, rows)
-        if self._storage is None:
-            self._pool.name_in_plan(source, target, source_in_tree=in_tree)
-        self._num_copied_blocks += 1
-        sequence._table[-ID_BYTES:] = fresh
 
     def _execute_copies(self) -> None:
         if self._storage is not None and self._copies:

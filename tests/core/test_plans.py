@@ -75,6 +75,30 @@ def test_a_target_that_is_freed_while_its_copy_waits() -> None:
     audit.check(cache)
 
 
+def test_a_source_of_a_cleared_tree_that_goes_with_its_copy() -> None:
+    """The write that copies the block is also what ends its last lease: it isn't handed out before the copy is done."""
+    cache = PrefixCache(CacheConfig(num_blocks=4, block_size=4))
+    rows = np.zeros((4, 4), dtype=np.int64)
+    first, other = cache.open(NS, range(4)), cache.open(Namespace("b", "m"), [7])
+    rows[first.block_table[0]], rows[other.block_table[0], 0] = range(4), 7
+    (sharer,) = first.fork(1)
+    sharer.commit(4)
+    cache.clear(NS)
+    sharer.release()
+    first.truncate(1)
+    first.append(9)
+    (child,) = other.fork(1)
+    child.append(8)
+    plan = cache.flush()
+    assert _is_one_launch(plan), plan
+    _execute_at_once(rows, plan)
+    assert [rows[s.block_table[0], 0] for s in (first, other, child)] == [0, 7, 7]
+    for sequence in (first, other, child):
+        sequence.release()
+    assert cache.evict(4) == 0 and cache.stats().free_blocks == 4
+    audit.check(cache)
+
+
 @pytest.mark.parametrize("block_size", [2, 4])
 def test_with_storage_nothing_waits(block_size: int) -> None:
     """With storage a plan is executed when it is made."""
