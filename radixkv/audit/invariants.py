@@ -113,11 +113,6 @@ def inspect(cache: Audited) -> Report:
     return Report(violations, _counts(snapshot), time.perf_counter() - start)
 
 
-def inspect_snapshot(snapshot: Snapshot) -> tuple[Violation, ...]:
-    """The broken laws of a snapshot taken earlier."""
-    return tuple(_Audit(snapshot).violations())
-
-
 def num_evictable(snapshot: Snapshot, about_to_lease: frozenset[int] | set[int] = frozenset()) -> int:
     """Blocks in nodes that no lease protects, less those that a lease is about to protect. O(nodes)."""
     found = 0
