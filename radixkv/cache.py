@@ -14,7 +14,8 @@ storage launches under the lock, so that plans run in the order in which they we
 for the device. Without storage (``layout=None``) the engine fetches the plan with ``flush``.
 
 Every public method takes the lock, validates everything, and only then changes anything: a call that raises has
-changed nothing. The lock is held for microseconds; ``evict`` and ``clear`` give it up between slices.
+changed nothing. The lock is held for microseconds; ``evict`` and ``clear`` give it up between slices. The
+exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
 """
 
 from __future__ import annotations
@@ -437,7 +438,8 @@ class PrefixCache:
         """One id to each of a batch, all or nothing; the copies of shared tails go in one launch.
 
         ``ids`` has one id for each sequence. Raises LeaseError, ArgumentError (a sequence twice, lengths that
-        differ, another cache's), TokenError, OutOfBlocks, and changes nothing. O(batch).
+        differ, another cache's), TokenError, OutOfBlocks, and changes nothing; if the copies themselves fail, that
+        error, and the sequences that they were for are released. O(batch).
         """
         self.append_to(list(sequences), ids)
 
@@ -490,11 +492,13 @@ class PrefixCache:
         needed = sum(fresh) + self._count_copies(sequences)
         blocks = self._evictor.take(needed, sequences[0]._tree.tenant) if needed else b""
         at = 0
+        copied: list[Sequence] = []
         for sequence, key, num_fresh in zip(sequences, keys, fresh, strict=True):
             rows, taken = sequence._size % size // TOKEN_BYTES, at
             tail = sequence.shared_tail if rows else None
             if tail is not None:
                 self._copy_on_write(sequence, tail, blocks[at : at + ID_BYTES], rows)
+                copied.append(sequence)
                 at += ID_BYTES
             sequence._table += blocks[at : at + num_fresh * ID_BYTES]
             at += num_fresh * ID_BYTES
@@ -502,7 +506,8 @@ class PrefixCache:
             sequence._size += len(key)
             sequence._tree.tenant.used_blocks += (at - taken) // ID_BYTES
         assert at == len(blocks)
-        self._execute_copies()
+        if copied and self._storage is not None:
+            self._execute_copies(self._storage, copied)
 
     def _count_copies(self, sequences: list[Sequence]) -> int:
         """Tail blocks to copy if every one of ``sequences`` writes: the last owner of a tail writes in place.
@@ -536,9 +541,14 @@ class PrefixCache:
         self._drop(tail, sequence._tree)
         sequence._run, sequence._own = parent, last
 
-    def _execute_copies(self) -> None:
-        if self._storage is not None and self._copies:
-            self._storage.execute(self._copies.take())
+    def _execute_copies(self, storage: DeviceStorage, copied: list[Sequence]) -> None:
+        """Launch the copies that ``copied`` need. If that fails, their tails hold no KV: nobody may go on with them."""
+        try:
+            storage.execute(self._copies.take())
+        except BaseException:
+            for sequence in copied:
+                self._release(sequence)
+            raise
 
     def flush(self) -> StepPlan:
         """The copies that an engine which owns its KV must execute before it writes again; then they are forgotten.
@@ -767,7 +777,7 @@ class PrefixCache:
     # --- counts
 
     def stats(self) -> CacheStats:
-        """Counts of the whole cache at this moment. O(nodes + tenants)."""
+        """Counts of the whole cache at this moment. O(namespaces + tenants)."""
         with self._lock:
             return snapshots.stats_of(
                 self._pool, self._tenants, len(self._sequences), self._num_copied_blocks

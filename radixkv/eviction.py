@@ -1,8 +1,8 @@
 """Evictor: leases, residency and victims.
 
-The one place that changes a tree's population, and that therefore tells the policy and keeps the counts:
-``lease`` and ``release`` of nodes, ``add``, ``grow``, ``split``, and the trimming of victims, each with the tenant's
-``used_blocks`` and ``evictable_blocks`` kept in step.
+What changes which nodes there are, and which of them are in use, goes through here, so that the policy is told
+and the tenant's ``evictable_blocks`` and ``used_blocks`` are kept in step: ``lease`` and ``release``, ``split``,
+``add_leased``, and the trimming of victims.
 
 Eviction asks the policy of the tenant whose turn it is (``namespaces.next_victim``) for its victim and trims that
 leaf from its tail, exactly the blocks needed: O(blocks evicted), no heap rebuilt, no tree walked. Whether it can

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixkv import CacheConfig, Namespace, PrefixCache, StepPlan, audit
+from radixkv import CacheConfig, KernelError, KVLayout, LeaseError, Namespace, PrefixCache, StepPlan, audit
 
 NS = Namespace("a", "m")
 
@@ -113,4 +113,31 @@ def test_with_storage_nothing_waits(block_size: int) -> None:
     assert (cache.storage.num_launches, cache.storage.num_copied_blocks) == (1, 2)
     assert not cache.flush()
     assert cache.stats().copied_blocks == 2
+    audit.check(cache)
+
+
+def test_copies_that_fail_cost_the_sequences_that_needed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tails hold no KV, so nobody can go on with them; the others and the pool are as they should be."""
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4, layout=layout))
+    parent = cache.open(NS, [1, 2])
+    children = parent.fork(2)
+    alone = cache.open(NS, [5])
+
+    def failing(plan: StepPlan) -> None:
+        raise KernelError("no launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.storage, "execute", failing)
+        with pytest.raises(KernelError, match="no launch"):
+            cache.append([*children, alone], [3, 3, 3])
+    assert [sequence.is_open for sequence in (parent, *children, alone)] == [True, False, False, True]
+    audit.check(cache)
+    with pytest.raises(LeaseError):
+        children[0].commit(3)
+    cache.append([parent, alone], [3, 4])
+    assert parent.num_tokens == 3 and alone.num_tokens == 3
+    parent.release()
+    alone.release()
+    assert cache.stats().free_blocks == 8
     audit.check(cache)
