@@ -15,9 +15,14 @@ the audit are loaded when they are used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from radixkv.cache import Lease, Match, PrefixCache
+from radixkv._compiled import prefer_compiled
+
+COMPILED: Final = prefer_compiled(__path__)
+"""Whether the index runs compiled, or as pure Python."""
+
+from radixkv.cache import Lease, Match, PrefixCache, RequestHints, TokenRange
 from radixkv.config import CacheConfig
 from radixkv.errors import (
     ArgumentError,
@@ -37,7 +42,7 @@ from radixkv.errors import (
     StoreUnavailable,
     TokenError,
 )
-from radixkv.namespaces import Namespace
+from radixkv.namespaces import Namespace, Tenant
 from radixkv.plan import StepPlan
 from radixkv.sequence import Sequence
 from radixkv.storage.layout import KVLayout
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "COMPILED",
     "ArgumentError",
     "CacheConfig",
     "CacheStats",
@@ -69,13 +75,16 @@ __all__ = [
     "PrefixCache",
     "QuotaExceeded",
     "RadixKVError",
+    "RequestHints",
     "Sequence",
     "StaleEpoch",
     "StaleGeneration",
     "StepPlan",
     "StoreUnavailable",
+    "Tenant",
     "TenantStats",
     "TokenError",
+    "TokenRange",
     "audit",
 ]
 

@@ -29,14 +29,16 @@ def unpack(block_ids: bytes) -> BlockIds:
 class BlockPool:
     """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device."""
 
-    __slots__ = ("_free", "_named", "held", "lent", "num_blocks", "num_named_in_trees")
+    __slots__ = ("_free", "held", "lent", "named", "named_in_trees", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
         self.lent: set[int] = set()
-        self._named: set[int] = set()  # in a plan that waits
-        self.num_named_in_trees = 0  # of those, blocks that an eviction might free and the plan would hold
+        self.named: set[int] = set()  # by a plan that waits
+        self.named_in_trees: set[int] = (
+            set()
+        )  # of those, blocks that an eviction might free and the plan would hold
         self.held: list[int] = []  # freed meanwhile
 
     @property
@@ -44,47 +46,51 @@ class BlockPool:
         """Blocks that can be taken at once."""
         return len(self._free) // ID_BYTES
 
-    def take(self, num_blocks: int) -> bytes | None:
+    def take(self, num_blocks: int) -> bytearray | None:
         """``num_blocks`` packed ids off the free stack; None, and nothing is taken, if there are fewer. O(n) copy."""
         free = self._free
         at = len(free) - num_blocks * ID_BYTES
         if at < 0:
             return None
-        taken = bytes(free[at:])
+        taken = free[at:]
         del free[at:]
         return taken
 
-    def give(self, block_ids: bytes | bytearray) -> None:
+    def take_all(self) -> bytearray:
+        """All free ids. O(1)."""
+        taken, self._free = self._free, bytearray()
+        return taken
+
+    def give(self, block_ids: bytes | bytearray | memoryview) -> None:
         """Put packed ids on the free stack, those that a waiting plan names at ``settle``. O(n) copy."""
-        if self._named:
-            block_ids = self._hold(block_ids)
+        if self.named:
+            block_ids = self.hold_named(block_ids)
         self._free += block_ids
 
-    def _hold(self, block_ids: bytes | bytearray) -> bytes:
+    def hold_named(self, block_ids: bytes | bytearray | memoryview) -> bytearray:
+        """Keep those that a waiting plan names until ``settle``; returns the others."""
         ids = unpack(bytes(block_ids))
-        is_named = np.isin(ids, list(self._named))
-        self.held += ids[is_named].tolist()
-        return ids[~is_named].tobytes()
+        is_named = np.isin(ids, list(self.named))
+        kept = ids[is_named].tolist()
+        self.held += kept
+        self.named_in_trees.difference_update(kept)
+        return bytearray(ids[~is_named].tobytes())
 
     def name_in_plan(self, source: int, target: int, *, source_in_tree: bool) -> None:
         """A plan that waits for its engine reads ``source`` and writes ``target``."""
-        if source_in_tree and source not in self._named:
-            self.num_named_in_trees += 1
-        self._named.update((source, target))
-
-    @property
-    def num_named(self) -> int:
-        """Blocks that a waiting plan names."""
-        return len(self._named)
+        if source_in_tree and source not in self.named:
+            self.named_in_trees.add(source)
+        self.named.update((source, target))
 
     def forget_named(self, block_ids: bytes) -> None:
         """These blocks' KV exist, says the engine: whatever was to be copied into or out of them is done."""
-        self._named.difference_update(unpack(block_ids).tolist())
+        self.named.difference_update(unpack(block_ids).tolist())
+        self.named_in_trees &= self.named
 
     def settle(self) -> None:
         """No plan waits any more: what was freed meanwhile is free."""
-        self._named.clear()
-        self.num_named_in_trees = 0
+        self.named.clear()
+        self.named_in_trees.clear()
         self._free += np.array(self.held, dtype=np.int32).tobytes()
         self.held.clear()
 
@@ -92,9 +98,9 @@ class BlockPool:
         """The free ids, int32, a copy. O(free)."""
         return unpack(bytes(self._free))
 
-    def lend(self, block_ids: bytes) -> BlockIds:
+    def lend(self, block_ids: bytearray) -> BlockIds:
         """Note that the engine owns these packed ids, which were taken, until ``give_back`` or ``claim``."""
-        taken = unpack(block_ids)
+        taken = unpack(bytes(block_ids))
         self.lent.update(taken.tolist())
         return taken
 

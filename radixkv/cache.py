@@ -13,9 +13,12 @@ The index decides, storage executes: the copies that ``append`` and ``extend`` d
 storage launches under the lock, so that plans run in the order in which they were made; a launch never waits
 for the device. Without storage (``layout=None``) the engine fetches the plan with ``flush``.
 
-Every public method takes the lock, validates everything, and only then changes anything: a call that raises has
-changed nothing. The lock is held for microseconds; ``evict`` and ``clear`` give it up between slices. The
-exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
+Every public method takes the lock, validates everything, and only then changes anything: a call that refuses has
+changed nothing. One that is interrupted while it changes something costs the sequences that it works on
+(``recovery.mend``); whatever it is about to return is known where it is mended, and registered last.
+
+The lock is held for microseconds; ``evict`` and ``clear`` give it up between slices. The exceptions are calls that
+are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
 """
 
 from __future__ import annotations
@@ -25,32 +28,45 @@ import threading
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
 
 from radixkv import snapshots
+from radixkv._compiled import mypyc_attr
 from radixkv.blocks import BlockPool, unpack
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
-from radixkv.errors import ArgumentError, LeaseError, PendingError
-from radixkv.eviction import Evictor
-from radixkv.namespaces import Namespace, NamespaceTree, TenantState
+from radixkv.errors import ArgumentError, LeaseError, NamespaceError, PendingError, StaleGeneration
+from radixkv.eviction import Evictor, path_between
+from radixkv.namespaces import Namespace, Tenant
 from radixkv.plan import StepPlan, WaitingCopies
+from radixkv.recovery import mend
+from radixkv.segments import segment_keys
 from radixkv.sequence import Run, Sequence
+from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
-from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node, Walk
+from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node
 from radixkv.types import ID_BYTES, BlockIds, CacheStats, Journal, Snapshot, TenantStats
-from radixkv_policies import POLICIES
+from radixkv.upkeep import Upkeep
+from radixkv_policies import POLICIES, Policy
+from radixkv_policies import RequestHints as RequestHints
+from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
+    from radixkv.arguments import MatchLike, OnPending, Seconds
     from radixkv.storage.device import DeviceStorage
 
-OnPending = Literal["compute", "raise", "wait"]
-
-SLICE_BLOCKS = 256
+SLICE_BLOCKS = 512
 """Blocks that ``evict`` frees before it lets others have the lock."""
+
+MAX_BLOCKS_AT_ONCE = 2_048
+"""Room for more blocks than this is made in slices if it takes many victims, before the call that needs it goes on."""
+
+MAX_VICTIMS_AT_ONCE = 512
+"""Leaves that one call may have to evict at once, about; what an eviction costs is its victims, not its blocks."""
 
 SLICE_NODES = 256
 """Nodes that ``clear`` visits before it lets others have the lock."""
@@ -118,6 +134,7 @@ class Lease:
             self.release()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixCache:
     """A prefix cache over one pool of KV blocks. Safe to use from several threads.
 
@@ -130,6 +147,8 @@ class PrefixCache:
     ) -> None:
         self._config = config
         self._clock = clock
+        policy = POLICIES[config.policy]
+        self._uses_ghost_keys, self._segment_blocks = policy.uses_ghost_keys, config.segment_blocks
         self._block_size = config.block_size
         self._block_bytes = config.block_size * TOKEN_BYTES
         if journal is not None and journal.grain_tokens % config.block_size:
@@ -142,12 +161,15 @@ class PrefixCache:
         self._num_waiting = 0
         self._pool = BlockPool(config.num_blocks)
         self._tenants: dict[str, TenantState] = {}
-        self._evictor = Evictor(self._pool, self._tenants, config.block_size, journal)
+        self._evictor = Evictor(self._pool, self._tenants, config.block_size, journal, config.segment_blocks)
         self._journal = journal
         self._sequences: set[Sequence] = set()
         self._leases: set[Lease] = set()
         self._copies = WaitingCopies()
         self._num_copied_blocks = 0
+        self._upkeep = Upkeep(self._lock, self._tenants)
+        if clock is monotonic and policy.maintain is not Policy.maintain:
+            self._upkeep.start()
 
     @property
     def config(self) -> CacheConfig:
@@ -158,6 +180,12 @@ class PrefixCache:
     def storage(self) -> DeviceStorage | None:
         """The block storage; None for ``layout=None``."""
         return self._storage
+
+    def maintain(self) -> None:
+        """Let policies learn, without the lock. A cache on the monotonic clock has a thread that does; on another
+        clock, as in a simulation, call it between requests.
+        """
+        self._upkeep.maintain()
 
     # --- match and lease
 
@@ -172,48 +200,64 @@ class PrefixCache:
             tree = self._tree(namespace)
             if tree is None:
                 return Match(namespace, b"", b"")
-            walk = tree.walk(key, len(key))
-            packed = walk.block_ids()
-        return Match(namespace, key[: walk.matched], packed)
+            table = bytearray()
+            _, at, _, common = tree.walk(key, len(key), table)
+        return Match(namespace, key[: at + common], bytes(table))
 
-    def lease(self, match: Match) -> Lease:
-        """Protect a match's blocks from eviction. Raises LeaseError if they are not all resident any more."""
+    def lease(self, match: MatchLike) -> Lease:
+        """Protect a match's blocks from eviction.
+
+        Raises LeaseError if they are not all resident any more, and OutOfBlocks if they are borrowed and the pool
+        couldn't keep what others are guaranteed without them; then nothing is changed.
+        """
         if not isinstance(match, Match):
             raise ArgumentError("match", match, "a Match")
+        lease: Lease | None = None
         with self._lock:
-            if not match.num_tokens:
-                return self._register(Lease(self, None, match))
-            tree = self._tree(match.namespace)
-            walk = tree.walk(match._key, len(match._key)) if tree is not None else None
-            if walk is None or walk.block_ids() != match._packed:
-                raise LeaseError(
-                    f"the match of {match.num_tokens} tokens is stale: its blocks were evicted; match again"
-                )
-            assert tree is not None
-            return self._register(Lease(self, self._lease_walk(walk, tree), match))
+            try:
+                lease = Lease(self, self._lease_match(match), match)
+                self._leases.add(lease)
+                return lease
+            except BaseException as error:
+                mend(self, error, leases=[lease])
+                raise
 
-    def _register(self, lease: Lease) -> Lease:
-        self._leases.add(lease)
-        return lease
+    def _lease_match(self, match: Match) -> Node | None:
+        """The leased end of a match; None for a miss."""
+        if not match.num_tokens:
+            return None
+        tree = self._tree(match.namespace)
+        table = bytearray()
+        if tree is not None:
+            node, _, child, common = tree.walk(match._key, len(match._key), table)
+        if tree is None or table != match._packed:
+            raise LeaseError(
+                f"the match of {match.num_tokens} tokens is stale: its blocks were evicted; match again"
+            )
+        self._evictor.require(0, tree.tenant, self._newly_protected(node, child, common))
+        return self._lease_end(tree, node, child, common)
 
     def _release_lease(self, lease: Lease) -> None:
         with self._lock:
-            if not lease._is_open:
-                raise LeaseError("this lease is released already")
-            lease._is_open = False
-            self._leases.discard(lease)
-            if lease._node is not None:
-                self._evictor.release(lease._node, cast(NamespaceTree, lease._node.tree))
+            try:
+                if not lease._is_open:
+                    raise LeaseError("this lease is released already")
+                lease._is_open = False
+                self._leases.discard(lease)
+                if lease._node is not None:
+                    self._evictor.release(lease._node, cast(NamespaceTree, lease._node.tree))
+            except BaseException as error:
+                mend(self, error, leases=[lease])
+                raise
 
-    def _lease_walk(self, walk: Walk, tree: NamespaceTree) -> Node:
+    def _lease_end(self, tree: NamespaceTree, node: Node, child: Node | None, common: int) -> Node:
         """Lease the end of a walk, splitting there if it lies inside a node, and tell the policy of the use."""
-        node, path = walk.node, walk.path
-        if walk.child is not None:
-            node = self._evictor.split(walk.child, walk.common, tree)
-            path = [*path, node]
+        if child is not None:
+            node = self._evictor.split(child, common, tree)
         self._evictor.lease(node, tree)
-        if path:
-            tree.tenant.policy.touched(path)
+        touched = tree.tenant.on_touched
+        if touched is not None and node.depth:
+            touched(path_between(tree.root, node))
         return node
 
     # --- open
@@ -224,55 +268,133 @@ class PrefixCache:
         ids: TokenIds,
         *,
         on_pending: OnPending = "compute",
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
+        hints: RequestHints | None = None,
     ) -> Sequence:
         """Match, lease, and allocate the rest: a sequence with a block for every token of ``ids``.
 
         Uses at most ``(n − 1) // block_size`` matched blocks, so that one token is left to compute logits. If
         another sequence is computing the next block of this prompt: ``"compute"`` it too, ``"raise"``
         PendingError, or ``"wait"`` until it is committed or given up, at most ``timeout_s`` seconds (then
-        PendingError). Raises TokenError, NamespaceError, OutOfBlocks, and changes nothing.
+        PendingError). ``hints``: what the policy may use of the request.
+        Raises TokenError, NamespaceError, QuotaExceeded, OutOfBlocks, and changes nothing.
         O(nodes on the path + blocks evicted).
         """
         if type(namespace) is not Namespace:
             _require_namespace(namespace)
         key = encode(ids)
+        if len(key) > MAX_BLOCKS_AT_ONCE * self._block_bytes and self._takes_many_victims(len(key)):
+            return self._open_long(namespace, key, on_pending, timeout_s, hints)
+        return self._open(namespace, key, on_pending, timeout_s, hints)
+
+    def _open(
+        self,
+        namespace: Namespace,
+        key: bytes,
+        on_pending: OnPending,
+        timeout_s: Seconds,
+        hints: RequestHints | None,
+    ) -> Sequence:
+        num_bytes, size, table = len(key), self._block_bytes, bytearray()
+        sequence: Sequence | None = None
         with self._lock:
             if on_pending != "compute":
                 self._await_pending(namespace, key, on_pending, timeout_s)
-            return self._open(namespace, key)
+            try:
+                tree = self._tree(namespace) or self._new_tree(namespace)
+                node, at, child, common = tree.walk(key, num_bytes - 1 if num_bytes else 0, table)
+                cached = (at + common) // size
+                total = -(-num_bytes // size)
+                needed, tenant = total - cached, tree.tenant
+                if not self._evictor.surely_has(total, tenant):
+                    self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
+                if not tree.root.children:
+                    self._register_tree(tree)
+                node = self._lease_end(tree, node, child, common)
+                table += self._evictor.take_granted(needed, tenant)
+                self._evictor.charge(tenant, needed)
+                num_cached = cached * self._block_size
+                tenant.requests += 1
+                tenant.hit_tokens += num_cached
+                tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
+                sequence = Sequence(self, tree, node, key, table, num_cached, cached)
+                if tenant.on_opened is not None:
+                    path = path_between(tree.root, node)
+                    sequence._hints = tenant.on_opened(path, max(num_bytes - TOKEN_BYTES, 0) // size, hints)
+                self._sequences.add(sequence)
+                return sequence
+            except BaseException as error:
+                mend(self, error, [sequence])
+                raise
 
-    def _open(self, namespace: Namespace, key: bytes) -> Sequence:
-        size, num_bytes = self._block_bytes, len(key)
-        tree = self._tree(namespace) or self._new_tree(namespace)
-        tenant = tree.tenant
-        walk = tree.walk(key, num_bytes - 1 if key else 0)
-        cached, table = (walk.at + walk.common) // size, walk.block_ids()
-        needed = -(-num_bytes // size) - cached
-        if needed > self._pool.num_free:
-            self._evictor.require(needed, self._newly_protected(walk))
-        if not tree.root.children:
-            self._register_tree(tree)
-        num_cached = cached * self._block_size
-        sequence = Sequence(self, namespace, tree, self._lease_walk(walk, tree), key, num_cached)
-        sequence._prompt_blocks = num_bytes // size
-        if needed:
-            fresh = self._evictor.take(needed, tenant)
-            tenant.used_blocks += needed
-            table += fresh
-        sequence._table = bytearray(table)
-        sequence._own = cached
-        tenant.requests += 1
-        tenant.hit_tokens += num_cached
-        tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
-        self._sequences.add(sequence)
-        return sequence
+    def _open_long(
+        self,
+        namespace: Namespace,
+        key: bytes,
+        on_pending: OnPending,
+        timeout_s: Seconds,
+        hints: RequestHints | None,
+    ) -> Sequence:
+        """Make room in slices, what is matched leased meanwhile, so that nobody waits for thousands of evictions."""
+        lease: Lease | None = None
+        sequence: Sequence | None = None
+        try:
+            lease, needed, tenant = self._lease_long(namespace, key)
+            with lease:
+                self._make_room(needed, tenant)
+                sequence = self._open(namespace, key, on_pending, timeout_s, hints)
+            return sequence
+        except BaseException as error:
+            with self._lock:
+                mend(self, error, [sequence], [lease])
+            raise
 
-    def _newly_protected(self, walk: Walk) -> int:
-        """Evictable blocks that a lease at the walk's end would protect."""
-        above = self._evictor.unprotected_above(walk.node)
-        if walk.child is not None and not walk.child.uses:
-            above += walk.common // self._block_bytes
+    def _lease_long(self, namespace: Namespace, key: bytes) -> tuple[Lease, int, TenantState]:
+        """A lease on what is matched of a key, how many more blocks it needs, and for whom."""
+        table = bytearray()
+        lease: Lease | None = None
+        with self._lock:
+            try:
+                tree = self._tree(namespace) or self._new_tree(namespace)
+                node, at, child, common = tree.walk(key, len(key) - 1, table)
+                needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
+                self._evictor.require(needed, tree.tenant, self._newly_protected(node, child, common))
+                matched = Match(namespace, key[: at + common], bytes(table))
+                end = self._lease_end(tree, node, child, common) if table else None
+                lease = Lease(self, end, matched)
+                self._leases.add(lease)
+                return lease, needed, tree.tenant
+            except BaseException as error:
+                mend(self, error, leases=[lease])
+                raise
+
+    def _takes_many_victims(self, num_bytes: int) -> bool:
+        """Whether room for so many bytes of a key takes more evictions, by their mean size, than may hold others up."""
+        with self._lock:
+            short = num_bytes // self._block_bytes - self._pool.num_free
+            num_leaves = sum(len(tenant.policy) for tenant in self._tenants.values())
+            return short * num_leaves > MAX_VICTIMS_AT_ONCE * self._evictor.evictable_blocks
+
+    def _make_room(self, num_blocks: int, tenant: TenantState) -> None:
+        """Evict in slices until so many blocks are free for the tenant. Raises like ``Evictor.require``."""
+        short = num_blocks
+        while short > 0:
+            with self._lock:
+                try:
+                    self._evictor.require(num_blocks, tenant)
+                    short = num_blocks - self._pool.num_free
+                    if short > 0:
+                        self._evictor.evict(min(short, SLICE_BLOCKS), tenant)
+                except BaseException as error:
+                    mend(self, error)
+                    raise
+            time.sleep(0)  # see evict
+
+    def _newly_protected(self, node: Node, child: Node | None, common: int) -> int:
+        """Evictable blocks that a lease at a walk's end would protect."""
+        above = self._evictor.unprotected_above(node)
+        if child is not None and not child.uses:
+            above += common // self._block_bytes
         return above
 
     def _tree(self, namespace: Namespace) -> NamespaceTree | None:
@@ -281,12 +403,25 @@ class PrefixCache:
 
     def _new_tree(self, namespace: Namespace) -> NamespaceTree:
         """An empty tree that is not registered yet, so that a refusal leaves nothing behind."""
-        tenant = self._tenants.get(namespace.tenant)
+        tenant, default = self._tenants.get(namespace.tenant), self._config.default_tenant
+        if default is None and (tenant is None or not tenant.is_added):
+            raise NamespaceError(
+                f"tenant {namespace.tenant!r} is not known: allowed are those that were added"
+            )
         if tenant is None:
-            config = self._config
-            policy = POLICIES[config.policy](config.num_blocks, self._clock, config.seed)
-            tenant = TenantState(namespace.tenant, policy)
+            assert default is not None
+            tenant = TenantState(replace(default, id=namespace.tenant), self._new_policy(), is_added=False)
         return NamespaceTree(namespace, tenant, self._block_bytes)
+
+    def _new_policy(self) -> Policy:
+        config = self._config
+        return POLICIES[config.policy](
+            config.num_blocks,
+            self._clock,
+            config.seed,
+            block_size=config.block_size,
+            segment_blocks=config.segment_blocks,
+        )
 
     def _register_tree(self, tree: NamespaceTree) -> None:
         """Make a tree reachable, for it is about to hold something."""
@@ -296,7 +431,7 @@ class PrefixCache:
     # --- pending blocks: who is computing what
 
     def _await_pending(
-        self, namespace: Namespace, key: bytes, on_pending: OnPending, timeout_s: float | None
+        self, namespace: Namespace, key: bytes, on_pending: OnPending, timeout_s: Seconds
     ) -> None:
         if on_pending not in ("raise", "wait"):
             raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
@@ -324,57 +459,68 @@ class PrefixCache:
             return False
         size = self._block_bytes
         usable = max(len(key) - 1, 0) // size * size
-        walk = tree.walk(key, usable)
-        at, node = walk.at, walk.node
-        if walk.child is not None or at == usable:
+        node, at, child, _ = tree.walk(key, usable, bytearray())
+        if child is not None or at == usable:
             return False
         block = key[at : at + size]
-        depth = node.depth
         return any(
-            other._node is node and other._prompt_blocks > depth and other._base.startswith(block, at)
+            other._node is node and other._base.startswith(block, at, other._base_size)
             for other in self._sequences
         )
 
     # --- commit
 
-    def commit_sequence(self, sequence: Sequence, num_tokens: int) -> None:
+    def commit_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None:
         """See Sequence.commit."""
         with self._lock:
-            if not sequence._is_open:
-                self._require_open(sequence)
-            low, high = sequence._num_committed, sequence._size // TOKEN_BYTES
-            if type(num_tokens) is not int or not low <= num_tokens <= high:
-                num_tokens = _require_between("num_tokens", num_tokens, low, high)
-            sequence._num_committed = num_tokens
-            old, new = sequence._node.depth, num_tokens // self._block_size
-            if new > old:
-                self._store(sequence, old, new)
-                if self._num_waiting:
-                    self._progress.notify_all()
+            try:
+                if not sequence._is_open:
+                    self._require_open(sequence)
+                high = sequence._size // TOKEN_BYTES
+                if type(num_tokens) is not int or not sequence._num_committed <= num_tokens <= high:
+                    num_tokens = _require_between("num_tokens", num_tokens, sequence._num_committed, high)
+                sequence._num_committed = num_tokens
+                new = num_tokens // self._block_size
+                if new > sequence._node.depth:
+                    self._store(sequence, sequence._node, new)
+                    if self._num_waiting:
+                        self._progress.notify_all()
+            except BaseException as error:
+                mend(self, error, [sequence])
+                raise
 
-    def _store(self, sequence: Sequence, old: int, new: int) -> None:
-        """Make blocks ``[old, new)`` resident and move the sequence's lease to their end.
+    def _store(self, sequence: Sequence, node: Node, new: int) -> None:
+        """Make the blocks from the end of ``node``, which it leases, to ``new`` resident; moves its lease there.
 
-        ``[old, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
+        ``[node.depth, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
         """
-        tree, node, size = sequence._tree, sequence._node, self._block_bytes
-        key, start, stop = sequence._base, old * size, new * size
-        if stop > len(key):
-            key, start, stop = sequence.key_between(start, stop), 0, stop - start
-        at, resident = start, old
+        tree, size, resident = sequence._tree, self._block_bytes, node.depth
+        key, at, stop = sequence._base, resident * size, new * size
+        if stop > sequence._base_size:
+            key, at, stop = sequence.key_between(at, stop), 0, stop - at
         if node.children:
-            node, at = self._follow(sequence, node, key, start, stop)
-            if at == stop:
+            node, at, taken_from = self._follow(sequence, node, key, at, stop)
+            resident = node.depth
+            if resident > taken_from:
+                self._adopt(sequence, taken_from, resident)
+            if resident == new:
                 return
-            resident += (at - start) // size
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
-        length = len(node.label)
-        if node.uses == 1 and not node.children and 0 < length <= MAX_GROWN_LABEL_BYTES - (stop - at):
-            tree.grow(node, key[at:stop], block_ids)
-            tree.tenant.policy.extended(node, new - resident)
+        keys = None
+        if self._uses_ghost_keys and resident // self._segment_blocks < new // self._segment_blocks:
+            keys = self._ghost_keys(tree, sequence.key_between(0, new * size), resident, new)
+        if (
+            node.uses > 1
+            or node.children
+            or not resident
+            or len(node.label) + stop - at > MAX_GROWN_LABEL_BYTES
+        ):
+            sequence._node = self._evictor.add_leased(
+                node, key, at, stop, block_ids, tree, sequence._hints, keys
+            )
         else:
-            sequence._node = self._evictor.add_leased(node, key, at, stop, block_ids, tree)
-        if self._pool.num_named:
+            self._evictor.grow(node, key[at:stop], block_ids, tree, sequence._hints, keys)
+        if self._pool.named:
             self._pool.forget_named(block_ids)
         if sequence._own == resident:
             sequence._own = new
@@ -383,17 +529,39 @@ class PrefixCache:
         if self._journal is not None and self._evictor.reports(tree, resident, new):
             self._evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
 
-    def _follow(self, sequence: Sequence, node: Node, key: bytes, start: int, stop: int) -> tuple[Node, int]:
-        """Move the sequence's lease down along what is resident of ``key[start:stop]``; the node and position there."""
+    def _ghost_keys(self, tree: NamespaceTree, key: bytes, start: int, stop: int) -> list[int]:
+        """Keys of the segments that end within blocks ``[start, stop)`` of a prefix."""
+        size = self._block_bytes
+        return segment_keys(tree.namespace, key, start * size, stop * size, self._segment_blocks * size)
+
+    def _follow(
+        self, sequence: Sequence, node: Node, key: bytes, start: int, stop: int
+    ) -> tuple[Node, int, int]:
+        """Move the sequence's lease down along what is resident of ``key[start:stop]``; the node and position there.
+
+        Nodes that nobody uses get the sequence's blocks in place of their own, which are freed: leasing those
+        would protect more than was granted. The third result is the block where they begin.
+        """
         tree, evictor = sequence._tree, self._evictor
-        end, _, at, child, common = tree.walk(key, stop, node, start)
+        end, at, child, common = tree.walk(key, stop, bytearray(), node, start)
         if child is not None:
             end, at = evictor.split(child, common, tree), at + common
+        begin = end.depth
         if end is not node:
+            unused = [each for each in path_between(node, end) if not each.uses]
+            freed = bytearray()
+            for each in unused:
+                freed += each.block_ids
+                each.block_ids = bytes(
+                    sequence._table[(each.depth - each.num_blocks) * ID_BYTES : each.depth * ID_BYTES]
+                )
+            begin -= len(freed) // ID_BYTES
             evictor.lease(end, tree)
             evictor.release(node, tree)
             sequence._node = end
-        return end, at
+            if freed:
+                evictor.give(freed, tree.tenant)
+        return end, at, begin
 
     def _adopt(self, sequence: Sequence, start: int, stop: int) -> None:
         """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's own ones and its runs.
@@ -454,47 +622,60 @@ class PrefixCache:
                     "ids", f"{len(key) // TOKEN_BYTES} ids", f"one for each of {len(sequences)} sequences"
                 )
             keys = [key[at : at + TOKEN_BYTES] for at in range(0, len(key), TOKEN_BYTES)]
+        unsure = sequences
         with self._lock:
-            self._require_batch(sequences)
-            self._grow(sequences, keys)
+            try:
+                self._require_batch(sequences)
+                copied = self._grow(sequences, keys)
+                if copied and self._storage is not None:
+                    unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
+                    self._storage.execute(self._copies.take())
+            except BaseException as error:
+                mend(self, error, unsure)
+                raise
 
     def extend_sequence(self, sequence: Sequence, ids: TokenIds) -> None:
         """See Sequence.extend."""
         key = encode(ids)
+        if len(key) > MAX_BLOCKS_AT_ONCE * self._block_bytes and self._takes_many_victims(len(key)):
+            self._make_room_to_extend(sequence, len(key))
         with self._lock:
-            if not sequence._is_open:
-                self._require_open(sequence)
-            if key:
-                self._extend(sequence, key)
+            try:
+                if not sequence._is_open:
+                    self._require_open(sequence)
+                size = self._block_bytes
+                if sequence._run is not None and sequence._size % size and sequence.shared_tail is not None:
+                    if key and self._grow([sequence], [key]) and self._storage is not None:
+                        self._storage.execute(self._copies.take())
+                else:
+                    after = sequence._size + len(key)
+                    needed = -(-after // size) - len(sequence._table) // ID_BYTES
+                    if needed:
+                        tenant = sequence._tree.tenant
+                        sequence._table += self._evictor.take(needed, tenant)
+                        self._evictor.charge(tenant, needed)
+                    sequence._tail += key
+                    sequence._size = after
+            except BaseException as error:
+                mend(self, error, [sequence])
+                raise
 
-    def _extend(self, sequence: Sequence, key: bytes) -> None:
-        """Make room for ``key`` at the end of one sequence."""
-        size = self._block_bytes
-        if sequence._size % size and sequence.shared_tail is not None:
-            self._grow([sequence], [key])
-            return
-        after = sequence._size + len(key)
-        needed = -(-after // size) - len(sequence._table) // ID_BYTES
-        if needed:
-            tenant = sequence._tree.tenant
-            sequence._table += self._evictor.take(needed, tenant)
-            tenant.used_blocks += needed
-        sequence._tail += key
-        sequence._size = after
+    def _make_room_to_extend(self, sequence: Sequence, num_bytes: int) -> None:
+        with self._lock:
+            self._require_open(sequence)
+        self._make_room(num_bytes // self._block_bytes, sequence._tree.tenant)
 
-    def _grow(self, sequences: list[Sequence], keys: list[bytes]) -> None:
-        """Make room for ``keys[i]`` at the end of ``sequences[i]``."""
+    def _grow(self, sequences: list[Sequence], keys: list[bytes]) -> list[Sequence]:
+        """Make room for ``keys[i]`` at the end of ``sequences[i]``. Returns those whose tail waits for its copy."""
         size = self._block_bytes
         fresh = [
             -(-(sequence._size + len(key)) // size) - len(sequence._table) // ID_BYTES
             for sequence, key in zip(sequences, keys, strict=True)
         ]
-        needed = sum(fresh) + self._count_copies(sequences)
-        blocks = self._evictor.take(needed, sequences[0]._tree.tenant) if needed else b""
-        at = 0
+        at, blocks = 0, self._take_for(sequences, fresh)
         copied: list[Sequence] = []
         for sequence, key, num_fresh in zip(sequences, keys, fresh, strict=True):
-            rows, taken = sequence._size % size // TOKEN_BYTES, at
+            rows = sequence._size % size // TOKEN_BYTES
             tail = sequence.shared_tail if rows else None
             if tail is not None:
                 self._copy_on_write(sequence, tail, blocks[at : at + ID_BYTES], rows)
@@ -504,10 +685,26 @@ class PrefixCache:
             at += num_fresh * ID_BYTES
             sequence._tail += key
             sequence._size += len(key)
-            sequence._tree.tenant.used_blocks += (at - taken) // ID_BYTES
         assert at == len(blocks)
-        if copied and self._storage is not None:
-            self._execute_copies(self._storage, copied)
+        return copied
+
+    def _take_for(self, sequences: list[Sequence], fresh: list[int]) -> bytearray:
+        """Blocks for each sequence's ``fresh`` and for the copies of shared tails, charged to their tenants."""
+        members: dict[TenantState, list[Sequence]] = {}
+        needs: dict[TenantState, int] = {}
+        for sequence, num_fresh in zip(sequences, fresh, strict=True):
+            tenant = sequence._tree.tenant
+            members.setdefault(tenant, []).append(sequence)
+            needs[tenant] = needs.get(tenant, 0) + num_fresh
+        for tenant, its in members.items():
+            needs[tenant] += self._count_copies(its)
+        self._evictor.require_all(needs)
+        blocks = bytearray()
+        for tenant, needed in needs.items():
+            if needed:
+                blocks += self._evictor.take_granted(needed, tenant)
+                self._evictor.charge(tenant, needed)
+        return blocks
 
     def _count_copies(self, sequences: list[Sequence]) -> int:
         """Tail blocks to copy if every one of ``sequences`` writes: the last owner of a tail writes in place.
@@ -522,7 +719,7 @@ class PrefixCache:
                 writers[tail] = writers.get(tail, 0) + 1
         return sum(count - (count == tail.owners and tail.node is None) for tail, count in writers.items())
 
-    def _copy_on_write(self, sequence: Sequence, tail: Run, fresh: bytes, rows: int) -> None:
+    def _copy_on_write(self, sequence: Sequence, tail: Run, fresh: bytearray, rows: int) -> None:
         """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
         source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
         self._copies.add(source, target, rows)
@@ -541,15 +738,6 @@ class PrefixCache:
         self._drop(tail, sequence._tree)
         sequence._run, sequence._own = parent, last
 
-    def _execute_copies(self, storage: DeviceStorage, copied: list[Sequence]) -> None:
-        """Launch the copies that ``copied`` need. If that fails, their tails hold no KV: nobody may go on with them."""
-        try:
-            storage.execute(self._copies.take())
-        except BaseException:
-            for sequence in copied:
-                self._release(sequence)
-            raise
-
     def flush(self) -> StepPlan:
         """The copies that an engine which owns its KV must execute before it writes again; then they are forgotten.
 
@@ -557,29 +745,42 @@ class PrefixCache:
         freed. With storage, copies are executed as soon as they are decided, and the plan is empty.
         """
         with self._lock:
-            self._pool.settle()
-            return self._copies.take()
+            waiting = self._copies
+            try:
+                plan = waiting.plan()
+                self._pool.settle()
+                self._copies = WaitingCopies()
+                return plan
+            except BaseException as error:
+                self._copies = waiting
+                mend(self, error)
+                raise
 
     # --- truncate, fork, reorder, release
 
-    def truncate_sequence(self, sequence: Sequence, num_tokens: int) -> None:
+    def truncate_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None:
         """See Sequence.truncate."""
         with self._lock:
-            self._require_open(sequence)
-            low, high = sequence._num_committed, sequence.num_tokens
-            num_tokens = _require_between("num_tokens", num_tokens, low, high)
-            keep = -(-num_tokens // self._block_size)
-            self._cut_runs(sequence, keep)
-            del sequence._table[keep * ID_BYTES :]
-            sequence.cut_key(num_tokens * TOKEN_BYTES)
-            sequence._prompt_blocks = min(sequence._prompt_blocks, num_tokens // self._block_size)
-            if self._num_waiting:
-                self._progress.notify_all()
+            try:
+                self._require_open(sequence)
+                low, high = sequence._num_committed, sequence.num_tokens
+                num_tokens = _require_between("num_tokens", num_tokens, low, high)
+                keep = -(-num_tokens // self._block_size)
+                self._cut_runs(sequence, keep)
+                del sequence._table[keep * ID_BYTES :]
+                sequence.cut_key(num_tokens * TOKEN_BYTES)
+                if self._num_waiting:
+                    self._progress.notify_all()
+            except BaseException as error:
+                mend(self, error, [sequence])
+                raise
 
     def _cut_runs(self, sequence: Sequence, keep: int) -> None:
         """Give up the sequence's private blocks from position ``keep`` on."""
         run, tree = sequence._run, sequence._tree
-        self._free_own(sequence, max(keep, sequence._own))
+        own = sequence._table[max(keep, sequence._own) * ID_BYTES :]
+        if own:
+            self._evictor.give(own, tree.tenant)
         sequence._own = min(keep, sequence._own)
         while run is not None and run.end > keep:
             if run.start < keep:
@@ -597,17 +798,23 @@ class PrefixCache:
             self._drop(run, tree)
             sequence._run = run = parent
 
-    def fork_sequence(self, sequence: Sequence, num_children: int) -> list[Sequence]:
+    def fork_sequence(self, sequence: Sequence, num_children: SupportsIndex) -> list[Sequence]:
         """See Sequence.fork."""
         num_children = _require_between("num_children", num_children, 1, None)
+        children: list[Sequence] = []
         with self._lock:
-            self._require_open(sequence)
-            return [self._child(sequence) for _ in range(num_children)]
+            try:
+                self._require_open(sequence)
+                children = [self._child(sequence) for _ in range(num_children)]
+                self._sequences.update(children)
+                return children
+            except BaseException as error:
+                mend(self, error, [sequence, *children])
+                raise
 
     def _child(self, sequence: Sequence) -> Sequence:
         child = sequence.child()
         self._evictor.lease(child._node, child._tree)
-        self._sequences.add(child)
         return child
 
     def reorder(self, sequences: SequenceABC[Sequence], parents: Iterable[int]) -> list[Sequence]:
@@ -618,42 +825,49 @@ class PrefixCache:
         """
         inputs = list(sequences)
         chosen = [_require_between("parents", parent, 0, len(inputs) - 1) for parent in _plain_list(parents)]
+        result: list[Sequence] = []
         with self._lock:
-            self._require_batch(inputs)
-            result = [self._child(inputs[parent]) for parent in chosen]
-            for sequence in inputs:
-                self._release(sequence)
-            return result
+            try:
+                self._require_batch(inputs)
+                result = [self._child(inputs[parent]) for parent in chosen]
+                self._sequences.update(result)
+                for sequence in inputs:
+                    self._release(sequence)
+                return result
+            except BaseException as error:
+                mend(self, error, [*inputs, *result])
+                raise
 
-    def read_sequence(self, sequence: Sequence) -> tuple[bytes, bytes]:
-        """The key of a sequence, in two parts."""
+    def read_sequence(self, sequence: Sequence) -> bytes:
+        """The key of a sequence."""
         with self._lock:
-            return sequence._base, bytes(sequence._tail)
+            return sequence.key_between(0, sequence._size)
 
     def release_sequence(self, sequence: Sequence) -> None:
         """See Sequence.release."""
         with self._lock:
-            if not sequence._is_open:
-                self._require_open(sequence)
-            self._release(sequence)
+            try:
+                if not sequence._is_open:
+                    if not getattr(sequence, "_is_stale", False):
+                        self._require_open(sequence)
+                    sequence._is_stale = False
+                self._release(sequence)
+            except BaseException as error:
+                mend(self, error, [sequence])
+                raise
 
     def _release(self, sequence: Sequence) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
-        self._free_own(sequence, sequence._own)
+        own = sequence._table[sequence._own * ID_BYTES :]
+        if own:
+            self._evictor.give(own, sequence._tree.tenant)
         if sequence._run is not None:
             self._drop(sequence._run, sequence._tree)
             sequence._run = None
         self._evictor.release(sequence._node, sequence._tree)
         if self._num_waiting:
             self._progress.notify_all()
-
-    def _free_own(self, sequence: Sequence, start: int) -> None:
-        """Free the blocks that are the sequence's alone, from position ``start`` on."""
-        block_ids = sequence._table[start * ID_BYTES :]
-        if block_ids:
-            self._pool.give(block_ids)
-            sequence._tree.tenant.used_blocks -= len(block_ids) // ID_BYTES
 
     def _drop(self, run: Run, tree: NamespaceTree) -> None:
         """One owner of the run is gone; without any it is freed, and so on upward."""
@@ -665,35 +879,49 @@ class PrefixCache:
             if at.node is not None:
                 self._evictor.release(at.node, tree)
             else:
-                self._pool.give(at.block_ids)
-                tree.tenant.used_blocks -= len(at.block_ids) // ID_BYTES
+                self._evictor.give(at.block_ids, tree.tenant)
             at = at.parent
 
     # --- blocks by hand
 
-    def evict(self, num_blocks: int) -> int:
+    def evict(self, num_blocks: SupportsIndex) -> int:
         """Free up to ``num_blocks`` resident blocks by policy; returns how many were freed."""
         left = num_blocks = _require_between("num_blocks", num_blocks, 0, None)
         while left:
             with self._lock:
-                wanted = min(left, SLICE_BLOCKS)
-                freed = self._evictor.evict(wanted, None)
+                try:
+                    wanted = min(left, SLICE_BLOCKS)
+                    freed = self._evictor.evict(wanted)
+                except BaseException as error:
+                    mend(self, error)
+                    raise
             left -= freed
-            if freed < wanted:
+            if freed < wanted or not left:
                 break
+            time.sleep(0)  # an unlocked lock is taken again before the thread that waits for it wakes up
         return num_blocks - left
 
-    def allocate(self, num_blocks: int) -> BlockIds:
+    def allocate(self, num_blocks: SupportsIndex) -> BlockIds:
         """Lend ``num_blocks`` blocks to the engine, int32 ids, until ``free`` or ``insert``. Raises OutOfBlocks."""
         num_blocks = _require_between("num_blocks", num_blocks, 0, None)
+        taken = bytearray()
         with self._lock:
-            return self._pool.lend(self._evictor.take(num_blocks, None))
+            try:
+                taken = self._evictor.take_for_engine(num_blocks)
+                return self._pool.lend(taken)
+            except BaseException as error:
+                mend(self, error, lent=taken)
+                raise
 
     def free(self, block_ids: Any) -> None:
         """Take lent blocks back. Raises ArgumentError, and changes nothing, if one isn't lent."""
         ids = _block_ids(block_ids)
         with self._lock:
-            self._pool.give_back(ids)
+            try:
+                self._pool.give_back(ids)
+            except BaseException as error:
+                mend(self, error)
+                raise
 
     def insert(self, namespace: Namespace, ids: TokenIds, block_ids: Any) -> int:
         """Make blocks that the engine owns and filled resident under ``ids``.
@@ -710,25 +938,107 @@ class PrefixCache:
                 "block_ids", f"{len(blocks)} blocks", f"{len(key) // size}, one for each whole block of ids"
             )
         with self._lock:
-            self._pool.check_claim(blocks)
-            tree = self._tree(namespace) or self._new_tree(namespace)
-            key = key[: len(blocks) * size]
-            walk = tree.walk(key, len(key))
-            resident = walk.matched // size
-            if resident < len(blocks):
-                self._insert(tree, walk, key, blocks)
-            return resident * self._block_size
+            try:
+                self._pool.check_claim(blocks)
+                tree = self._tree(namespace) or self._new_tree(namespace)
+                key = key[: len(blocks) * size]
+                node, at, child, common = tree.walk(key, len(key), bytearray())
+                resident = (at + common) // size
+                if resident < len(blocks):
+                    lent = sum(block_id in self._pool.lent for block_id in blocks[resident:].tolist())
+                    protected = self._newly_protected(node, child, common)
+                    self._evictor.require(len(blocks) - resident, tree.tenant, protected, lent)
+                    self._register_tree(tree)
+                    self._insert(tree, self._lease_end(tree, node, child, common), key, blocks)
+                return resident * self._block_size
+            except BaseException as error:
+                mend(self, error)
+                raise
 
-    def _insert(self, tree: NamespaceTree, walk: Walk, key: bytes, blocks: BlockIds) -> None:
-        evictor, resident = self._evictor, walk.matched // self._block_bytes
-        self._register_tree(tree)
-        self._pool.claim(blocks[resident:])
-        tree.tenant.used_blocks += len(blocks) - resident
-        above = self._lease_walk(walk, tree)
-        node = evictor.add_leased(above, key, walk.matched, len(key), blocks[resident:].tobytes(), tree)
+    def _insert(self, tree: NamespaceTree, above: Node, key: bytes, blocks: BlockIds) -> None:
+        """Make ``blocks`` after the end of ``above``, which is leased for that, the tree's."""
+        evictor, resident = self._evictor, above.depth
+        evictor.keep_limit(tree.tenant, len(blocks) - resident)
+        evictor.charge(tree.tenant, len(blocks) - resident)
+        at = resident * self._block_bytes
+        keys = self._ghost_keys(tree, key, resident, len(blocks)) if self._uses_ghost_keys else None
+        node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
+        self._pool.claim(blocks[resident:])  # only now: until a tree has them they are whose they were
         evictor.release(node, tree)
         if self._journal is not None:
             self._evictor.report_stored(tree, key, resident, len(blocks))
+
+    # --- tenants
+
+    def add_tenant(self, tenant: Tenant) -> None:
+        """Promise a tenant its guarantee and hold it to its limit from now on; changes one that was added before.
+
+        What it uses above a new limit is evicted; what runs meanwhile stays. Raises ArgumentError, and changes
+        nothing, if the guarantees of all would exceed the pool, if running sequences hold too much of it for
+        this guarantee to be met, or if its own hold more than the limit. O(tenants + blocks evicted).
+        """
+        if not isinstance(tenant, Tenant):
+            raise ArgumentError("tenant", tenant, "a Tenant")
+        with self._lock:
+            try:
+                state = self._tenants.get(tenant.id)
+                if state is None:
+                    state = TenantState(tenant, self._new_policy(), is_added=True)
+                self._require_promise(tenant, state)
+                self._tenants[tenant.id] = state
+                state.is_added = True
+                state.set(tenant)
+                self._evictor.settle_promises(self._tenants.values())
+                self._evictor.keep_limit(state, 0)
+            except BaseException as error:
+                mend(self, error)
+                raise
+
+    def _require_promise(self, tenant: Tenant, state: TenantState) -> None:
+        others = [each for each in self._tenants.values() if each is not state]
+        left = self._config.num_blocks - sum(each.guaranteed_blocks for each in others)
+        wanted = tenant.guaranteed_blocks
+        if wanted > left:
+            allowed = f"at most {left}: the guarantees would exceed the pool by {wanted - left} blocks"
+            raise ArgumentError("guaranteed_blocks", wanted, allowed)
+        held = state.protected_blocks
+        counted = max(held, state.guaranteed_blocks) if tenant.id in self._tenants else 0
+        if tenant.limit is not None and held > tenant.limit:
+            raise ArgumentError("max_blocks", tenant.limit, f"at least {held}, which its sequences hold")
+        short = max(wanted, held) - counted - self._evictor.spare_blocks
+        if short > 0:
+            allowed = f"{short} fewer while running sequences hold the rest of the pool"
+            raise ArgumentError("guaranteed_blocks", wanted, allowed)
+
+    def remove_tenant(self, tenant: str) -> None:
+        """Take back a tenant's guarantee and limit and forget all that it has; what runs goes on undisturbed.
+
+        From then on it is like one that was never added. Raises ArgumentError, and changes nothing, for one that
+        wasn't, and for one whose sequences hold more than the limit of such tenants.
+        """
+        with self._lock:
+            state = self._tenants.get(tenant)
+            if state is None or not state.is_added:
+                raise ArgumentError("tenant", tenant, "a tenant that was added")
+            settings = replace(self._config.default_tenant or Tenant(tenant), id=tenant)
+            if settings.limit is not None and state.protected_blocks > settings.limit:
+                allowed = (
+                    f"one whose sequences hold at most {settings.limit} blocks, the limit of those not added"
+                )
+                raise ArgumentError("tenant", tenant, allowed)
+            state.is_added = False
+            state.set(settings)
+            self._evictor.settle_promises(self._tenants.values())
+            self._evictor.keep_limit(state, 0)
+            namespaces = list(state.trees)
+        for namespace in namespaces:
+            self.clear(namespace)
+
+    def tenant(self, tenant: str) -> Tenant | None:
+        """What a tenant is promised and held to; None for one that the cache doesn't know."""
+        with self._lock:
+            state = self._tenants.get(tenant)
+            return None if state is None else state.settings
 
     # --- namespaces
 
@@ -748,22 +1058,76 @@ class PrefixCache:
         At once for matching. Running sequences go on undisturbed, but what they hold or commit from now on is
         never matched and is freed at their release. O(1) under the lock, then slices.
         """
+        _require_namespace(namespace)
         with self._lock:
-            _require_namespace(namespace)
-            tree = self._tree(namespace)
-            if tree is None:
-                return 0
-            forgotten = tree.num_blocks
-            tree.tenant.detach(tree)
-            tree.tenant.drop_if_empty(tree)
-            if self._journal is not None:
-                self._journal.cleared(namespace)
-            self._progress.notify_all()
-        pending = [tree.root]
-        while pending:
-            with self._lock:
-                self._reclaim_slice(tree, pending)
+            try:
+                tree = self._tree(namespace)
+                if tree is None:
+                    return 0
+                forgotten = tree.num_blocks
+                if self._journal is not None:
+                    self._journal.cleared(namespace)
+                tree.tenant.detach(tree)
+                tree.tenant.drop_if_empty(tree)
+                self._progress.notify_all()
+            except BaseException as error:
+                mend(self, error)
+                raise
+        self._reclaim(tree)
         return forgotten
+
+    def purge(self, tenant: str) -> int:
+        """Forget everything of a tenant and raise its generation; returns how many blocks were resident.
+
+        At once for matching: nothing that it had is ever matched again. Its running sequences raise StaleGeneration
+        from their next call on, except for their first ``release``, which gives back the blocks that they hold; until
+        then these are quarantined and the tenant's. Its settings stay. O(namespaces + sequences), then slices.
+        """
+        with self._lock:
+            try:
+                state = self._tenants.get(tenant)
+                if state is None:
+                    return 0
+                trees = list(state.trees.values())
+                forgotten = sum(tree.num_blocks for tree in trees)
+                state.generation += 1
+                for tree in trees:
+                    if self._journal is not None:
+                        self._journal.cleared(tree.namespace)
+                    state.detach(tree)
+                    state.drop_if_empty(tree)
+                for sequence in self._sequences:
+                    if sequence._tree.tenant is state:
+                        sequence._is_open, sequence._is_stale = False, True
+                self._progress.notify_all()
+            except BaseException as error:
+                mend(self, error)
+                raise
+        for tree in trees:
+            self._reclaim(tree)
+        return forgotten
+
+    def generation(self, tenant: str) -> int:
+        """How often a tenant was purged here."""
+        with self._lock:
+            state = self._tenants.get(tenant)
+            return 0 if state is None else state.generation
+
+    def _reclaim(self, tree: NamespaceTree) -> None:
+        """Free what nobody uses of a cleared tree, slice by slice."""
+        pending = [tree.root]
+        try:
+            while pending:
+                with self._lock:
+                    try:
+                        self._reclaim_slice(tree, pending)
+                    except BaseException as error:
+                        mend(self, error)
+                        raise
+        except BaseException as error:  # between two slices: what is left goes at once
+            with self._lock:
+                mend(self, error)
+            raise
 
     def _reclaim_slice(self, tree: NamespaceTree, pending: list[Node]) -> None:
         """Free the unused leaves of a cleared tree, and with them their ancestors, as far as one slice goes."""
@@ -808,9 +1172,13 @@ class PrefixCache:
 
     def _require_open(self, sequence: Sequence) -> None:
         if not sequence._is_open:
+            if hasattr(sequence, "_is_interrupted"):
+                raise LeaseError("this sequence was closed when a call that worked on it was interrupted")
+            if getattr(sequence, "_is_stale", False):
+                raise StaleGeneration("this sequence's tenant was purged: release it")
             raise LeaseError("this sequence is released or was consumed by reorder")
 
-    def _require_batch(self, sequences: list[Sequence]) -> None:
+    def _require_batch(self, sequences: list[Any]) -> None:
         for sequence in sequences:
             if not isinstance(sequence, Sequence) or sequence._index is not self:
                 raise ArgumentError("sequences", sequence, "sequences of this cache")

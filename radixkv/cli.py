@@ -1,4 +1,4 @@
-"""``radixkv``: serve | warm | stats | audit | bench.
+"""``radixkv``: serve | route | warm | stats | audit | bench | simulate | workload.
 
 Importing this module, and ``--help``, costs click and nothing heavier; each command imports what it runs. A
 setting that can't work ends the command with exit code 2 and one line that names it, its value and what is
@@ -9,24 +9,22 @@ stdout (JSON with ``--json``), progress and complaints to stderr.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
-from radixkv import __version__
+from radixkv import COMPILED, __version__
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 
 if TYPE_CHECKING:
-    from radixkv.cache import Match, PrefixCache
-    from radixkv.namespaces import Namespace
+    from radixkv.audit.verdict import AuditReport
     from radixkv.service.core import Service
-    from radixkv.tokens import TokenIds
 
-_CONTROL_EXAMPLES = 100
 DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
 
@@ -57,12 +55,27 @@ def _complain(message: str, code: int) -> int:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="radixkv", message="%(prog)s %(version)s")
+@click.version_option(
+    f"{__version__} ({'compiled' if COMPILED else 'pure Python'} index)", message="radixkv %(version)s"
+)
 def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
 # serve ----------------------------------------------------------------------------------------------------------------
+
+_HTTP_OPTIONS: Mapping[str, str] = {
+    "tls-cert": "Certificate in PEM, with those that vouch for it; serves HTTPS.  [none: HTTP]",
+    "tls-key": "Its key in PEM, unencrypted.  [none: HTTP]",
+    "requests-per-s": "Requests a second of a tenant, in the long run.  [1000]",
+    "burst": "Requests of a tenant at once.  [2000]",
+    "max-concurrent": "Requests of a tenant under way.  [256]",
+    "max-queued": "Requests of a tenant that wait for the model.  [32]",
+    "max-body-bytes": "Size of a body.  [4194304]",
+    "timeout-s": "Seconds after which an answer is given up.  [600]",
+    "body-timeout-s": "Seconds that a body may take to arrive.  [30]",
+    "log-level": "critical, error, warning, info or debug.  [warning]",
+}
 
 _SERVE_OPTIONS: Mapping[str, str] = {
     "host": "Address to bind; anything but loopback needs --keys.  [127.0.0.1]",
@@ -80,6 +93,8 @@ _SERVE_OPTIONS: Mapping[str, str] = {
     "threads": "Compute threads; 0 for torch's choice.  [0]",
     "fleet-secret": "File with the secret that the fleet shares; needed with --redis.  [random]",
     "advertise": "Base URL at which the fleet reaches this replica.  [the bound address]",
+    "record": "Append a trace of the traffic here: keyed hashes of blocks, no token ids.  [no]",
+    **_HTTP_OPTIONS,
 }
 
 
@@ -87,30 +102,43 @@ def _variable(setting: str) -> str:
     return "RADIXKV_" + setting.replace("-", "_").upper()
 
 
-def _serve_options(command: Command) -> Command:
-    for setting, text in reversed(list(_SERVE_OPTIONS.items())):
-        help_text = f"{text[:-1]}; {_variable(setting)}]" if text.endswith("]") else text
-        command = click.option(f"--{setting}", envvar=_variable(setting), metavar="VALUE", help=help_text)(
-            command
-        )
-    return command
+def _options(texts: Mapping[str, str]) -> Callable[[Command], Command]:
+    """An option for each setting, with its environment variable."""
+
+    def add(command: Command) -> Command:
+        for setting, text in reversed(list(texts.items())):
+            variable = _variable(setting)
+            help_text = f"{text[:-1]}; {variable}]" if text.endswith("]") else text
+            command = click.option(f"--{setting}", envvar=variable, metavar="VALUE", help=help_text)(command)
+        return command
+
+    return add
 
 
-@commands.command()
-@_serve_options
-@click.pass_context
-def serve(context: click.Context, /, **values: str | None) -> None:
-    """Serve a model and its prefix cache over HTTP."""
-    from radixkv.service.settings import ServeSettings
-
+def _given(
+    context: click.Context, values: Mapping[str, str | None]
+) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Settings by name, and what those that came from the environment are called there."""
     given = {name.replace("_", "-"): value for name, value in values.items()}
     names = {
         setting: _variable(setting)
         for setting in given
         if context.get_parameter_source(setting.replace("-", "_")) is ParameterSource.ENVIRONMENT
     }
+    return given, names
+
+
+@commands.command()
+@_options(_SERVE_OPTIONS)
+@click.pass_context
+def serve(context: click.Context, /, **values: str | None) -> None:
+    """Serve a model and its prefix cache over HTTP."""
+    from radixkv.service.settings import ServeSettings
+
+    given, names = _given(context, values)
     with _called_as_given(names):
         settings = ServeSettings.parse(given, names)
+        logging.basicConfig(level=settings.log_level.upper())
 
         from radixkv.service.banner import banner
         from radixkv.service.server import run
@@ -128,9 +156,50 @@ def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ConfigError as error:
         setting = "model" if error.setting == "tokenizer" else error.setting.replace("_", "-")
-        if setting not in _SERVE_OPTIONS:
+        if setting not in _SERVE_OPTIONS and setting not in _ROUTE_OPTIONS:
             raise
         raise ConfigError(names.get(setting, f"--{setting}"), error.value, error.allowed) from error
+
+
+# route ----------------------------------------------------------------------------------------------------------------
+
+_ROUTE_OPTIONS: Mapping[str, str] = {
+    "redis": "URL of the Redis through which the replicas coordinate.",
+    "fleet-secret": "File with the secret that the fleet shares.",
+    "host": "Address to bind; anything but loopback needs --keys.  [127.0.0.1]",
+    "port": "Port to bind; 0 for any free one.  [8500]",
+    "keys": "The replicas' JSON file of keys.  [demo keys]",
+    "model": "Directory with the tokenizer of the replicas' model.  [the demo model's]",
+    "cost": "linear, lmetric, threshold, stddev, least_loaded, round_robin or random.  [linear]",
+    "temperature": "0 for the best first; above, chance decides more.  [0]",
+    "max-segments": "Most different segments in the view, about 20 bytes each.  [2000000]",
+    **_HTTP_OPTIONS,
+}
+
+
+@commands.command()
+@_options(_ROUTE_OPTIONS)
+@click.pass_context
+def route(context: click.Context, /, **values: str | None) -> None:
+    """Say which replica a prompt should go to, over HTTP, beside any number of replicas."""
+    from radixkv.service.settings import RouteSettings
+
+    given, names = _given(context, values)
+    with _called_as_given(names):
+        settings = RouteSettings.parse(given, names)
+        logging.basicConfig(level=settings.log_level.upper())
+
+        from radixkv.service.standalone import RouterHost, run
+
+        def on_ready(host: RouterHost, url: str) -> None:
+            known = (
+                "the store doesn't answer"
+                if host.source.is_lost
+                else f"{len(host.replicas())} replicas known"
+            )
+            click.echo(f"radixkv routes at {url}\n  {known}, cost {settings.cost}\n\nCtrl-C stops it.")
+
+        run(settings, __version__, on_ready)
 
 
 # talking to a service -------------------------------------------------------------------------------------------------
@@ -254,106 +323,275 @@ def _cell(value: object) -> str:
 # audit ----------------------------------------------------------------------------------------------------------------
 
 
-@commands.command()
+@commands.group()
+def audit() -> None:
+    """Show whether tenants are isolated."""
+
+
+@audit.command("run")
+@click.option(
+    "--cache", metavar="MODULE:FACTORY", help="Audit the caches that it makes.  [radixkv:PrefixCache]"
+)
+@click.option("--url", help="Audit this server from outside: radixkv's, or an OpenAI-compatible one.")
+@click.option("--key", "keys", multiple=True, help="With --url: keys of two tenants, --key A --key B.")
+@click.option("--model", help="With --url: the model to ask for.  [the first that the server lists]")
 @click.option(
     "--examples", type=click.IntRange(1), default=200, show_default=True, help="Random lives of a cache."
 )
 @click.option(
     "--steps", type=click.IntRange(1), default=50, show_default=True, help="Longest life, in calls."
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--url", envvar="RADIXKV_URL", help="Probe this service from outside instead.")
-@click.option("--key", "keys", multiple=True, help="With --url: keys of two tenants, --key A --key B.")
 @click.option(
     "--probes", type=click.IntRange(1), default=20, show_default=True, help="With --url: prompts to probe."
 )
+@click.option(
+    "--samples", type=click.IntRange(20), default=7200, show_default=True, help="Timed probes an arm."
+)
+@click.option(
+    "--control", type=click.IntRange(20), default=250, show_default=True, help="Own hits, and own misses."
+)
+@click.option(
+    "--prompt-words", type=click.IntRange(1), default=24, show_default=True, help="Length of prompts."
+)
+@click.option("--no-timing", is_flag=True, help="With --url: leave the timing audit out.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, writable=True), help="Write the report there as a page."
+)
 @_json_option
-def audit(
-    examples: int, steps: int, seed: int, url: str | None, keys: tuple[str, ...], probes: int, as_json: bool
-) -> None:
-    """Attack the cache with random lives, checking its laws at each step; or probe a service across two tenants."""
-    document, text = _audit_service(url, keys, probes) if url else _audit_library(examples, steps, seed)
-    if as_json:
-        _print_json(document)
-    else:
-        click.echo(text)
-    if not document["ok"]:
-        raise click.exceptions.Exit(1)
+def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) -> None:
+    """Audit a library's caches in this process, or a server with the keys of two of its tenants.
 
-
-def _audit_library(examples: int, steps: int, seed: int) -> tuple[dict[str, Any], str]:
-    from radixkv.cache import PrefixCache
-
+    Ends with 0 if the verdict is isolated, 1: leaks, 3: inconclusive, 4: instrument blind.
+    """
     try:
-        from radixkv.audit import properties
+        report = _audit_cache(options) if url is None else _audit_server(url, options)
     except ImportError as error:
-        raise ConfigError(
-            "audit", error.name, "an installation with the extra: pip install 'radixkv[audit]'"
-        ) from None
-    with _progress(examples, "laws and contents") as advance:
-        laws = properties.run(PrefixCache, examples, steps, seed, progress=advance)
-    with _progress(examples, "two runs") as advance:
-        runs = properties.run(
-            PrefixCache, examples, steps, seed, machine=properties.TwoRuns, progress=advance
+        allowed = "an installation with the extra: pip install 'radixkv[audit]'"
+        raise ConfigError("audit", error.name, allowed) from None
+    if html is not None:
+        from pathlib import Path
+
+        from radixkv.audit.page import page
+
+        Path(html).write_text(page(report), "utf-8")
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        rows = [{**each, "verdict": each["verdict"] or "measured"} for each in report.as_dict()["checks"]]
+        click.echo(_table(rows, ("name", "check", "verdict", "seconds")))
+        click.echo("\n".join(["", *(f"{each['check']} {each['name']}: {each['detail']}" for each in rows)]))
+        click.echo(f"\n{report.target}: {report.verdict}")
+    raise click.exceptions.Exit(report.exit_code)
+
+
+def _audit_cache(options: Mapping[str, Any]) -> AuditReport:
+    if options["keys"]:
+        raise ConfigError("--key", "given", "keys with --url only")
+    name = options["cache"] or "radixkv:PrefixCache"
+    factory = _factory(name)
+    from radixkv.audit import inprocess
+
+    chosen = {each: options[each] for each in ("examples", "steps", "seed")}
+    with _phases() as progress:
+        return inprocess.run(factory, target=name, version=__version__, progress=progress, **chosen)
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    """What ``module:factory`` names; modules of the working directory too."""
+    from importlib import import_module
+    from pathlib import Path
+
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        factory: Callable[..., Any] = getattr(import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ConfigError("--cache", name, f"MODULE:FACTORY that can be imported ({error})") from None
+    return factory
+
+
+def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:
+    keys = options["keys"]
+    if options["cache"]:
+        raise ConfigError("--cache", options["cache"], "either a cache or a --url")
+    if len(keys) != 2 or keys[0] == keys[1]:
+        raise ConfigError("--key", len(keys), "the keys of two tenants, --key A --key B")
+    from radixkv.audit import remote
+    from radixkv.audit.timing import TimingPlan
+
+    plan = TimingPlan(**{each: options[each] for each in ("samples", "control", "prompt_words", "seed")})
+    with _phases() as progress:
+        return remote.run(
+            url,
+            keys,
+            plan,
+            model=options["model"],
+            version=__version__,
+            probes=options["probes"],
+            timing=not options["no_timing"],
+            progress=progress,
         )
-    with _progress(_CONTROL_EXAMPLES, "a planted leak") as advance:
-        leak = properties.run(
-            _leaky(PrefixCache),
-            _CONTROL_EXAMPLES,
-            50,
-            seed,
-            with_storage=[False],
-            shrink=False,
-            progress=advance,
+
+
+@contextmanager
+def _phases() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each phase; the function takes the phase, how much of it is done, and its length."""
+    with ExitStack() as bars:
+        shown: dict[str, Callable[[int], None]] = {}
+
+        def advance(phase: str, done: int, of: int) -> None:
+            if phase not in shown:
+                bars.close()
+                shown[phase] = bars.enter_context(_progress(of, phase))
+            shown[phase](done)
+
+        yield advance
+
+
+# simulate -------------------------------------------------------------------------------------------------------------
+
+
+def _amount(setting: str, text: str, units: Mapping[str, float]) -> float:
+    """A number with a unit at its end, such as 30m or 5k."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "")
+    try:
+        amount = float(number) * units.get(unit, 1.0)
+    except ValueError:
+        amount = float("nan")
+    if not 0 <= amount < float("inf"):
+        allowed = f"a number ≥ 0, with {' or '.join(units)} behind it if wanted"
+        raise ConfigError(setting, text, allowed)
+    return amount
+
+
+def _capacities(text: str) -> list[int]:
+    """``1k,2500,10k`` as blocks."""
+    found = []
+    for part in text.split(","):
+        amount = _amount("--capacity", part.strip(), {"k": 1e3, "M": 1e6})
+        if amount != int(amount):
+            raise ConfigError("--capacity", part, "whole numbers of blocks")
+        found.append(int(amount))
+    return found
+
+
+def _seconds(setting: str, text: str) -> float:
+    """``30m`` as seconds."""
+    return _amount(setting, text, {"s": 1.0, "m": 60.0, "h": 3600.0})
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+@commands.command()
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True)
+@click.option(
+    "--policy", default="all", show_default=True, help="all, or names: lru,lfu,optimum,optimum_bypass …"
+)
+@click.option(
+    "--capacity", default="1k,2k,5k,10k,20k,50k", show_default=True, help="Blocks of the trace; 1k = 1,000."
+)
+@click.option("--tenants", help="Only these tenants' requests: acme,globex.  [all]")
+@click.option(
+    "--score-from", default="0", show_default=True, help="Run from the start, score from here: 30m."
+)
+@click.option("--profile", default="llama-3-8b", show_default=True, help="Model, for seconds and gigabytes.")
+@click.option("--tflops", type=float, help="What its machine sustains.  [400]")
+@click.option(
+    "--block-tokens", type=click.IntRange(1), default=16, show_default=True, help="Cuts lines of token ids."
+)
+@click.option("--keep-tails", is_flag=True, help="Keep partial last blocks, as published studies do.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--jobs", type=click.IntRange(1), help="Processes.  [one a core]")
+@click.option("--html", type=click.Path(dir_okay=False, writable=True), help="Write the report here.")
+@_json_option
+def simulate(
+    traces: tuple[str, ...],
+    policy: str,
+    capacity: str,
+    tenants: str | None,
+    score_from: str,
+    profile: str,
+    tflops: float | None,
+    html: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Which hit rate would which policy have had on TRACEs, at which capacity?
+
+    A TRACE is a file of JSON lines: Mooncake's format, or what `radixkv serve --record` and `radixkv workload` write.
+    Several are merged by time. The optimum is that of an offline oracle, with and without bypass.
+    """
+    from pathlib import Path
+
+    from radixkv.bench import simulate as simulator
+    from radixkv.bench.simulation import profiles, report
+
+    model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
+    given = {"policies": _names(policy), "capacities": _capacities(capacity), "tenants": _names(tenants)}
+    if html is not None:
+        report.require()
+    with _progress(1_000, "simulating") as advance:
+        result = simulator.run(
+            [Path(each) for each in traces],
+            score_from_s=_seconds("--score-from", score_from),
+            profile=model,
+            progress=lambda done, of: advance(1_000 * done // of),
+            **given,  # type: ignore[arg-type]
+            **options,
         )
-    checks = [
-        {
-            "check": name,
-            "ok": ok,
-            "examples": report.examples,
-            "steps": report.steps,
-            "seconds": report.seconds,
-        }
-        | {"failure": None if ok else report.failure or "the planted leak was not found: this audit is blind"}
-        for name, report, ok in (
-            ("laws and contents", laws, laws.ok),
-            ("non-interference", runs, runs.ok),
-            ("a planted leak is found", leak, not leak.ok),
-        )
-    ]
-    text = _table(checks, ("check", "examples", "steps", "seconds", "ok"))
-    failures = [f"\n{each['check']}:\n{each['failure']}" for each in checks if each["failure"]]
-    document = {"audit": "library", "ok": not failures, "seed": seed, "checks": checks}
-    return document, "\n".join([text, *failures])
+    if html is not None:
+        Path(html).write_text(report.render(result), encoding="utf-8")
+    _print_result(result, simulator.table, as_json)
 
 
-def _leaky(cache: type[PrefixCache]) -> type[PrefixCache]:
-    """A cache that answers a miss with what another namespace holds: the audit's positive control."""
+@commands.command()
+@click.option(
+    "--mix",
+    multiple=True,
+    metavar="SPEC",
+    help="[tenant:]kind=rate[,kind=rate...][@from[-to]], rates in requests a second; kinds chat, agent, rag, batch, "
+    "scan, loop. Several add up.  [chat=2,agent=1,rag=0.5,batch=0.3]",
+)
+@click.option("--duration", default="1h", show_default=True, help="Length of the trace: 30m.")
+@click.option(
+    "--block-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a block."
+)
+@click.option(
+    "--tokens-per-s", type=click.FloatRange(0, min_open=True), help="Requests last, at this speed.  [no]"
+)
+@click.option(
+    "--labels/--no-labels", default=True, show_default=True, help="What a service would know of a request."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--output", type=click.Path(dir_okay=False, writable=True), help="Write here.  [stdout]")
+def workload(
+    mix: tuple[str, ...],
+    duration: str,
+    block_tokens: int,
+    tokens_per_s: float | None,
+    labels: bool,
+    seed: int,
+    output: str | None,
+) -> None:
+    """Generate a trace for `radixkv simulate`: conversations, agents, RAG, batch jobs, floods, by tenants in any mix.
 
-    class Leaky(cache):  # type: ignore[misc, valid-type]
-        def match(self, namespace: Namespace, ids: TokenIds) -> Match:
-            found: Match = super().match(namespace, ids)
-            others = [super(Leaky, self).match(other, ids) for other in self.namespaces()]
-            return found if found.num_tokens else max([found, *others], key=lambda match: match.num_tokens)
+    The parameters follow published statistics; `radixkv/bench/simulation/generator.py` names each.
+    """
+    from radixkv.bench.simulation import generator
 
-    return Leaky
-
-
-def _audit_service(url: str, keys: tuple[str, ...], probes: int) -> tuple[dict[str, Any], str]:
-    from radixkv.service.auth import DEMO_KEYS
-    from radixkv.service.client import Client
-    from radixkv.service.probe import probe
-
-    pair = keys or tuple(DEMO_KEYS.values())
-    if len(pair) != 2 or pair[0] == pair[1]:
-        raise ConfigError("--key", len(pair), "the keys of two tenants, --key A --key B")
-    with Client(url, pair[0]) as a, Client(url, pair[1]) as b, _progress(probes, "probing") as advance:
-        report = probe(a, b, probes, advance)
-    text = (
-        f"{report.probes} prompts of one tenant asked for by another: {report.leaks} leaks; "
-        f"positive control {'blind: void' if report.blind else f'matched all {report.tokens} tokens'}"
+    duration_s = _seconds("--duration", duration)
+    parts = generator.parse_mix(
+        mix or generator.DEFAULT_MIX, duration_s, lambda text: _seconds("--mix", text)
     )
-    return {"audit": "service", **report.as_dict()}, text
+    with click.open_file(output or "-", "w", encoding="utf-8") as file, _counter("requests") as progress:
+        for number, call in enumerate(generator.generate(parts, seed=seed, block_tokens=block_tokens), 1):
+            line = generator.line(call, block_tokens, labels=labels, tokens_per_s=tokens_per_s)
+            click.echo(line, file=file)
+            if number % 1_000 == 0:
+                progress(number)
 
 
 # bench ----------------------------------------------------------------------------------------------------------------
@@ -372,8 +610,6 @@ def bench() -> None:
 @_json_option
 def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_json: bool) -> None:
     """Time to first token, cold against warmed."""
-    from contextlib import ExitStack
-
     from radixkv.bench import ttft
     from radixkv.service.client import Client
 
@@ -400,16 +636,42 @@ def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_jso
 @click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--policy", default="lru", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--figures/--no-figures", default=True, show_default=True, help="Single calls, growth and shapes too."
+)
 @_json_option
-def bench_index(trace: str | None, as_json: bool, **options: Any) -> None:
-    """What the index costs a request."""
+def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any) -> None:
+    """What the index costs a request, beside floors that do less."""
     from pathlib import Path
 
     from radixkv.bench import index
+    from radixkv.bench.figures import Sizes
 
+    sizes = Sizes() if figures else None
     with _counter("requests") as progress:
-        result = index.run(trace=Path(trace) if trace else None, progress=progress, **options)
+        result = index.run(trace=Path(trace) if trace else None, figures=sizes, progress=progress, **options)
     _print_result(result, index.table, as_json)
+
+
+@bench.command("concurrency")
+@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
+@click.option(
+    "--evict-blocks",
+    type=click.IntRange(1),
+    default=40_000,
+    show_default=True,
+    help="Blocks of each eviction.",
+)
+@click.option("--matches", type=click.IntRange(1), default=200_000, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_json_option
+def bench_concurrency(as_json: bool, **options: Any) -> None:
+    """How long a match takes while another thread evicts and commits."""
+    from radixkv.bench import concurrency
+
+    with _progress(2 * len(concurrency.BESIDE), "measuring") as advance:
+        result = concurrency.run(progress=advance, **options)
+    _print_result(result, concurrency.table, as_json)
 
 
 @bench.command("fork")
@@ -431,6 +693,34 @@ def bench_fork(as_json: bool, **options: Any) -> None:
     with _progress(len(options["num_pairs"]), "measuring") as advance:
         result = fork.run(progress=lambda done, _: advance(done), **options)
     _print_result(result, _fork_table, as_json)
+
+
+@bench.command("replicas")
+@click.option("--figure", "groups", multiple=True, help="Only this group of figures; may be repeated.  [all]")
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL).  [generated]"
+)
+@click.option("--requests", type=click.IntRange(1), default=4_000, show_default=True, help="Of the trace.")
+@click.option("--segments", type=click.IntRange(2), default=100_000, show_default=True, help="A replica.")
+@click.option("--num-blocks", type=click.IntRange(2), default=5_000, show_default=True, help="A replica.")
+@click.option(
+    "--fleet", "fleets", type=click.IntRange(1), multiple=True, default=(8, 64, 1_000), show_default=True
+)
+@click.option("--redis", help="URL of a Redis to use.  [one of its own]")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_json_option
+def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """What routing costs, and what it gains."""
+    from pathlib import Path
+
+    from radixkv.bench import replicas
+
+    def progress(what: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(what, err=True)
+
+    chosen = replicas.Options(trace=Path(trace) if trace else None, progress=progress, **options)
+    _print_result(replicas.run(chosen, groups), replicas.table, as_json)
 
 
 def _fork_table(result: dict[str, Any]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from radixkv.errors import ConfigError
+from radixkv.namespaces import Tenant
 from radixkv.storage.layout import KVLayout
 
 MAX_BLOCKS = 2**31 - 1
@@ -21,6 +22,9 @@ class CacheConfig:
     device: a torch device, where the storage lives; unused without a layout.
     policy: name of an eviction policy in ``radixkv_policies``, one instance a tenant.
     seed: of whatever a policy draws at random.
+    default_tenant: what a tenant that nobody added is held to (its id doesn't matter; no guarantee), or None to
+    refuse such tenants.
+    segment_tokens: grain at which a policy may remember what was evicted, rounded down to whole blocks, at least one.
     """
 
     num_blocks: int
@@ -29,11 +33,22 @@ class CacheConfig:
     device: str = "cpu"
     policy: str = "lru"
     seed: int = 0
+    segment_tokens: int = 512
+    default_tenant: Tenant | None = field(default_factory=lambda: Tenant("default"))
+
+    @property
+    def segment_blocks(self) -> int:
+        """Blocks of a segment."""
+        return max(self.segment_tokens // self.block_size, 1)
 
     def __post_init__(self) -> None:
         _require_int("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
         _require_int("block_size", self.block_size, 1, 2**20)
         _require_int("seed", self.seed, 0, 2**63 - 1)
+        _require_int("segment_tokens", self.segment_tokens, 1, 2**20)
+        default: object = self.default_tenant
+        if default is not None and (not isinstance(default, Tenant) or default.guaranteed_blocks):
+            raise ConfigError("default_tenant", default, "a burst Tenant without a guarantee, or None")
         if self.layout is not None and not isinstance(self.layout, KVLayout):
             raise ConfigError("layout", self.layout, "a KVLayout, or None for an engine that owns its KV")
         object.__setattr__(self, "device", str(self.device))

@@ -62,11 +62,18 @@ class CapacityError(RadixKVError):
 
 
 class OutOfBlocks(CapacityError):
-    """The pool can't give ``needed`` blocks from its ``free`` ones and the ``evictable`` ones."""
+    """The pool can't give ``needed`` blocks now, without those that others hold or are promised.
+
+    ``free`` is what the tenant's own limit leaves it, ``evictable`` what it could evict of its own: no number of the
+    pool's or of anybody else's. (For ``PrefixCache.allocate``, which is the engine's own, they are the pool's.)
+    """
 
     def __init__(self, needed: int, free: int, evictable: int) -> None:
         self.needed, self.free, self.evictable = needed, free, evictable
-        super().__init__(f"{needed} blocks needed, {free} free and {evictable} evictable")
+        super().__init__(
+            f"{needed} blocks needed: {free} are left within the limit and {evictable} evictable, "
+            "and the pool has no more for now"
+        )
 
 
 class QuotaExceeded(CapacityError):

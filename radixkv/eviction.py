@@ -1,21 +1,29 @@
 """Evictor: leases, residency and victims.
 
 What changes which nodes there are, and which of them are in use, goes through here, so that the policy is told
-and the tenant's ``evictable_blocks`` and ``used_blocks`` are kept in step: ``lease`` and ``release``, ``split``,
+and the tenant's ``protected_blocks`` and ``evictable_blocks`` are kept in step: ``lease`` and ``release``, ``split``,
 ``add_leased``, and the trimming of victims.
 
-Eviction asks the policy of the tenant whose turn it is (``namespaces.next_victim``) for its victim and trims that
+Eviction asks the policy of the tenant whose turn it is (``tenants.Ranking``) for its victim and trims that
 leaf from its tail, exactly the blocks needed: O(blocks evicted), no heap rebuilt, no tree walked. Whether it can
 suffice is known before it begins, from the counts, so a refusal changes nothing.
+
+The law of guarantees: what is free or borrowed and evictable can always give every tenant its guarantee. Since
+each tenant's evictable blocks above its guarantee are what is borrowed, that is the same as
+
+    promised_blocks = Σ over tenants of max(protected, guaranteed) ≤ blocks of the pool
+
+so one sum decides whether a request can be granted, and a tenant within its guarantee doesn't raise it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import cast
 
 from radixkv.blocks import BlockPool
-from radixkv.errors import IntegrityError, OutOfBlocks
-from radixkv.namespaces import NamespaceTree, TenantState, next_victim
+from radixkv.errors import IntegrityError, OutOfBlocks, QuotaExceeded
+from radixkv.tenants import NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node
 from radixkv.types import ID_BYTES, Journal
 
@@ -23,49 +31,79 @@ from radixkv.types import ID_BYTES, Journal
 class Evictor:
     """Keeps what is resident within the pool. All methods are called under the cache's lock."""
 
-    __slots__ = ("_block_size", "_grain", "_journal", "_pool", "_tenants")
+    __slots__ = (
+        "_block_size",
+        "_grain",
+        "_journal",
+        "_pool",
+        "_ranking",
+        "_segment_blocks",
+        "evictable_blocks",
+        "promised_blocks",
+    )
 
     def __init__(
-        self, pool: BlockPool, tenants: dict[str, TenantState], block_size: int, journal: Journal | None
+        self,
+        pool: BlockPool,
+        tenants: dict[str, TenantState],
+        block_size: int,
+        journal: Journal | None,
+        segment_blocks: int = 1,
     ) -> None:
-        self._pool, self._tenants, self._block_size, self._journal = pool, tenants, block_size, journal
+        self._pool, self._block_size, self._journal = pool, block_size, journal
+        self._segment_blocks = segment_blocks
         self._grain = journal.grain_tokens if journal is not None else 0
+        self._ranking = Ranking(tenants)
+        self.evictable_blocks = 0  # of all tenants
+        self.promised_blocks = 0
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
     def lease(self, node: Node, tree: NamespaceTree) -> None:
         """Protect a node of the tree, and with it its ancestors."""
-        node.uses = uses = node.uses + 1
-        if uses > 1:
+        uses = node.uses
+        node.uses = uses + 1
+        if uses:
             return
-        tenant, num_bytes = tree.tenant, 0
-        leased = tenant.policy.leased
-        while (parent := node.parent) is not None:
-            num_bytes += len(node.block_ids)
-            leased(node)
-            node = parent
-            node.uses = uses = node.uses + 1
-            if uses > 1:
+        tenant, at = tree.tenant, node
+        leased = tenant.on_leased
+        while (parent := at.parent) is not None:
+            leased(at)
+            at = parent
+            uses = at.uses
+            at.uses = uses + 1
+            if uses:
                 break
-        tenant.evictable_blocks -= num_bytes // ID_BYTES
+        num_blocks = node.depth - at.depth
+        tenant.evictable_blocks -= num_blocks
+        tenant.protected_blocks = protected = tenant.protected_blocks + num_blocks
+        self.evictable_blocks -= num_blocks
+        if protected > tenant.guaranteed_blocks:
+            self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
 
     def release(self, node: Node, tree: NamespaceTree) -> None:
         """Undo one ``lease``; what nobody uses any more becomes evictable, and goes at once if its tree was cleared."""
         node.uses = uses = node.uses - 1
         if uses:
             return
-        released, tenant, num_bytes = node, tree.tenant, 0
-        unleased = tenant.policy.unleased
-        while (parent := node.parent) is not None:
-            num_bytes += len(node.block_ids)
-            unleased(node)
-            node = parent
-            node.uses = uses = node.uses - 1
+        tenant, at = tree.tenant, node
+        unleased = tenant.on_unleased
+        while (parent := at.parent) is not None:
+            unleased(at)
+            at = parent
+            at.uses = uses = at.uses - 1
             if uses:
                 break
-        tenant.evictable_blocks += num_bytes // ID_BYTES
+        num_blocks = node.depth - at.depth
+        if tenant.protected_blocks > tenant.guaranteed_blocks:
+            self.promised_blocks -= min(tenant.protected_blocks - tenant.guaranteed_blocks, num_blocks)
+        tenant.protected_blocks -= num_blocks
+        tenant.evictable_blocks += num_blocks
+        self.evictable_blocks += num_blocks
+        if tenant.ranked_blocks < 0:
+            self._ranking.rank(tenant)
         if tree.detached:
-            self.reclaim(released)
+            self.reclaim(node)
         if not tree.root.children:
             tenant.drop_if_empty(tree)
 
@@ -83,103 +121,243 @@ class Evictor:
     def split(self, child: Node, at: int, tree: NamespaceTree) -> Node:
         """Cut a node after ``at`` label bytes and return the upper half."""
         upper = tree.split(child, at)
-        tree.tenant.policy.split(upper, child)
+        if tree.tenant.on_split is not None:
+            tree.tenant.on_split(upper, child, upper.num_blocks)
         return upper
 
     def add_leased(
-        self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes, tree: NamespaceTree
+        self,
+        parent: Node,
+        key: bytes,
+        start: int,
+        stop: int,
+        block_ids: bytes,
+        tree: NamespaceTree,
+        hints: object = None,
+        ghost_keys: list[int] | None = None,
     ) -> Node:
         """Add ``key[start:stop]`` below ``parent``; a lease on ``parent`` moves to the deepest new node, the result."""
-        nodes = tree.attach(parent, key, start, stop, block_ids)
-        inserted = tree.tenant.policy.inserted
-        for node in nodes:
-            inserted(node, len(node.block_ids) // ID_BYTES, node.depth)
-        return nodes[-1]
+        deepest = tree.attach(parent, key, start, stop, block_ids)
+        if tree.tenant.on_inserted is not None:
+            self._tell_inserted(parent, deepest, tree, hints, ghost_keys or [])
+        return deepest
+
+    def _tell_inserted(
+        self, parent: Node, deepest: Node, tree: NamespaceTree, hints: object, ghost_keys: list[int]
+    ) -> None:
+        """Tell the policy of the new nodes, each with the keys of the segments that end in it."""
+        inserted, size = tree.tenant.on_inserted, self._segment_blocks
+        assert inserted is not None
+        above = None if parent is tree.root else parent
+        told = before = parent.depth // size
+        for node in path_between(parent, deepest):
+            passed = node.depth // size
+            keys = ghost_keys[told - before : passed - before]
+            inserted(node, node.num_blocks, node.depth, hints, keys, above)
+            above, told = node, passed
+
+    def grow(
+        self,
+        leaf: Node,
+        label: bytes,
+        block_ids: bytes,
+        tree: NamespaceTree,
+        hints: object = None,
+        ghost_keys: list[int] | None = None,
+    ) -> None:
+        """Add blocks to a leaf that has one use, in place. O(label after), at most MAX_GROWN_LABEL_BYTES."""
+        leaf.label += label
+        leaf.block_ids += block_ids
+        added = len(block_ids) // ID_BYTES
+        leaf.depth += added
+        tree.num_blocks += added
+        if tree.tenant.on_extended is not None:
+            tree.tenant.on_extended(leaf, added, hints, ghost_keys or ())
 
     # --- blocks
 
     @property
-    def evictable_blocks(self) -> int:
-        """Blocks that evictions could free now. O(tenants)."""
-        return sum(tenant.evictable_blocks for tenant in self._tenants.values())
-
-    def require(self, needed: int, about_to_lease: int = 0) -> None:
-        """Raise OutOfBlocks unless ``needed`` blocks can be had after ``about_to_lease`` more are protected.
-
-        Resident blocks that a waiting plan names don't count as evictable: they would be held until ``flush``.
-        """
-        free = self._pool.num_free
-        if needed > free:
-            evictable = max(self.evictable_blocks - about_to_lease - self._pool.num_named_in_trees, 0)
-            if needed > free + evictable:
-                raise OutOfBlocks(needed, free, evictable)
-
-    def take(self, num_blocks: int, requester: TenantState | None) -> bytes:
-        """Packed ids of ``num_blocks`` blocks, evicting what is short. Raises OutOfBlocks, and changes nothing."""
-        taken = self._pool.take(num_blocks)
-        if taken is None:
-            self.require(num_blocks)
-            taken = self._evict_and_take(num_blocks, requester)
-        return taken
-
-    def _evict_and_take(self, num_blocks: int, requester: TenantState | None) -> bytes:
+    def _usable_blocks(self) -> int:
+        """Blocks that tenants can have: not lent, and not named by a plan that waits for its engine."""
         pool = self._pool
-        while (taken := pool.take(num_blocks)) is None:  # once, or twice if a waiting plan holds some
-            short = num_blocks - pool.num_free
-            if not self.evict(short, requester):
-                raise IntegrityError(f"{short} blocks were counted as evictable and could not be evicted")
-        return taken
+        return pool.num_blocks - len(pool.lent) - len(pool.held) - len(pool.named_in_trees)
 
-    def evict(self, num_blocks: int, requester: TenantState | None) -> int:
-        """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + victims × tenants)."""
-        freed = 0
-        while freed < num_blocks:
-            turn = next_victim(self._tenants, requester)
-            if turn is None:
-                break
-            tenant, most = turn
-            freed += self._evict_from(tenant, min(most, num_blocks - freed))
+    def require(
+        self, needed: int, tenant: TenantState, about_to_lease: int = 0, of_them_lent: int = 0
+    ) -> int:
+        """Raise unless the tenant can have ``needed`` blocks after a lease protects ``about_to_lease`` more of its own.
+
+        QuotaExceeded: its limit can't give them, whatever it evicts. OutOfBlocks: nor can the pool, without what is
+        promised to others. Both tell the tenant's own numbers only; what a bare lease needs is what it protects.
+        Returns by how much ``promised_blocks`` will rise: 0 within its guarantee. O(1).
+        """
+        evictable, used = tenant.evictable_blocks - about_to_lease, tenant.used_blocks
+        if used - evictable + needed > tenant.max_blocks:
+            raise QuotaExceeded(needed, tenant.max_blocks, used, evictable)
+        protected, guaranteed = tenant.protected_blocks, tenant.guaranteed_blocks
+        rise = max(protected + about_to_lease + needed, guaranteed) - max(protected, guaranteed)
+        if self.promised_blocks + rise > self._usable_blocks + of_them_lent:
+            limit = min(tenant.max_blocks, self._pool.num_blocks)
+            raise OutOfBlocks(needed or about_to_lease, limit - used, evictable)
+        return rise
+
+    def surely_has(self, num_blocks: int, tenant: TenantState) -> bool:
+        """Whether so many more blocks, protected anew or taken, are granted without a closer look. O(1)."""
+        used = tenant.protected_blocks + tenant.evictable_blocks
+        return (
+            used + num_blocks <= tenant.max_blocks
+            and self.promised_blocks + num_blocks <= self._usable_blocks
+        )
+
+    def take(self, num_blocks: int, tenant: TenantState) -> bytearray:
+        """Packed ids of ``num_blocks`` blocks for a tenant, evicting what is short. Raises like ``require``.
+
+        On nobody's account yet: see ``charge``.
+        """
+        if not self.surely_has(num_blocks, tenant):
+            self.require(num_blocks, tenant)
+        return self.take_granted(num_blocks, tenant)
+
+    def take_granted(self, num_blocks: int, tenant: TenantState) -> bytearray:
+        """The same after ``require``. O(blocks evicted + turns × log tenants)."""
+        if tenant.protected_blocks + tenant.evictable_blocks + num_blocks > tenant.max_blocks:
+            self.keep_limit(tenant, num_blocks)
+        taken = self._pool.take(num_blocks)
+        return self._take_evicting(num_blocks, tenant) if taken is None else taken
+
+    def take_for_engine(self, num_blocks: int) -> bytearray:
+        """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
+        spare = self.spare_blocks
+        if num_blocks > spare:
+            free = self._pool.num_free
+            raise OutOfBlocks(num_blocks, free, max(spare - free, 0))
+        taken = self._pool.take(num_blocks)
+        return self._take_evicting(num_blocks, None) if taken is None else taken
+
+    def _take_evicting(self, num_blocks: int, requester: TenantState | None) -> bytearray:
+        """Packed ids of more blocks than are free."""
+        pool = self._pool
+        freed = pool.take_all()
+        while (
+            short := num_blocks * ID_BYTES - len(freed)
+        ) > 0:  # once, or twice if a waiting plan holds some
+            self._evict(short, requester, freed)
+            if pool.named:
+                freed = pool.hold_named(freed)
         return freed
 
-    def _evict_from(self, tenant: TenantState, num_blocks: int) -> int:
-        policy, left = tenant.policy, num_blocks
+    def charge(self, tenant: TenantState, num_blocks: int) -> None:
+        """Blocks that were taken are the tenant's, private to a sequence or leased in its tree."""
+        tenant.protected_blocks = protected = tenant.protected_blocks + num_blocks
+        if protected > tenant.guaranteed_blocks:
+            self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
+        if protected + tenant.evictable_blocks > tenant.ranked_blocks:
+            self._ranking.rank(tenant)
+
+    def give(self, block_ids: bytes | bytearray | memoryview, tenant: TenantState) -> None:
+        """Free blocks that were private to the tenant's sequences."""
+        self._pool.give(block_ids)
+        num_blocks = len(block_ids) // ID_BYTES
+        if tenant.protected_blocks > tenant.guaranteed_blocks:
+            self.promised_blocks -= min(tenant.protected_blocks - tenant.guaranteed_blocks, num_blocks)
+        tenant.protected_blocks -= num_blocks
+
+    def require_all(self, needs: dict[TenantState, int]) -> None:
+        """Raise unless several tenants can have what they need at once, like ``require``. O(tenants)."""
+        rise = 0
+        for tenant, needed in needs.items():
+            rise += self.require(needed, tenant, of_them_lent=-rise)
+
+    def evict(self, num_blocks: int, requester: TenantState | None = None) -> int:
+        """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + turns × log tenants).
+
+        For a requester so many must be granted (``require``).
+        """
+        num_blocks, freed = min(num_blocks, self.evictable_blocks), bytearray()
+        self._evict(num_blocks * ID_BYTES, requester, freed)
+        if requester is not None:
+            self._ranking.rank(requester)
+        self._pool.give(freed)
+        return num_blocks
+
+    def keep_limit(self, tenant: TenantState, about_to_take: int) -> None:
+        """Free what the tenant would use above its limit, of its own; ``require`` has seen that it can."""
+        over = tenant.used_blocks + about_to_take - tenant.max_blocks
+        if over > 0:
+            freed = bytearray()
+            self._evict_from(tenant, over * ID_BYTES, freed)
+            self._pool.give(freed)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks that nobody is promised. O(1)."""
+        return self._usable_blocks - self.promised_blocks
+
+    def settle_promises(self, tenants: Collection[TenantState]) -> None:
+        """Count anew what is promised, and rank anew who is above its share. O(tenants)."""
+        self.promised_blocks = sum(max(each.protected_blocks, each.guaranteed_blocks) for each in tenants)
+        for each in tenants:
+            self._ranking.rank(each)
+
+    def _evict(self, size: int, requester: TenantState | None, freed: bytearray) -> None:
+        """Add the packed ids of evicted blocks to ``freed``, ``size`` bytes of them.
+
+        The requester is left without a rank if its own blocks went last: ``charge`` follows.
+        """
+        ranking = self._ranking
+        while size:
+            tenant, turn = ranking.next(requester)
+            turn = min(turn * ID_BYTES, size)
+            self._evict_from(tenant, turn, freed)
+            size -= turn
+            if size or tenant is not requester:
+                ranking.rank(tenant)
+
+    def _evict_from(self, tenant: TenantState, size: int, freed: bytearray) -> None:
+        """Add the packed ids of exactly so many of the tenant's blocks, in bytes, to ``freed``."""
+        victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
+        most = tenant.on_most
         while left:
-            node = policy.victim()
+            node = victim()
             if not isinstance(node, Node) or node.children or node.uses:
                 raise IntegrityError(
-                    f"policy {type(policy).__name__} named a victim that is no evictable leaf"
+                    f"policy {type(tenant.policy).__name__} named a victim that is no evictable leaf"
                 )
-            size = len(node.block_ids) // ID_BYTES
-            if size > left:
-                policy.trimmed(node, left)
-                self._remove(node, left, tenant)
-                break
-            policy.trimmed(node, size)
-            policy.removed(node)
-            self._remove(node, size, tenant)
-            left -= size
+            tree, ids = node.tree, node.block_ids
+            cut = left if most is None else min(most(node) * ID_BYTES, left)
+            if trimmed is not None:
+                trimmed(node, min(len(ids), cut) // ID_BYTES)
+            if self._journal is not None:
+                self._report_removed(node, min(len(ids), cut) // ID_BYTES)
+            if len(ids) > cut:
+                freed += tree.trim(node, cut)
+                left -= cut
+                continue
+            removed(node)
+            tree.remove(node)
+            freed += ids
+            left -= len(ids)
+            if not tree.root.children:
+                tenant.drop_if_empty(cast(NamespaceTree, tree))
+        num_blocks = size // ID_BYTES
+        tenant.evictable_blocks -= num_blocks
         tenant.evicted_blocks += num_blocks
-        return num_blocks
+        self.evictable_blocks -= num_blocks
 
     def reclaim(self, node: Node) -> None:
         """Free a node of a cleared tree, and its ancestors as far as nothing else holds them."""
-        tenant = cast(NamespaceTree, node.tree).tenant
+        tree = cast(NamespaceTree, node.tree)
+        tenant = tree.tenant
         at: Node | None = node
         while at is not None and at.parent is not None and not at.uses and not at.children:
             parent = at.parent
-            if at.tree.is_linked(at):
-                tenant.policy.removed(at)
-                self._remove(at, at.num_blocks, tenant)
+            if tree.is_linked(at):
+                tenant.on_removed(at)
+                tree.remove(at)
+                self._pool.give(at.block_ids)
+                tenant.evictable_blocks -= at.num_blocks
+                self.evictable_blocks -= at.num_blocks
             at = parent
-
-    def _remove(self, node: Node, num_blocks: int, tenant: TenantState) -> None:
-        """Take the last ``num_blocks`` of an evictable leaf out of its tree and give them to the pool."""
-        tree = cast(NamespaceTree, node.tree)
-        if self._journal is not None and not tree.detached:
-            self._report_removed(tree, node, num_blocks)
-        self._pool.give(tree.trim(node, num_blocks))
-        tenant.evictable_blocks -= num_blocks
-        tenant.used_blocks -= num_blocks
         if not tree.root.children:
             tenant.drop_if_empty(tree)
 
@@ -201,9 +379,21 @@ class Evictor:
         grain, size = self._grain, self._block_size
         return bool(grain) and not tree.detached and start * size // grain < stop * size // grain
 
-    def _report_removed(self, tree: NamespaceTree, node: Node, num_blocks: int) -> None:
-        start = node.depth - num_blocks
+    def _report_removed(self, node: Node, num_blocks: int) -> None:
+        tree, start = cast(NamespaceTree, node.tree), node.depth - num_blocks
         if self.reports(tree, start, node.depth):
             assert self._journal is not None
             size = self._block_size
             self._journal.removed(tree.namespace, tree.key_of(node), start * size, node.depth * size)
+
+
+def path_between(above: Node, node: Node) -> list[Node]:
+    """The nodes below ``above`` down to ``node``, in this order. O(nodes)."""
+    path: list[Node] = []
+    at = node
+    while at is not above:
+        path.append(at)
+        assert at.parent is not None
+        at = at.parent
+    path.reverse()
+    return path

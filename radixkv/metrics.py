@@ -48,19 +48,15 @@ _TEXTS = {
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Metrics:
-    """What one process of the service counts. ``levels`` are gauges by name, read when scraped."""
+Level = tuple[str, str, Callable[[], float]]
+"""A gauge: its name, its text, and what reads it."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        tenants: Sequence[str],
-        coordinator: Coordinator,
-        levels: Sequence[tuple[str, str, Callable[[], float]]] = (),
-    ) -> None:
+
+class RequestMetrics:
+    """What any HTTP process counts. ``levels`` are read when scraped."""
+
+    def __init__(self, levels: Sequence[Level] = ()) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_CacheCollector(cache, tenants))
-        self.registry.register(_FleetCollector(coordinator))
         for name, text, read in levels:
             Gauge(f"radixkv_{name}", text, registry=self.registry).set_function(read)
         self._requests = Counter(
@@ -69,6 +65,30 @@ class Metrics:
         self._seconds = Histogram(
             "radixkv_http_seconds", "Time to the answer", ("path",), registry=self.registry, buckets=_SECONDS
         )
+
+    def answered(self, method: str, path: str, status: int, seconds: float) -> None:
+        """A request was answered; ``path`` is the endpoint's, never the client's text."""
+        self._requests.labels(method, path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def render(self) -> bytes:
+        """The registry as Prometheus' text format. O(series)."""
+        return generate_latest(self.registry)
+
+
+class Metrics(RequestMetrics):
+    """What one process of the service counts. ``tenants`` tells which there are, when scraped."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tenants: Callable[[], Sequence[str]],
+        coordinator: Coordinator,
+        levels: Sequence[Level] = (),
+    ) -> None:
+        super().__init__(levels)
+        self.registry.register(_CacheCollector(cache, tenants))
+        self.registry.register(_FleetCollector(coordinator))
         self._first_token = Histogram(
             "radixkv_time_to_first_token_seconds",
             "From the request's arrival to its first token",
@@ -81,11 +101,6 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
 
-    def answered(self, method: str, path: str, status: int, seconds: float) -> None:
-        """A request was answered; ``path`` is the endpoint's, never the client's text."""
-        self._requests.labels(method, path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
-
     def completed(
         self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float
     ) -> None:
@@ -94,19 +109,15 @@ class Metrics:
         for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
             self._tokens.labels(tenant, kind).inc(max(count, 0))
 
-    def render(self) -> bytes:
-        """The registry as Prometheus' text format. O(series)."""
-        return generate_latest(self.registry)
-
 
 class _CacheCollector(Collector):
-    def __init__(self, cache: PrefixCache, tenants: Sequence[str]) -> None:
-        self._cache, self._tenants = cache, tuple(tenants)
+    def __init__(self, cache: PrefixCache, tenants: Callable[[], Sequence[str]]) -> None:
+        self._cache, self._tenants = cache, tenants
 
     def collect(self) -> Iterable[Metric]:
         for name, value in asdict(self._cache.stats()).items():
             yield _family(f"radixkv_cache_{name}", name, [], [([], value)])
-        rows = [asdict(self._cache.tenant_stats(tenant)) for tenant in self._tenants]
+        rows = [asdict(self._cache.tenant_stats(tenant)) for tenant in self._tenants()]
         for name in rows[0] if rows else ():
             if name != "tenant":
                 samples = [([row["tenant"]], row[name]) for row in rows]

@@ -1,25 +1,22 @@
-"""Namespaces and tenants. The only module where two tenants meet: in the choice of whose blocks go.
+"""Namespaces and tenants: the key spaces that no lookup leaves, and what those who own them are promised.
 
-A namespace is the key space of one tenant, model, adapter and salt, and has a tree of its own; no lookup
-starts anywhere else. A tenant's state (its trees, its policy, its counts) is one object that another tenant's
-calls never reach.
-
-Whose blocks go: the tenant that uses most has its blocks evicted first, down to the level of the next one.
-With equal weights and no guarantees that is the weighted fair share ``(used − share) ÷ weight``.
+A namespace is the key space of one tenant, model, adapter and salt, and has a tree of its own
+(``tenants.NamespaceTree``); no lookup starts anywhere else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
 
-from radixkv.errors import NamespaceError
-from radixkv.tree import RadixTree
-
-if TYPE_CHECKING:
-    from radixkv_policies import Policy
+from radixkv.errors import ArgumentError, NamespaceError
 
 MAX_FIELD_BYTES: Final = 1_024
 """Longest UTF-8 form of a field of a namespace."""
+
+
+Mode = Literal["burst", "strict"]
 
 
 class _Fields(NamedTuple):
@@ -78,96 +75,48 @@ def _check_field(name: str, value: object, *, may_be_empty: bool) -> None:
         )
 
 
-class TenantState:
-    """What one tenant has in the cache: its trees, its policy, its counts.
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What a tenant is promised and held to: see ``PrefixCache.add_tenant``.
 
-    ``used_blocks``: blocks in its trees, detached ones included, and private to its sequences.
-    ``evictable_blocks``: those of them that no lease protects.
+    id: the name that its namespaces carry, a non-empty string of at most 1,024 bytes.
+    weight: its part, beside the other tenants' weights, of what nobody is guaranteed; > 0.
+    guaranteed_blocks: blocks that it can always have, and that another's request never evicts.
+    max_blocks: blocks that it may use at most; None for the whole pool. At least the guaranteed ones.
+    mode: ``"burst"`` borrows what is idle above its guarantee and gives it back first; ``"strict"`` never borrows, so
+    that nothing that others do changes what it sees: its limit is its guarantee, which is at least one block.
+
+    Raises NamespaceError for the id and ArgumentError for the rest.
     """
 
-    __slots__ = (
-        "detached",
-        "evictable_blocks",
-        "evicted_blocks",
-        "hit_tokens",
-        "missed_tokens",
-        "policy",
-        "requests",
-        "tenant_id",
-        "trees",
-        "used_blocks",
-    )
+    id: str
+    weight: float = 1.0
+    guaranteed_blocks: int = 0
+    max_blocks: int | None = None
+    mode: Mode = "burst"
 
-    def __init__(self, tenant_id: str, policy: Policy) -> None:
-        self.tenant_id = tenant_id
-        self.policy = policy
-        self.trees: dict[Namespace, NamespaceTree] = {}
-        self.detached: set[NamespaceTree] = set()
-        self.used_blocks = 0
-        self.evictable_blocks = 0
-        self.evicted_blocks = 0
-        self.hit_tokens = 0
-        self.missed_tokens = 0
-        self.requests = 0
+    def __post_init__(self) -> None:
+        _check_field("tenant", self.id, may_be_empty=False)
+        weight: object = self.weight
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ArgumentError("weight", weight, "a finite number > 0")
+        if self.mode not in ("burst", "strict"):
+            raise ArgumentError("mode", self.mode, "'burst' or 'strict'")
+        least = 1 if self.mode == "strict" else 0
+        _check_blocks("guaranteed_blocks", self.guaranteed_blocks, least)
+        if self.max_blocks is None:
+            return
+        _check_blocks("max_blocks", self.max_blocks, max(self.guaranteed_blocks, 1))
+        if self.mode == "strict" and self.max_blocks != self.guaranteed_blocks:
+            allowed = f"{self.guaranteed_blocks}, its guarantee, or None: a strict tenant borrows nothing"
+            raise ArgumentError("max_blocks", self.max_blocks, allowed)
 
     @property
-    def resident_blocks(self) -> int:
-        """Blocks that a match can reach."""
-        return sum(tree.num_blocks for tree in self.trees.values())
-
-    @property
-    def quarantined_blocks(self) -> int:
-        """Blocks of cleared namespaces that running sequences still hold."""
-        return sum(tree.num_blocks for tree in self.detached)
-
-    def detach(self, tree: NamespaceTree) -> None:
-        """Make a tree unreachable; it lives on for the sequences that lease it. O(1)."""
-        del self.trees[tree.namespace]
-        tree.detached = True
-        self.detached.add(tree)
-
-    def drop_if_empty(self, tree: NamespaceTree) -> None:
-        """Forget a tree in which nothing is resident and nothing leased. O(1)."""
-        if tree.is_empty:
-            if tree.detached:
-                self.detached.discard(tree)
-            else:
-                self.trees.pop(tree.namespace, None)
+    def limit(self) -> int | None:
+        """Blocks that it may use at most: ``max_blocks``, in strict mode the guarantee; None for the whole pool."""
+        return self.guaranteed_blocks if self.mode == "strict" else self.max_blocks
 
 
-class NamespaceTree(RadixTree):
-    """The tree of a namespace, with its owner. ``detached`` once it was cleared and can't be reached any more."""
-
-    __slots__ = ("detached", "namespace", "tenant")
-
-    def __init__(self, namespace: Namespace, tenant: TenantState, block_bytes: int) -> None:
-        super().__init__(block_bytes)
-        self.namespace = namespace
-        self.tenant = tenant
-        self.detached = False
-
-
-def next_victim(
-    tenants: dict[str, TenantState], requester: TenantState | None
-) -> tuple[TenantState, int] | None:
-    """Whose blocks go next, and how many before it is somebody else's turn; None if nothing is evictable.
-
-    The tenant with the most used blocks among those that have something evictable, the requester on ties, down
-    to the level of the next one. O(tenants).
-    """
-    first: TenantState | None = None
-    second_used = -1
-    for tenant in tenants.values():
-        if not tenant.evictable_blocks:
-            continue
-        used = tenant.used_blocks
-        if first is None or used > first.used_blocks or (used == first.used_blocks and tenant is requester):
-            if first is not None:
-                second_used = max(second_used, first.used_blocks)
-            first = tenant
-        else:
-            second_used = max(second_used, used)
-    if first is None:
-        return None
-    turn = first.used_blocks - second_used if second_used >= 0 else first.evictable_blocks
-    return first, min(max(turn, 1), first.evictable_blocks)
+def _check_blocks(argument: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(argument, value, f"an integer ≥ {least}")

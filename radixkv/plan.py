@@ -17,11 +17,12 @@ source, and blocks that a waiting plan names are not handed out again before it 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Int32Array = NDArray[np.int32]
+Int32Array: TypeAlias = NDArray[np.int32]
 
 
 class StepPlan:
@@ -74,10 +75,14 @@ class WaitingCopies:
             source, num_rows = first[0], min(first[1], num_rows)
         self._copies[target] = (source, num_rows)
 
+    def plan(self) -> StepPlan:
+        """All of them as a plan; they wait on. O(copies)."""
+        return StepPlan.of([(source, target, rows) for target, (source, rows) in self._copies.items()])
+
     def take(self) -> StepPlan:
         """All of them as a plan; none wait afterwards. O(copies)."""
-        copies, self._copies = self._copies, {}
-        return StepPlan.of([(source, target, rows) for target, (source, rows) in copies.items()])
+        plan, self._copies = self.plan(), {}
+        return plan
 
     def __len__(self) -> int:
         return len(self._copies)

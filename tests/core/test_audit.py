@@ -178,6 +178,14 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
         "usage",
         lambda s: replace(s, tenants=_first(s.tenants, _any, evictable_blocks=99)),
     ),
+    "a limit passed": (
+        "quotas",
+        lambda s: replace(s, tenants=_first(s.tenants, _any, max_blocks=0)),
+    ),
+    "a guarantee that can't be met": (
+        "quotas",
+        lambda s: replace(s, tenants=_first(s.tenants, _any, guaranteed_blocks=s.num_blocks + 1)),
+    ),
     "a tenant forgotten": ("usage", lambda s: replace(s, tenants=())),
     "a tree miscounted": ("usage", lambda s: _of_tree(s, num_blocks=99)),
     "a policy that lost a node": (

@@ -200,14 +200,15 @@ def test_an_exception_releases() -> None:
 
 
 def test_open_refuses_with_facts() -> None:
-    """``OutOfBlocks`` says what is needed, free and evictable without the request's own path; nothing changes."""
+    """``OutOfBlocks`` says what is needed, what the tenant's limit leaves and what it could evict beside the request's
+    own path: nothing of the pool's, of which another tenant holds some. Nothing changes."""
     cache = make_cache(6, 4)
     compute(cache, range(12))
     running = cache.open(Namespace("b", "m"), [7] * 8)
     before = cache.snapshot()
     with pytest.raises(OutOfBlocks) as error:
         cache.open(NS, [*range(8), *range(100, 113)])
-    assert (error.value.needed, error.value.free, error.value.evictable) == (4, 1, 1)
+    assert (error.value.needed, error.value.free, error.value.evictable) == (4, 3, 1)
     assert isinstance(error.value, CapacityError) and same(before, cache)
     with cache.open(
         NS, [*range(8), *range(100, 108)]

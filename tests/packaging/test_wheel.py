@@ -1,4 +1,4 @@
-"""sdist, then a wheel from the sdist: it holds the three packages with every module of the tree, no more."""
+"""sdist, then a pure wheel from the sdist: it holds the three packages with every module of the tree, no more."""
 
 from __future__ import annotations
 
@@ -11,30 +11,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.packaging.building import ROOT, build, files_of
+
 SOURCES = {"radixkv": ROOT, "radixkv_kernels": ROOT / "kernels", "radixkv_policies": ROOT / "policies"}
 DATA = {"radixkv/tokenizer/radixkv-8k.model", "radixkv/tokenizer/LICENSE-TEXT"}
 TYPED = {f"{package}/py.typed" for package in SOURCES}
 NEVER = {".pyc", ".so", ".rdb", ".log"}
-
-
-def build(source: Path, kind: str, out: Path) -> Path:
-    """Builds with what is installed here, as CI has no index at hand; the one file that comes of it."""
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        f"--{kind}",
-        "--outdir",
-        str(out),
-        str(source),
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (made,) = out.iterdir()
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +30,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (source,) = unpacked.iterdir()
-    return build(source, "wheel", tmp_path_factory.mktemp("wheel"))
-
-
-def files_of(wheel: Path) -> set[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if not name.endswith("/")}
+    return build(source, "wheel", tmp_path_factory.mktemp("wheel"), RADIXKV_COMPILE="0")
 
 
 def modules_of_the_tree() -> set[str]:
@@ -90,7 +67,7 @@ def test_the_wheel_brings_its_licence_and_its_command(wheel: Path) -> None:
 def test_the_sdist_brings_what_a_packager_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"pyproject.toml", "Makefile", "README.md", "LICENSE", "tests/conftest.py"}
+    wanted = {"pyproject.toml", "hatch_build.py", "Makefile", "README.md", "LICENSE", "tests/conftest.py"}
     assert wanted <= files
     assert not {name for name in files if Path(name).suffix in NEVER or "__pycache__" in name}
 

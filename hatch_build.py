@@ -1,0 +1,146 @@
+"""Compiles the index with mypyc, for wheels and for editable installs; see ``radixkv/_compiled.py``.
+
+    RADIXKV_COMPILE   unset: compile where it can be done, otherwise leave the pure build and say why in a line
+                      1: fail if it can't be done     0: don't
+
+As a script (``make compile``) it brings ``radixkv/_native`` up to date with the sources.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOT = Path(__file__).parent
+REQUIRES = ["mypy>=2.4,<3", "setuptools>=77"]
+WISH = os.environ.get("RADIXKV_COMPILE", "")
+
+# What isn't among ``COMPILED`` and ``READ`` is not read: NumPy's types would take a minute and make no faster code, and
+# what is known of an argument's type is checked before radixkv can say what is wrong with it.
+MYPY = "[mypy]\nno_site_packages = True\nignore_missing_imports = True\nfollow_imports = skip\n"
+READ = "[mypy-{}]\nfollow_imports = silent\n"
+
+
+class CustomBuildHook(BuildHookInterface[Any]):
+    """Adds the compiled index to a wheel, or puts it into the tree that an editable install uses."""
+
+    def dependencies(self) -> list[str]:
+        """What compiling needs, if it is to be tried."""
+        return [] if self.target_name != "wheel" or obstacle() else REQUIRES
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called before a wheel is put together; ``version`` is "editable" for one that points to the tree."""
+        package = ROOT / "radixkv"
+        if self.target_name != "wheel":
+            return
+        if version == "editable":
+            bring_up_to_date(package, package)
+            return
+        self._folder = tempfile.TemporaryDirectory()  # goes with the hook
+        folder = bring_up_to_date(package, Path(self._folder.name))
+        if folder:
+            build_data["force_include"][str(folder)] = f"radixkv/{folder.name}"
+            build_data["pure_python"], build_data["infer_tag"] = False, True
+
+
+def obstacle() -> str | None:
+    """Why the index can't, or shall not, be compiled here; None if nothing is known to stand in the way."""
+    if WISH == "0":
+        return "RADIXKV_COMPILE=0"
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "only CPython with its global lock runs it compiled"
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    return None if shutil.which(compiler) else f"no C compiler ({compiler})"
+
+
+def bring_up_to_date(package: Path, target: Path) -> Path | None:
+    """Compile the package's index into a folder in ``target``, unless it is there already; None if it can't be."""
+    plan = _plan()
+    folder = target / plan.FOLDER
+    if (folder / plan.library(package).name).is_file():
+        return folder
+    if WISH == "0":
+        return None
+    why = obstacle() or _compile(plan, package, folder)
+    if why is None:
+        return folder
+    if WISH == "1":
+        raise SystemExit(f"radixkv: the index could not be compiled, and RADIXKV_COMPILE=1: {why}")
+    print(f"radixkv: the index stays pure Python, at half the speed: {why.splitlines()[-1]}", file=sys.stderr)
+    return None
+
+
+def _plan() -> ModuleType:
+    """``radixkv._compiled``, without the package around it."""
+    spec = importlib.util.spec_from_file_location("_compiled", ROOT / "radixkv" / "_compiled.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(plan: ModuleType, package: Path, folder: Path) -> str | None:
+    """Compile in a process of its own, as mypyc ends the one that it fails in; what that said, if it failed."""
+    name = f"radixkv.{plan.library_name(package)}".removesuffix("__mypyc")
+    sources = [f"radixkv/{module}.py" for module in plan.COMPILED]
+    read = [f"radixkv.{module.replace('/', '.')}" for module in plan.READ]
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch, "mypy.ini").write_text(MYPY + "".join(map(READ.format, read)))
+        done = subprocess.run(
+            [sys.executable, __file__, "--in-process", scratch, name, *sources],
+            cwd=package.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            return done.stdout.strip() or f"mypyc ended with {done.returncode}"
+        _replace(Path(scratch, "lib", "radixkv"), folder)
+    return None
+
+
+def _replace(made: Path, folder: Path) -> None:
+    """Put what was made in the place of what was made for this interpreter before, the library last."""
+    folder.mkdir(exist_ok=True)
+    files = sorted(made.iterdir(), key=lambda file: "__mypyc" in file.name)
+    for old in folder.glob(f"*{EXTENSION_SUFFIXES[0]}"):
+        old.unlink()
+    for file in files:
+        shutil.copy2(file, folder / f".{file.name}")
+        (folder / f".{file.name}").rename(folder / file.name)
+
+
+def _compile_in_process(scratch: Path, name: str, sources: list[str]) -> None:
+    from mypyc.build import mypycify
+    from setuptools import Distribution
+
+    extensions = mypycify(
+        [f"--config-file={scratch / 'mypy.ini'}", "--cache-dir=/dev/null", *sources],
+        debug_level="0",
+        group_name=name,
+        target_dir=str(scratch / "c"),
+    )
+    build = Distribution({"name": "radixkv", "ext_modules": extensions}).get_command_obj("build_ext")
+    build.build_lib, build.build_temp = str(scratch / "lib"), str(scratch / "o")
+    build.ensure_finalized()
+    build.run()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--in-process"]:
+        _compile_in_process(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    else:
+        bring_up_to_date(ROOT / "radixkv", ROOT / "radixkv")

@@ -1,0 +1,19 @@
+"""Types of arguments that the cache checks itself, to say what is allowed.
+
+Type checkers read them, the compiler of the index doesn't: what it has read, it would check first, with a TypeError.
+``radixkv.namespaces`` is left out for the same reason.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from radixkv.cache import Match
+
+OnPending: TypeAlias = Literal["compute", "raise", "wait"]
+
+Seconds: TypeAlias = float | None
+"""Seconds, None for as long as it takes."""
+
+MatchLike: TypeAlias = "Match"

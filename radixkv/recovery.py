@@ -1,0 +1,366 @@
+"""Recovery: the books are right again after an exception in the middle of a call.
+
+A call changes a tree, a sequence, counts, the free list and a policy's order one after the other, and an
+exception (KeyboardInterrupt, MemoryError, a policy or a journal that fails) may come between any two steps.
+Nothing is noted down for that case, so requests pay nothing. Instead ``mend`` runs under the lock before the
+exception goes on. It keeps what is certain, and makes everything else anew from it:
+
+    certain                                             made anew
+    which nodes hang below a root, and their blocks     parents, depths, uses, counts of a tree
+    block table, ids and leased node of a sequence      its runs and who owns them
+    leases; blocks lent; copies that wait               counts of tenants, policies' orders, the free list
+
+- **An interrupted call costs the sequences that it was working on**: they are closed. A sequence that it was
+  about to return never was. Every other sequence keeps its blocks and doesn't notice.
+- What a call made resident stays if it is whole: its KV exist. Blocks that nobody certain owns are free.
+- A split or a growth that was cut short is finished or cut back (``_finish``). A cleared tree gives up what nobody
+  uses, as ``clear`` would have.
+- A policy starts anew with the old order: what was in it stays in place, what was missing is youngest, a child
+  comes before its parent. Counts of uses are forgotten.
+- The journal is told everything again: a ``removed`` that was lost would be a lie for ever.
+
+Blocks that sequences share are found in their tables: forks agree on the blocks before the first in which they
+differ, so sorted tables are a tree of common beginnings, and its edges are the runs.
+
+Cost: O(resident blocks + block tables + pool), only ever after an exception. If ``mend`` itself is interrupted, it
+starts once more: it reads only what is certain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from radixkv.blocks import unpack
+from radixkv.errors import (
+    ArgumentError,
+    CapacityError,
+    LeaseError,
+    NamespaceError,
+    PendingError,
+    TokenError,
+)
+from radixkv.sequence import Run, Sequence
+from radixkv.tenants import UNRANKED, NamespaceTree, Ranking, TenantState
+from radixkv.tree import Node
+from radixkv.types import ID_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from radixkv.cache import Lease, PrefixCache
+    from radixkv_policies import Policy
+
+REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, PendingError, TokenError)
+"""Raised before anything was changed."""
+
+
+def mend(
+    cache: PrefixCache,
+    error: BaseException,
+    sequences: Iterable[Sequence | None] = (),
+    leases: Iterable[Lease | None] = (),
+    lent: bytes | bytearray = b"",
+) -> None:
+    """Make the cache whole after ``error`` in one of its calls; nothing to do for a refusal. Under the lock.
+
+    ``sequences``: those that the call worked on or was about to return, are closed. ``leases``: the same. ``lent``:
+    packed ids of blocks that it was about to lend, are free.
+    """
+    if isinstance(error, REFUSALS):
+        return
+    try:
+        _mend(cache, sequences, leases, lent)
+    except BaseException:
+        _mend(cache, sequences, leases, lent)
+        raise
+
+
+def _mend(
+    cache: PrefixCache,
+    sequences: Iterable[Sequence | None],
+    leases: Iterable[Lease | None],
+    lent: bytes | bytearray,
+) -> None:
+    for sequence in sequences:
+        if isinstance(sequence, Sequence) and sequence._index is cache:
+            sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
+            cache._sequences.discard(sequence)
+    for lease in leases:
+        if lease is not None:
+            lease._is_open = False
+            cache._leases.discard(lease)
+    cache._pool.lent.difference_update(unpack(bytes(lent)).tolist())
+    _Books(cache).rebuild()
+    cache._progress.notify_all()
+
+
+class _Books:
+    """What is certain of a cache, and all that follows from it."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+        self.tenants = list(cache._tenants.values())
+        self.nodes: list[Node] = []  # of all trees, parents before children
+        self.home = np.full(cache._pool.num_blocks, -1, np.int64)  # which of them has the block
+        self.is_private = np.zeros(cache._pool.num_blocks, np.bool_)
+        self.num_private: Counter[TenantState] = Counter()
+
+    def rebuild(self) -> None:
+        """Set right whatever follows from what is certain."""
+        trees = self._trees()
+        for tree in trees:
+            self._relink(tree)
+        self._close_what_lost_its_node()
+        self._share_blocks()
+        self._count_uses()
+        self._forget_what_was_cleared(trees)
+        self._count()
+        self._refill_pool()
+        self._tell_journal(trees)
+
+    # --- trees
+
+    def _trees(self) -> list[NamespaceTree]:
+        """All trees, also one that is on its way from being reachable to being detached."""
+        cache = self.cache
+        found = [tree for tenant in self.tenants for tree in (*tenant.trees.values(), *tenant.detached)]
+        found += [sequence._tree for sequence in cache._sequences]
+        found += [cast(NamespaceTree, lease._node.tree) for lease in cache._leases if lease._node is not None]
+        return list(dict.fromkeys(found))
+
+    def _relink(self, tree: NamespaceTree) -> None:
+        first = len(self.nodes)
+        tree.root.uses = 0
+        pending = [tree.root]
+        while pending:
+            above = pending.pop()
+            for node in above.children.values():
+                _finish(node, above, tree.block_bytes)
+                self.home[unpack(node.block_ids)] = len(self.nodes)
+                self.nodes.append(node)
+                pending.append(node)
+        tree._trimmed = None  # all labels fit
+        tree.num_nodes = len(self.nodes) - first
+        tree.num_blocks = sum(node.num_blocks for node in self.nodes[first:])
+
+    def _forget_what_was_cleared(self, trees: list[NamespaceTree]) -> None:
+        """A cleared tree keeps what is in use; a tree with nothing in it goes."""
+        for tree in trees:
+            tree.detached = tree.tenant.trees.get(tree.namespace) is not tree
+        for node in reversed(self.nodes):
+            tree = cast(NamespaceTree, node.tree)
+            if tree.detached and not node.uses:
+                self.home[unpack(node.block_ids)] = -1
+                tree.remove(node)
+        self.nodes = [node for node in self.nodes if node.uses or not cast(NamespaceTree, node.tree).detached]
+        for tree in trees:
+            if tree.detached:
+                tree.tenant.detached.add(tree)
+            tree.tenant.drop_if_empty(tree)
+
+    # --- who holds what
+
+    def _close_what_lost_its_node(self) -> None:
+        """Close whose leased path isn't what it was. No step of any call makes that happen; if it did, it ends here."""
+        cache, linked = self.cache, set(self.nodes)
+        linked.update(sequence._tree.root for sequence in cache._sequences)
+        for sequence in list(cache._sequences):
+            depth = sequence._num_committed // cache._config.block_size
+            if sequence._node not in linked or sequence._node.depth != depth:
+                sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
+                cache._sequences.discard(sequence)
+        for lease in list(cache._leases):
+            if lease._node is not None and lease._node not in linked:
+                lease._is_open = False
+                cache._leases.discard(lease)
+
+    def _share_blocks(self) -> None:
+        """Make the runs of all sequences anew: the edges of the tree that their sorted tables are."""
+        running = sorted(self.cache._sequences, key=lambda sequence: bytes(sequence._table))
+        common = [_num_common(one, other) for one, other in pairwise(running)]
+        pending: list[tuple[int, int, int, Run | None]] = [(0, len(running), 0, None)]
+        while pending:
+            low, high, at, run = pending.pop()
+            if high - low < 2:
+                if high > low:
+                    self._settle(running[low], at, run)
+                continue
+            stop = min(common[low : high - 1])
+            for start, end in self._stretches(running[low:high], at, stop):
+                run = self._new_run(
+                    run, start, running[low]._table[start * ID_BYTES : end * ID_BYTES], running[low]
+                )
+            cuts = [index + 1 for index in range(low, high - 1) if common[index] == stop]
+            bounds = [low, *cuts, high]
+            pending += [(begin, end, stop, run) for begin, end in pairwise(bounds)]
+
+    def _settle(self, sequence: Sequence, at: int, run: Run | None) -> None:
+        """What a sequence shares with nobody, from position ``at`` on: its own blocks at the end, runs before."""
+        own = size = sequence.num_blocks
+        for start, stop in self._stretches([sequence], at, size):
+            block_ids = sequence._table[start * ID_BYTES : stop * ID_BYTES]
+            if stop == size and self._node_of(block_ids) is None:
+                own = start
+                self._own(block_ids, sequence)
+            else:
+                run = self._new_run(run, start, block_ids, sequence)
+        if run is not None:
+            run.owners += 1
+        sequence._run, sequence._own = run, own
+
+    def _stretches(self, family: list[Sequence], at: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Positions ``[at, stop)`` less those on everybody's leased path, cut where residency begins or ends."""
+        table = unpack(bytes(family[0]._table))[at:stop]
+        is_resident = self.home[table] >= 0
+        depth = min(sequence._node.depth for sequence in family)
+        is_leased = is_resident & (np.arange(at, stop) < depth)
+        kind = is_resident * 2 + is_leased
+        cuts = (np.flatnonzero(np.diff(kind)) + 1).tolist()
+        for start, end in zip([0, *cuts], [*cuts, len(table)], strict=True):
+            if start < end and not is_leased[start]:
+                yield at + start, at + end
+
+    def _new_run(self, parent: Run | None, start: int, block_ids: bytearray, sequence: Sequence) -> Run:
+        run = Run(parent, start, block_ids)
+        run.owners = 0
+        run.node = self._node_of(block_ids)
+        if run.node is None:
+            self._own(block_ids, sequence)
+        else:
+            run.node.uses += 1
+        if parent is not None:
+            parent.owners += 1
+        return run
+
+    def _node_of(self, block_ids: bytearray) -> Node | None:
+        """The node that has the last of these blocks; None if they are private."""
+        index = int(self.home[unpack(bytes(block_ids))[-1]])
+        return self.nodes[index] if index >= 0 else None
+
+    def _own(self, block_ids: bytearray, sequence: Sequence) -> None:
+        self.is_private[unpack(bytes(block_ids))] = True
+        self.num_private[sequence._tree.tenant] += len(block_ids) // ID_BYTES
+
+    def _count_uses(self) -> None:
+        """Leases of runs are counted already."""
+        for sequence in self.cache._sequences:
+            sequence._node.uses += 1
+        for lease in self.cache._leases:
+            if lease._node is not None:
+                lease._node.uses += 1
+        for node in reversed(self.nodes):
+            if node.uses:
+                assert node.parent is not None
+                node.parent.uses += 1
+
+    # --- tenants
+
+    def _count(self) -> None:
+        nodes: dict[TenantState, list[Node]] = {tenant: [] for tenant in self.tenants}
+        for node in self.nodes:
+            nodes[cast(NamespaceTree, node.tree).tenant].append(node)
+        for tenant, its_nodes in nodes.items():
+            evictable = [node for node in its_nodes if not node.uses]
+            num_used = sum(node.num_blocks for node in its_nodes) + self.num_private[tenant]
+            tenant.evictable_blocks = sum(node.num_blocks for node in evictable)
+            tenant.protected_blocks = num_used - tenant.evictable_blocks
+            tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED
+            tenant.follow(self._policy_after(tenant.policy, its_nodes, evictable))
+        evictor = self.cache._evictor
+        evictor.evictable_blocks = sum(tenant.evictable_blocks for tenant in self.tenants)
+        evictor._ranking = Ranking(self.cache._tenants)
+        evictor.settle_promises(list(self.cache._tenants.values()))
+
+    def _policy_after(self, old: Policy, nodes: list[Node], evictable: list[Node]) -> Policy:
+        policy = self.cache._new_policy()
+        for node in nodes:
+            parent = node.parent if node.depth > node.num_blocks else None
+            policy.inserted(node, node.num_blocks, node.depth, parent=parent)
+        for node in _in_order(evictable, _drained(old, self.cache._config.num_blocks)):
+            policy.unleased(node)
+        return policy
+
+    # --- the pool and the journal
+
+    def _refill_pool(self) -> None:
+        """What nobody owns is free, or held if a copy that waits needs it. A copy into what nobody owns is dropped."""
+        pool, copies = self.cache._pool, self.cache._copies._copies
+        is_owned = self.is_private | (self.home >= 0)
+        for target in [target for target in copies if not is_owned[target]]:
+            del copies[target]
+        pool.lent = {block_id for block_id in pool.lent if not is_owned[block_id]}
+        is_owned[list(pool.lent)] = True
+        pool.named = {block_id for target, (source, _) in copies.items() for block_id in (source, target)}
+        is_named = np.zeros(pool.num_blocks, np.bool_)
+        is_named[list(pool.named)] = True
+        pool.named_in_trees = set(np.flatnonzero(is_named & (self.home >= 0)).tolist())
+        pool.held = np.flatnonzero(is_named & ~is_owned).tolist()
+        pool._free = _packed(~is_owned & ~is_named)
+
+    def _tell_journal(self, trees: list[NamespaceTree]) -> None:
+        journal, evictor = self.cache._journal, self.cache._evictor
+        if journal is None:
+            return
+        for namespace in dict.fromkeys(tree.namespace for tree in trees):
+            journal.cleared(namespace)
+        for node in self.nodes:
+            tree = cast(NamespaceTree, node.tree)
+            start = node.depth - node.num_blocks
+            if evictor.reports(tree, start, node.depth):
+                evictor.report_stored(tree, tree.key_of(node), start, node.depth)
+
+
+def _finish(node: Node, above: Node, block_bytes: int) -> None:
+    """Finish what a split or a growth may have left half done, and make all that follows from the node's place.
+
+    A split links the upper half before it cuts the lower: then both begin with the same blocks. A growth changes the
+    label and the block ids one after the other: the shorter one counts.
+    """
+    label, block_ids = node.label, node.block_ids
+    if above.block_ids and block_ids.startswith(above.block_ids):
+        block_ids = block_ids[len(above.block_ids) :]
+        if len(label) // block_bytes > len(block_ids) // ID_BYTES:
+            label = label[above.num_blocks * block_bytes :]
+    num_blocks = min(len(label) // block_bytes, len(block_ids) // ID_BYTES)
+    node.label, node.block_ids = label[: num_blocks * block_bytes], block_ids[: num_blocks * ID_BYTES]
+    node.parent, node.depth, node.uses = above, above.depth + num_blocks, 0
+
+
+def _in_order(nodes: list[Node], order: list[Node]) -> list[Node]:
+    """Evictable nodes, given parents first, in the order that they had, the missing last, a child before its parent."""
+    place = dict.fromkeys(nodes, len(order))
+    place.update((node, at) for at, node in enumerate(order) if node in place)
+    children_first = nodes[::-1]
+    for node in children_first:
+        if node.parent in place:
+            place[node.parent] = max(place[node.parent], place[node])
+    return sorted(children_first, key=place.__getitem__)
+
+
+def _drained(policy: Policy, most: int) -> list[Node]:
+    """Its victims, one after the other, as far as it can still tell them."""
+    found: list[Node] = []
+    try:
+        while len(found) < most and (node := policy.victim()) is not None:
+            found.append(cast(Node, node))
+            policy.removed(node)
+    except Exception:  # noqa: BLE001 - it was interrupted too: what it can't tell is missing
+        return found
+    return found
+
+
+def _num_common(one: Sequence, other: Sequence) -> int:
+    """In how many blocks two tables agree before they differ or one ends."""
+    size = min(one.num_blocks, other.num_blocks)
+    differs = unpack(bytes(one._table))[:size] != unpack(bytes(other._table))[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _packed(mask: NDArray[np.bool_]) -> bytearray:
+    """The block ids of a mask."""
+    return bytearray(np.flatnonzero(mask).astype(np.int32).tobytes())

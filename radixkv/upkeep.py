@@ -1,0 +1,55 @@
+"""Upkeep: the policies of one cache learn, in a thread apart from those that call the cache.
+
+The cache holds its ``Upkeep``. The thread calls ``maintain`` about once a second and rests nine times as long as that
+took, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from radixkv.tenants import TenantState
+
+PERIOD_S: Final = 1.0
+REST: Final = 9.0
+"""Rests so many times as long as it worked."""
+
+
+class Upkeep:
+    """Lets the policies of ``tenants`` learn; ``lock`` is the cache's, and is held to look who they are."""
+
+    def __init__(self, lock: threading.Lock, tenants: Mapping[str, TenantState]) -> None:
+        self._lock, self._tenants = lock, tenants
+
+    def maintain(self) -> None:
+        """Let each policy learn, without the lock."""
+        with self._lock:
+            policies = [tenant.policy for tenant in self._tenants.values()]
+        for policy in policies:
+            policy.maintain()
+
+    def start(self) -> None:
+        """Keep up for as long as this object lives."""
+        gone = threading.Event()
+        weakref.finalize(self, gone.set)
+        thread = threading.Thread(
+            target=_run, args=(weakref.ref(self), gone), name="radixkv-upkeep", daemon=True
+        )
+        thread.start()
+
+
+def _run(reference: weakref.ref[Upkeep], gone: threading.Event) -> None:
+    rest_s = PERIOD_S
+    while not gone.wait(rest_s):
+        upkeep = reference()
+        if upkeep is None:
+            return
+        began_s = time.thread_time()
+        upkeep.maintain()
+        rest_s = max(PERIOD_S, REST * (time.thread_time() - began_s))
+        del upkeep

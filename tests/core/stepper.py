@@ -1,0 +1,98 @@
+"""Raising an exception at the k-th step of a call.
+
+A step is a line, a call, a return, or the call or return of a C function, in code of ``radixkv`` and
+``radixkv_policies`` that the call runs; with ``opcodes`` each bytecode instruction is one too. ``sys.settrace`` and
+``sys.setprofile`` report them, and whatever those raise comes out of the traced code at that very place. Python
+then switches both off: what handles the exception runs untouched.
+
+Three places are left out, because no code could do anything about them:
+
+- The end of ``with lock``, after its body and before the lock is released: CPython delivers real signals at calls,
+  returns from C and backward jumps only, none of which lie between the two.
+- ``try:`` and the end of its block are no steps: they are NOPs and jumps, which can't raise, and CPython 3.11 covers
+  them by no handler, not even that of a ``with`` around them.
+- What comes after the lock was released for the last time: the call is done then, and whether its result still
+  reaches a variable is its caller's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import opcode
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import radixkv
+import radixkv_policies
+
+_OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
+_NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])
+_NOT_THE_CACHE = f"{_OURS[0]}audit/"
+
+
+class Interrupted(BaseException):
+    """What is raised, and caught by nobody but the test."""
+
+
+@functools.cache
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_OURS) and not filename.startswith(_NOT_THE_CACHE)
+
+
+@functools.cache
+def _text(filename: str, line: int) -> str:
+    return linecache.getline(filename, line).strip()
+
+
+class Stepper:
+    """Runs a call and raises ``Interrupted`` at step ``stop``, counted from 1. ``where``: what step that was."""
+
+    def __init__(self, cache: Any, stop: int, *, opcodes: bool = False) -> None:
+        self._lock, self._stop, self._opcodes = cache._lock, stop, opcodes
+        self.num_steps = 0
+        self.where = ""
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """The call's result, if it has fewer steps."""
+        outer = sys.gettrace()
+        sys.setprofile(self._profile)
+        sys.settrace(self._trace)
+        try:
+            return call()
+        finally:
+            sys.setprofile(None)
+            sys.settrace(outer)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not _is_ours(frame.f_code.co_filename):
+            return None
+        frame.f_trace_opcodes = self._opcodes
+        self._step(frame, event)
+        return self._local
+
+    def _local(self, frame: FrameType, event: str, arg: Any) -> Any:
+        is_nop = event == "opcode" and frame.f_code.co_code[frame.f_lasti] in _NOPS
+        if event == "line" or (event in ("return", "opcode") and self._lock.locked() and not is_nop):
+            self._step(frame, event)
+        return self._local
+
+    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        is_c = event in ("c_call", "c_return")
+        if is_c and self._lock.locked() and _is_ours(frame.f_code.co_filename):
+            self._step(frame, f"{event} {arg.__name__}")
+
+    def _step(self, frame: FrameType, event: str) -> None:
+        filename, line = frame.f_code.co_filename, frame.f_lineno
+        if line is None:  # an instruction that stands for no source
+            return
+        text = _text(filename, line)
+        if text == "try:" or (text == "with self._lock:" and self._lock.locked()):
+            return
+        self.num_steps += 1
+        if self.num_steps == self._stop:
+            self.where = f"{event} at {filename}:{line} {text}"
+            raise Interrupted(self.where)

@@ -1,0 +1,692 @@
+"""An exception between any two steps of a call: the laws hold, nobody else notices, nothing is lost.
+
+Every call is made on the same small world again and again, and raises at its first step, its second, and so on
+until it comes through. After each: the lock is free, the audit is clean, sequences and leases that had
+nothing to do with it are as they were and read their KV bit for bit, the journal knows what is resident, what
+matches is no lie; sequences that it worked on are closed, or as they were if nothing had begun. Then life goes on, and
+at the end every block is free.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from radixkv import (
+    CacheConfig,
+    LeaseError,
+    Namespace,
+    PrefixCache,
+    Sequence,
+    audit,
+    recovery,
+)
+from radixkv import cache as cache_module
+from radixkv.audit import properties
+from radixkv.audit.properties import LAYOUT
+from tests.core.stepper import Interrupted, Stepper
+from tests.core.test_journal import JournalMachine, Recorded, Recorder, resident_segments
+from tests.model import Engine, Oracle, chain, resident_prefixes
+
+A, B, NEW = Namespace("a", "m"), Namespace("b", "m"), Namespace("c", "m")
+NUM_BLOCKS, BLOCK_SIZE = 40, 2
+ZEROS = (0,) * 12
+
+OPCODES = os.environ.get("INTERRUPT_OPCODES") == "1"
+"""Interrupt between any two bytecode instructions, not only between lines and calls: minutes instead of seconds."""
+
+
+@dataclass
+class Run:
+    """A sequence, and what it must read."""
+
+    sequence: Sequence
+    ids: list[int]
+    num_computed: int = 0
+
+    def state(self) -> tuple[Any, ...]:
+        """What must not change."""
+        sequence = self.sequence
+        return (
+            sequence.is_open,
+            sequence.num_tokens,
+            sequence.num_cached_tokens,
+            sequence.num_committed_tokens,
+            sequence.block_table.tolist(),
+            sequence.token_ids.tolist(),
+        )
+
+
+@dataclass
+class World:
+    """A small cache in which much is going on: two tenants, forks, copies that wait, leases, lent blocks, a journal."""
+
+    policy: str
+    stored: bool = False
+    runs: list[Run] = field(default_factory=list)
+    leases: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layout = LAYOUT if self.stored else None
+        config = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, layout, policy=self.policy)
+        self.journal = Recorder(BLOCK_SIZE)
+        self.cache = PrefixCache(config, journal=self.journal)
+        self.engine, self.oracle = Engine(self.cache), Oracle(BLOCK_SIZE)
+        self.serve(A, ZEROS[:8])
+        self.serve(A, (*ZEROS[:6], 1, 0))
+        self.serve(B, ZEROS[:6])
+        self.serve(B, (1, 1, 1, 1, 1, 1))
+        self.cache.open(A, ZEROS[:7]).release()
+        parent = self.open(A, (*ZEROS[:4], 2, 2, 2))
+        self.commit(parent, 6)
+        child, writer = (self.add(child, parent.ids) for child in parent.sequence.fork(2))
+        self.append([writer], [1])  # its copy waits
+        self.commit(child, 7)
+        self.leases.append(self.cache.lease(self.cache.match(A, ZEROS[:5])))
+        self.lent = self.cache.allocate(2).tolist()
+
+    def serve(self, namespace: Namespace, ids: tuple[int, ...]) -> None:
+        """A whole request."""
+        run = self.open(namespace, ids)
+        self.commit(run, len(ids))
+        run.sequence.release()
+        self.runs.remove(run)
+
+    def open(self, namespace: Namespace, ids: tuple[int, ...]) -> Run:
+        """A request that is computed."""
+        run = self.add(self.cache.open(namespace, ids), list(ids))
+        self.write(run, run.sequence.num_cached_tokens)
+        return run
+
+    def add(self, sequence: Sequence, ids: list[int]) -> Run:
+        """One more that must not notice."""
+        self.runs.append(Run(sequence, list(ids), len(ids)))
+        return self.runs[-1]
+
+    def write(self, run: Run, start: int) -> None:
+        """Compute the KV from ``start`` on."""
+        states = chain(run.sequence.namespace, run.ids)
+        self.engine.write(run.sequence.block_table, start, states[start:])
+        run.num_computed = len(states)
+
+    def append(self, runs: list[Run], ids: list[int]) -> None:
+        """One id to each."""
+        self.cache.append([run.sequence for run in runs], ids)
+        for run, token_id in zip(runs, ids, strict=True):
+            run.ids.append(token_id)
+
+    def commit(self, run: Run, num_tokens: int) -> None:
+        """What is computed may be served."""
+        self.oracle.commit(run.sequence.namespace, run.ids, num_tokens)
+        run.sequence.commit(num_tokens)
+
+    # --- what must hold, whatever happened
+
+    def check(self) -> None:
+        """The laws, the bystanders, the matches, the journal."""
+        audit.check(self.cache)
+        snapshot = self.cache.snapshot()
+        held = resident_segments(snapshot, BLOCK_SIZE)
+        assert self.journal.held == held, "the journal says something else"
+        self.engine.settle()
+        for run in self.runs:
+            assert run.sequence.is_open
+            computed = run.ids[: run.num_computed]
+            assert self.reads(run.sequence.namespace, run.sequence.block_table, computed), run
+        for lease in self.leases:
+            assert lease.is_open and self.reads(A, lease.block_ids, ZEROS[: lease.num_tokens])
+        assert set(self.lent) <= set(snapshot.lent_ids)
+        for namespace in (A, B, NEW):
+            for at in range(0, 9, 2):
+                for other in range(3):
+                    self.check_match(namespace, (*ZEROS[:at], other, *ZEROS[:2], other, *ZEROS[:3]))
+
+    def reads(self, namespace: Namespace, table: Any, ids: Any) -> bool:
+        """Whether these blocks hold the KV of these ids, bit for bit."""
+        return self.engine.holds(table, chain(namespace, ids))
+
+    def check_match(self, namespace: Namespace, ids: tuple[int, ...]) -> None:
+        """What matches is no lie and reads right."""
+        match = self.cache.match(namespace, ids)
+        assert self.oracle.served_lie(namespace, ids, match.num_tokens) is None
+        assert self.reads(namespace, match.block_ids, ids[: match.num_tokens])
+
+    def go_on(self) -> None:
+        """Everybody writes and commits, requests come, blocks go; at the end all are free."""
+        for run in self.runs:
+            start = run.num_computed
+            run.sequence.extend([1, 2, 3])
+            run.ids += [1, 2, 3]
+            self.write(run, start)
+            self.commit(run, len(run.ids))
+        for namespace in (A, B, NEW):
+            self.serve(namespace, (3, *ZEROS))
+            self.serve(namespace, ZEROS)
+        self.cache.evict(3)
+        self.check()
+        for run in self.runs:
+            run.sequence.release()
+        for lease in self.leases:
+            lease.release()
+        self.cache.free(self.lent)
+        self.runs, self.leases, self.lent = [], [], []
+        left = [self.cache.evict(1) for _ in range(3)]
+        for namespace in self.cache.namespaces():
+            if namespace != A:
+                self.cache.clear(namespace)
+        left.append(self.cache.evict(NUM_BLOCKS))
+        stats = self.cache.stats()
+        assert stats.free_blocks == NUM_BLOCKS and left[:3] == [1, 1, 1], stats
+        assert (stats.num_sequences, stats.sequence_blocks, stats.lent_blocks, stats.num_nodes) == (
+            0,
+            0,
+            0,
+            0,
+        )
+        audit.check(self.cache)
+
+
+@dataclass
+class Call:
+    """A call, and the sequences that it works on: they may be closed after it."""
+
+    make: Callable[[], Any]
+    involved: list[Run] = field(default_factory=list)
+    keep: Callable[[Any], None] = lambda result: None
+    """What to do with its result if it came through."""
+    after: Callable[[], None] = lambda: None
+    """What to look at in any case."""
+
+
+Scenario = Callable[[World], Call]
+
+
+def _open(namespace: Namespace, ids: tuple[int, ...]) -> Scenario:
+    return lambda world: Call(
+        lambda: world.cache.open(namespace, ids), keep=lambda sequence: sequence.release()
+    )
+
+
+def _opened(ids: tuple[int, ...], call: Callable[[World, Run], Callable[[], Any]]) -> Scenario:
+    """A call on a sequence of its own."""
+
+    def scenario(world: World) -> Call:
+        run = world.open(A, ids)
+        world.oracle.commit(A, ids, len(ids))
+        return Call(call(world, run), [run], keep=lambda _: _end(run))
+
+    return scenario
+
+
+def _end(run: Run) -> None:
+    if run.sequence.is_open:
+        run.sequence.release()
+
+
+def _on_a_fork(call: Callable[[World, Run], Callable[[], Any]]) -> Scenario:
+    """A call on one of three that share blocks; the others notice nothing."""
+
+    def scenario(world: World) -> Call:
+        parent = world.open(A, (*ZEROS[:6], 2, 2, 2))
+        world.oracle.commit(A, parent.ids, 9)
+        for child in parent.sequence.fork(2):
+            run = world.add(child, parent.ids)
+        return Call(call(world, run), [run], keep=lambda _: _end(run))
+
+    return scenario
+
+
+def _commit_after_a_twin(world: World) -> Call:
+    """Another sequence committed half of it first."""
+    run, twin = world.open(A, (2, *ZEROS[:8])), world.open(A, (2, *ZEROS[:8]))
+    world.commit(twin, 5)
+    world.oracle.commit(A, run.ids, 9)
+    run.sequence.commit(2)
+    return Call(lambda: run.sequence.commit(9), [run], keep=lambda _: run.sequence.release())
+
+
+def _commit_between_forks(world: World) -> Call:
+    """Parts of what it shares were committed by another, parts are duplicates."""
+    twin = world.open(A, (2, *ZEROS[:5]))
+    parent = world.open(A, (2, *ZEROS[:9]))
+    world.commit(twin, 6)
+    child, run = (world.add(each, parent.ids) for each in parent.sequence.fork(2))
+    world.commit(child, 8)
+    world.oracle.commit(A, run.ids, 10)
+    return Call(lambda: run.sequence.commit(10), [run], keep=lambda _: run.sequence.release())
+
+
+def _append(world: World) -> Call:
+    """A batch: two of three that share a tail, one that has room, one that needs a block."""
+    parent = world.open(A, (2, *ZEROS[:4]))
+    children = [world.add(child, parent.ids) for child in parent.sequence.fork(2)]
+    batch = [*children, world.open(A, (2, 2, 2)), world.open(B, ZEROS[:8])]
+    sequences = [run.sequence for run in batch]
+
+    def keep(_: None) -> None:
+        for sequence in sequences:
+            sequence.release()
+
+    return Call(lambda: world.cache.append(sequences, [1, 2, 1, 2]), batch, keep)
+
+
+def _reorder(world: World) -> Call:
+    """One input goes on twice, one once, one not at all."""
+    parent = world.open(A, (2, *ZEROS[:4]))
+    inputs = [parent, *(world.add(child, parent.ids) for child in parent.sequence.fork(1))]
+    inputs.append(world.open(B, (2, 2, 2)))
+    bystander = parent.sequence.fork(1)[0]
+    world.add(bystander, parent.ids)
+
+    def keep(results: list[Sequence]) -> None:
+        for sequence in results:
+            sequence.release()
+
+    sequences = [run.sequence for run in inputs]
+    return Call(lambda: world.cache.reorder(sequences, [0, 1, 0]), inputs, keep)
+
+
+def _fork(world: World) -> Call:
+    run = world.open(A, (2, *ZEROS[:4]))
+
+    def keep(children: list[Sequence]) -> None:
+        for sequence in (run.sequence, *children):
+            sequence.release()
+
+    return Call(lambda: run.sequence.fork(3), [run], keep)
+
+
+def _clear(namespace: Namespace) -> Scenario:
+    def scenario(world: World) -> Call:
+        return Call(lambda: world.cache.clear(namespace))
+
+    return scenario
+
+
+def _release_after_clear(world: World) -> Call:
+    run = world.open(B, ZEROS[:8])
+    run.sequence.commit(8)
+    world.cache.clear(B)
+    world.oracle.clear(B)
+    return Call(run.sequence.release, [run])
+
+
+def _insert(ids: tuple[int, ...]) -> Scenario:
+    def scenario(world: World) -> Call:
+        num_tokens = len(ids) // BLOCK_SIZE * BLOCK_SIZE
+        blocks = world.cache.allocate(num_tokens // BLOCK_SIZE)
+        world.engine.write(blocks, 0, chain(B, ids[:num_tokens]))
+        world.oracle.commit(B, ids, num_tokens)
+
+        return Call(lambda: world.cache.insert(B, ids, blocks), after=lambda: _whose(world, ids, blocks))
+
+    return scenario
+
+
+def _whose(world: World, ids: tuple[int, ...], blocks: Any) -> None:
+    """Blocks that were handed in are the tree's, or still the engine's, or were duplicates: then the engine's too."""
+    lent = set(world.cache.snapshot().lent_ids) & set(blocks.tolist())
+    resident = set(world.cache.match(B, ids).block_ids.tolist())
+    assert lent | resident >= set(blocks.tolist())
+    world.lent += lent
+
+
+def _lease(ids: tuple[int, ...]) -> Scenario:
+    def scenario(world: World) -> Call:
+        match = world.cache.match(B, ids)
+        assert match.num_tokens
+        return Call(lambda: world.cache.lease(match), keep=lambda lease: lease.release())
+
+    return scenario
+
+
+def _release_lease(world: World) -> Call:
+    lease = world.cache.lease(world.cache.match(B, ZEROS[:4]))
+    return Call(lease.release, after=lambda: lease.__exit__(None, None, None))
+
+
+def _free(world: World) -> Call:
+    blocks = world.cache.allocate(3)
+
+    def after() -> None:
+        world.lent += set(world.cache.snapshot().lent_ids) & set(blocks.tolist())
+
+    return Call(lambda: world.cache.free(blocks), after=after)
+
+
+def _allocate(num_blocks: int) -> Scenario:
+    return lambda world: Call(lambda: world.cache.allocate(num_blocks), keep=world.cache.free)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "open a hit": _open(A, ZEROS[:9]),
+    "open, splitting a node": _open(A, (0, 0, 1, 1, 1)),
+    "open, splitting a node that nobody uses": _open(B, (*ZEROS[:4], 1, 1, 1)),
+    "open, evicting": _open(A, (*ZEROS[:8], *range(3, 33))),
+    "open in a namespace that is new": _open(NEW, ZEROS[:5]),
+    "open nothing": _open(A, ()),
+    "commit, growing": _opened((2, *ZEROS[:8]), lambda world, run: _twice(run)),
+    "commit, attaching": _opened((*ZEROS[:6], 2, 2, 2), lambda world, run: lambda: run.sequence.commit(9)),
+    "commit what is there": _opened((*ZEROS[:8],), lambda world, run: lambda: run.sequence.commit(8)),
+    "commit after a twin": _commit_after_a_twin,
+    "commit what is shared": _on_a_fork(lambda world, run: lambda: run.sequence.commit(9)),
+    "commit part of what is shared": _on_a_fork(lambda world, run: lambda: run.sequence.commit(8)),
+    "commit between forks": _commit_between_forks,
+    "extend": _opened(ZEROS[:5], lambda world, run: lambda: run.sequence.extend([1, 2, 3])),
+    "extend, evicting": _opened(ZEROS[:5], lambda world, run: lambda: run.sequence.extend(range(30))),
+    "extend, copying": _on_a_fork(lambda world, run: lambda: run.sequence.extend([1, 2, 3])),
+    "append one": _opened(ZEROS[:5], lambda world, run: lambda: run.sequence.append(1)),
+    "append": _append,
+    "truncate": _opened((2, *ZEROS[:9]), lambda world, run: lambda: run.sequence.truncate(5)),
+    "truncate what is shared": _on_a_fork(lambda world, run: lambda: run.sequence.truncate(7)),
+    "fork": _fork,
+    "reorder": _reorder,
+    "release": _opened((2, *ZEROS[:8]), lambda world, run: run.sequence.release),
+    "release what is shared": _on_a_fork(lambda world, run: run.sequence.release),
+    "release what was cleared": _release_after_clear,
+    "leave with": _opened(
+        (2, *ZEROS[:8]), lambda world, run: lambda: run.sequence.__exit__(None, None, None)
+    ),
+    "lease": _lease(ZEROS[:6]),
+    "lease, splitting a node": _lease(ZEROS[:2]),
+    "release a lease": _release_lease,
+    "match": lambda world: Call(lambda: world.cache.match(A, ZEROS)),
+    "evict": lambda world: Call(lambda: world.cache.evict(7)),
+    "allocate": _allocate(2),
+    "allocate, evicting": _allocate(22),
+    "free": _free,
+    "insert": _insert((2, *ZEROS[:6])),
+    "insert, splitting a node": _insert((*ZEROS[:4], 1, 2, 1)),
+    "clear what is in use": _clear(A),
+    "clear": _clear(B),
+    "flush": lambda world: Call(world.cache.flush, keep=world.engine._execute),
+}
+
+
+def _twice(run: Run) -> Callable[[], None]:
+    run.sequence.commit(2)
+    return lambda: run.sequence.commit(9)
+
+
+def _steps(
+    scenario: Scenario, policy: str, stored: bool, stride: int = 1
+) -> Iterator[tuple[World, Call, Stepper]]:
+    """The world after each interruption, until the call comes through."""
+    for stop in range(1, 1_000_000, stride):
+        world = World(policy, stored)
+        call = scenario(world)
+        before = [run.state() for run in call.involved]
+        stepper = Stepper(world.cache, stop, opcodes=OPCODES)
+        try:
+            result = stepper.run(call.make)
+        except Interrupted:
+            assert not world.cache._lock.locked(), f"the lock is held after {stepper.where}"
+            call.after()
+            for run, state in zip(call.involved, before, strict=True):
+                _closed_or_untouched(world, run, state)
+            yield world, call, stepper
+            continue
+        call.after()
+        call.keep(result)
+        for run in call.involved:
+            world.runs.remove(run)
+        yield world, call, stepper
+        return
+
+
+def _closed_or_untouched(world: World, run: Run, before: tuple[Any, ...]) -> None:
+    """It can't be used any more, and says why; or the exception came before anything had begun."""
+    if run.sequence.is_open:
+        grown = world.stored and run.sequence.num_tokens > before[1]  # it needed no copy, and others did
+        assert grown or run.state() == before
+        return
+    world.runs.remove(run)
+    for use in (lambda: run.sequence.commit(1), lambda: run.sequence.extend([1]), run.sequence.release):
+        with pytest.raises(LeaseError, match="interrupted"):
+            use()
+    with run.sequence:
+        pass
+
+
+@pytest.mark.pure
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
+    """Each call, at each of its steps."""
+    for at, (world, _, stepper) in enumerate(_steps(SCENARIOS[name], policy, stored=False)):
+        if name.startswith("clear") and stepper.where == "":
+            world.oracle.clear(A if "in use" in name else B)
+        _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
+    assert stepper.where == "" and stepper.num_steps > 5
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("name", ["append", "extend, copying", "fork", "reorder", "release what is shared"])
+def test_with_storage(name: str) -> None:
+    """The same where copies are launched at once: a batch may have grown, then who needs no copy stays open."""
+    for world, call, stepper in _steps(SCENARIOS[name], "lru", stored=True):
+        for run in call.involved:
+            if run in world.runs:
+                run.ids = run.sequence.token_ids.tolist()
+        _holds(world, stepper)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("name", ["open, evicting", "extend, evicting", "evict", "clear what is in use"])
+def test_in_slices(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for calls so long that they give up the lock on the way."""
+    monkeypatch.setattr(cache_module, "MAX_VICTIMS_AT_ONCE", 0)
+    for slices in ("MAX_BLOCKS_AT_ONCE", "SLICE_BLOCKS", "SLICE_NODES"):
+        monkeypatch.setattr(cache_module, slices, 2)
+    test_an_exception_between_any_two_steps(name, policy)
+
+
+def _holds(world: World, stepper: Stepper, goes_on: bool = True) -> None:
+    try:
+        world.check()
+        if goes_on:
+            world.go_on()
+    except BaseException as error:
+        error.add_note(f"after an interruption at step {stepper.num_steps}: {stepper.where or 'none'}")
+        raise
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "name", ["open, splitting a node", "commit between forks", "append", "clear", "evict"]
+)
+def test_interrupted_while_it_mends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second exception, anywhere in ``mend``: it starts once more, and the second one goes on."""
+    rng = random.Random(name)
+    original = recovery._mend
+    second: list[Stepper] = []
+
+    def interrupted(*args: Any) -> None:
+        if second[-1].num_steps:
+            original(*args)
+        else:
+            second[-1].run(lambda: original(*args))
+
+    monkeypatch.setattr(recovery, "_mend", interrupted)
+    num_second = 0
+    for stop in range(1, 10_000, 7):
+        world = World("lru")
+        second.append(Stepper(world.cache, rng.randrange(1, 700)))
+        call = SCENARIOS[name](world)
+        before = [run.state() for run in call.involved]
+        stepper = Stepper(world.cache, stop)
+        try:
+            stepper.run(call.make)
+        except Interrupted:
+            num_second += bool(second[-1].where)
+            for run, state in zip(call.involved, before, strict=True):
+                _closed_or_untouched(world, run, state)
+            _holds(world, stepper)
+        else:
+            break
+    assert num_second > 3
+
+
+class Mended(Recorded):
+    """A cache that is mended for no reason at all before each snapshot that is taken of it."""
+
+    def snapshot(self) -> Any:
+        """What remains of it."""
+        with self._lock:
+            recovery.mend(self, KeyboardInterrupt())
+        return super().snapshot()
+
+
+@pytest.mark.timeout(300)
+def test_mending_what_is_whole() -> None:
+    """It changes nothing: over random lives every law holds, every byte is right, copies are as many as before."""
+    report = properties.run(Mended, 100, 40, machine=JournalMachine)
+    assert report.ok, report.failure
+
+
+def test_the_order_survives() -> None:
+    """Under LRU a cache that is mended after every request evicts what one does that never was."""
+    rng = random.Random(0)
+    caches = [PrefixCache(CacheConfig(24, 2)) for _ in range(2)]
+    for _ in range(400):
+        namespace = rng.choice((A, B))
+        ids = [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
+        for cache in caches:
+            with cache.open(namespace, ids) as sequence:
+                sequence.commit(len(ids))
+        with caches[0]._lock:
+            recovery.mend(caches[0], KeyboardInterrupt())
+        assert resident_prefixes(caches[0]) == resident_prefixes(caches[1])
+    assert caches[0].stats().evicted_blocks > 500
+
+
+@pytest.mark.pure
+def test_waiters_wake() -> None:
+    """A commit that is interrupted gives up its prefix: who waits for it computes it himself."""
+    cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK_SIZE))
+    running = cache.open(A, ZEROS)
+    opened: list[Sequence] = []
+    waiter = threading.Thread(
+        target=lambda: opened.append(cache.open(A, ZEROS, on_pending="wait", timeout_s=60)), daemon=True
+    )
+    waiter.start()
+    while not cache._num_waiting:
+        time.sleep(0.001)
+    with pytest.raises(Interrupted):
+        Stepper(cache, 12).run(lambda: running.commit(2))
+    waiter.join(60)
+    assert not running.is_open and opened[0].num_cached_tokens == 0
+    opened[0].release()
+    audit.check(cache)
+
+
+class Fails:
+    """A policy or a journal of which one method fails once, at its n-th call."""
+
+    def __init__(self, owner: Any, at: int) -> None:
+        self.left = at
+        for name in dir(type(owner)):
+            method = getattr(owner, name)
+            if not name.startswith("_") and name != "hook" and callable(method):
+                setattr(owner, name, functools.partial(self.call, method))
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Before or after the method did its work, in turn."""
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError
+        result = method(*args)
+        if self.left == 1:
+            self.left = 0
+            raise MemoryError
+        return result
+
+
+@pytest.mark.parametrize(
+    "name", ["open, evicting", "commit after a twin", "insert, splitting a node", "clear", "evict"]
+)
+@pytest.mark.parametrize("who", ["journal", "policy a", "policy b"])
+def test_a_policy_or_a_journal_that_fails(who: str, name: str) -> None:
+    """At each of its calls: the error goes on, and the laws hold."""
+    for at in range(1, 100):
+        world = World("lfu")
+        call = SCENARIOS[name](world)
+        owners = {
+            "journal": world.journal,
+            **{f"policy {t}": s.policy for t, s in world.cache._tenants.items()},
+        }
+        fails = Fails(owners[who], at)
+        for state in world.cache._tenants.values():
+            state.follow(state.policy)
+        before = [run.state() for run in call.involved]
+        try:
+            call.make()
+        except MemoryError:
+            vars(world.journal).pop("cleared", None)
+            call.after()
+            for run, state in zip(call.involved, before, strict=True):
+                _closed_or_untouched(world, run, state)
+            world.check()
+        else:
+            assert fails.left > 0
+            return
+
+
+def test_real_signals() -> None:
+    """A timer's signal handler raises wherever the interpreter lets it: the lock is free and the laws hold."""
+    rng = random.Random(1)
+    armed = [False]
+
+    def handler(_: int, frame: FrameType | None) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise Interrupted
+
+    cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK_SIZE))
+    num_interrupted = 0
+    old = signal.signal(signal.SIGVTALRM, handler)
+    try:
+        for _ in range(300):
+            armed[0] = True
+            try:
+                signal.setitimer(signal.ITIMER_VIRTUAL, rng.uniform(1e-5, 1e-3))
+                while armed[0]:
+                    _some_requests(cache, rng)
+            except Interrupted:
+                num_interrupted += 1
+            finally:
+                armed[0] = False
+            assert not cache._lock.locked()
+            audit.check(cache)
+            for sequence in list(cache._sequences):  # handed over at the very moment of the signal
+                sequence.release()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, old)
+    assert num_interrupted > 200
+    cache.flush()
+    cache.clear(A)
+    assert cache.stats().free_blocks == NUM_BLOCKS
+
+
+def _some_requests(cache: PrefixCache, rng: random.Random) -> None:
+    with cache.open(A, [rng.randrange(2) for _ in range(rng.randrange(1, 12))]) as sequence:
+        sequence.commit(sequence.num_tokens)
+        children = sequence.fork(2)
+        cache.append(children, [1, 2])
+        for child in cache.reorder(children, [1, 1]):
+            child.commit(child.num_tokens)
+            child.release()
+    cache.flush()

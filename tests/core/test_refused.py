@@ -1,0 +1,181 @@
+"""Refusals cost nothing and change nothing: no block, no count, no place in the order, no word to the journal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import (
+    ArgumentError,
+    CacheConfig,
+    LeaseError,
+    Namespace,
+    OutOfBlocks,
+    PrefixCache,
+    RadixKVError,
+    TokenError,
+    audit,
+    recovery,
+)
+from tests.core.support import NS, compute, same
+from tests.core.test_journal import Recorder
+from tests.model import resident_prefixes
+
+OTHER, NEW = Namespace("b", "m"), Namespace("c", "m")
+NUM_BLOCKS = 16
+
+
+class Full:
+    """A pool without a free block: some evictable, some leased, some shared by forks, some lent."""
+
+    def __init__(self, policy: str) -> None:
+        self.journal = Recorder(4)
+        self.cache = cache = PrefixCache(CacheConfig(NUM_BLOCKS, 4, policy=policy), journal=self.journal)
+        compute(cache, range(12))
+        compute(cache, [*range(4), 9, 9, 9, 9])
+        compute(cache, range(50, 58), OTHER)
+        self.released = cache.open(NS, range(70, 73))
+        self.released.release()
+        self.stale = cache.match(NS, range(12))
+        cache.evict(1)
+        self.running = cache.open(NS, [*range(8), 3])
+        self.children = self.running.fork(2)
+        self.lease = cache.lease(cache.match(OTHER, range(50, 54)))
+        self.ended = cache.lease(cache.match(NS, range(4)))
+        self.ended.release()
+        self.lent = cache.allocate(cache.stats().free_blocks)
+        assert cache.stats().free_blocks == 0 < cache.stats().evictable_blocks
+
+
+Refused = Callable[[Full], Any]
+
+NO_ROOM: dict[str, Refused] = {
+    "open more than can be had": lambda full: full.cache.open(NEW, range(100, 140)),
+    "open what would evict its own path": lambda full: full.cache.open(NS, [*range(12), *range(20)]),
+    "a prompt longer than the pool": lambda full: full.cache.open(NS, np.arange(1_000_000)),
+    "extend beyond the pool": lambda full: full.running.extend(np.arange(1_000_000)),
+    "extend, with a copy": lambda full: full.children[0].extend(range(40)),
+    "append a batch": lambda full: _batch(full),
+    "allocate": lambda full: full.cache.allocate(NUM_BLOCKS + 1),
+}
+
+RELEASED: dict[str, Refused] = {
+    "commit": lambda full: full.released.commit(1),
+    "extend": lambda full: full.released.extend([1]),
+    "append": lambda full: full.released.append(1),
+    "append in a batch": lambda full: full.cache.append([full.running, full.released], [1, 1]),
+    "truncate": lambda full: full.released.truncate(1),
+    "fork": lambda full: full.released.fork(1),
+    "reorder": lambda full: full.cache.reorder([full.running, full.released], [0, 0]),
+    "release": lambda full: full.released.release(),
+    "release a lease": lambda full: full.ended.release(),
+    "lease a stale match": lambda full: full.cache.lease(full.stale),
+}
+
+NO_IDS: dict[str, Refused] = {
+    f"{name} {wrong!r}": lambda full, call=call, wrong=wrong: call(full, wrong)  # type: ignore[misc]
+    for wrong in ([1, -1], [2**32], [1.5], np.array([True]), np.array([1.0]), np.array([-1]), "1", [None])
+    for name, call in {
+        "open": lambda full, ids: full.cache.open(NEW, ids),
+        "match": lambda full, ids: full.cache.match(NS, ids),
+        "extend": lambda full, ids: full.running.extend(ids),
+        "append": lambda full, ids: full.cache.append([full.running] * len(ids), ids),
+        "insert": lambda full, ids: full.cache.insert(NEW, ids, []),
+    }.items()
+}
+
+OUT_OF_RANGE: dict[str, Refused] = {
+    "commit more than there is": lambda full: full.running.commit(10),
+    "commit less than before": lambda full: full.running.commit(7),
+    "truncate to more": lambda full: full.running.truncate(10),
+    "truncate what is committed": lambda full: full.running.truncate(7),
+    "no children": lambda full: full.running.fork(0),
+    "a parent that isn't there": lambda full: full.cache.reorder([full.running], [1]),
+    "a parent before the first": lambda full: full.cache.reorder([full.running], [-1]),
+    "free a block that isn't lent": lambda full: full.cache.free([int(full.running.block_table[0])]),
+    "free a block that isn't there": lambda full: full.cache.free([NUM_BLOCKS]),
+    "insert a block that isn't there": lambda full: full.cache.insert(NEW, range(4), [-1]),
+    "insert another's block": lambda full: full.cache.insert(NEW, range(4), full.running.block_table[:1]),
+    "evict less than nothing": lambda full: full.cache.evict(-1),
+    "allocate less than nothing": lambda full: full.cache.allocate(-1),
+}
+
+WRONG_TYPES: dict[str, Refused] = {
+    f"{name} {wrong!r}": lambda full, call=call, wrong=wrong: call(full, wrong)  # type: ignore[misc]
+    for wrong in ("3", 3.0, True, None, object, ("a", "m"))
+    for name, call in {
+        "commit": lambda full, wrong: full.running.commit(wrong),
+        "truncate": lambda full, wrong: full.running.truncate(wrong),
+        "fork": lambda full, wrong: full.running.fork(wrong),
+        "evict": lambda full, wrong: full.cache.evict(wrong),
+        "allocate": lambda full, wrong: full.cache.allocate(wrong),
+        "reorder, a parent": lambda full, wrong: full.cache.reorder([full.running], [wrong]),
+        "reorder, a sequence": lambda full, wrong: full.cache.reorder([wrong], [0]),
+        "append to": lambda full, wrong: full.cache.append([wrong], [1]),
+        "match in": lambda full, wrong: full.cache.match(wrong, range(4)),
+        "open in": lambda full, wrong: full.cache.open(wrong, range(4)),
+        "insert into": lambda full, wrong: full.cache.insert(wrong, range(4), [0]),
+        "clear": lambda full, wrong: full.cache.clear(wrong),
+        "lease": lambda full, wrong: full.cache.lease(wrong),
+        "pending": lambda full, wrong: full.cache.open(NEW, range(4), on_pending=wrong),
+    }.items()
+} | {
+    f"wait {wrong!r}": lambda full, wrong=wrong: full.cache.open(  # type: ignore[misc]
+        NEW, range(4), on_pending="wait", timeout_s=wrong
+    )
+    for wrong in ("3", object, -1, float("nan"))
+}
+
+
+def _batch(full: Full) -> None:
+    full.cache.evict(NUM_BLOCKS)
+    full.lent = np.concatenate([full.lent, full.cache.allocate(full.cache.stats().free_blocks)])
+    full.before = _all_of(full)  # type: ignore[attr-defined]
+    full.cache.append([full.running, *full.children], [1, 2, 3])
+
+
+def _all_of(full: Full) -> tuple[Any, ...]:
+    return (full.cache.snapshot(), dataclasses.asdict(full.cache.stats()), list(full.journal.calls))
+
+
+CASES = [
+    (kind, name, call)
+    for kind, calls in {
+        OutOfBlocks: NO_ROOM,
+        LeaseError: RELEASED,
+        TokenError: NO_IDS,
+        ArgumentError: OUT_OF_RANGE | WRONG_TYPES,
+    }.items()
+    for name, call in calls.items()
+]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize(
+    "kind, name, call", CASES, ids=[f"{kind.__name__}: {name}" for kind, name, _ in CASES]
+)
+def test_a_refusal_changes_nothing(
+    kind: type[RadixKVError], name: str, call: Refused, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times over: the same snapshot, counts and journal, no recovery, and the same blocks go afterwards."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a refusal was mended")
+
+    monkeypatch.setattr(recovery, "_mend", never)
+    full, twin = Full(policy), Full(policy)
+    before = _all_of(full)
+    for _ in range(3):
+        with pytest.raises(kind):
+            call(full)
+        before = getattr(full, "before", before)
+        assert same(before[0], full.cache) and _all_of(full)[1:] == before[1:]
+    audit.check(full.cache)
+    if name != "append a batch":
+        for _ in range(full.cache.stats().evictable_blocks):
+            assert full.cache.evict(1) == twin.cache.evict(1) == 1
+            assert resident_prefixes(full.cache) == resident_prefixes(twin.cache)

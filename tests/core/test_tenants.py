@@ -1,0 +1,606 @@
+"""Tenants: what a setting may be, what is promised, whose blocks go, who is refused and what a refusal says.
+
+The property plays random lives of several tenants and holds each step to a slow, obvious reference: blocks are
+counted one by one in a snapshot, and a request is granted if and only if taking block after block, always from
+whom the rules name, leaves everyone's guarantee to be had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv import (
+    ArgumentError,
+    CacheConfig,
+    ConfigError,
+    Namespace,
+    NamespaceError,
+    OutOfBlocks,
+    PrefixCache,
+    QuotaExceeded,
+    Tenant,
+    audit,
+)
+from radixkv_policies import POLICIES
+from tests.core.support import compute, make_cache, same
+
+A, B = Namespace("a", "m"), Namespace("b", "m")
+
+
+def strict(tenant: str, num_blocks: int) -> Tenant:
+    return Tenant(tenant, guaranteed_blocks=num_blocks, mode="strict")
+
+
+# What a setting may be.
+
+
+@pytest.mark.parametrize(
+    ("settings_of", "field_named", "value", "allowed"),
+    [
+        ({"weight": 0}, "weight", 0, "a finite number > 0"),
+        ({"weight": -1.5}, "weight", -1.5, "> 0"),
+        ({"weight": float("inf")}, "weight", float("inf"), "finite"),
+        ({"weight": float("nan")}, "weight", None, "finite"),
+        ({"weight": True}, "weight", True, "number"),
+        ({"weight": "2"}, "weight", "2", "number"),
+        ({"guaranteed_blocks": -1}, "guaranteed_blocks", -1, "≥ 0"),
+        ({"guaranteed_blocks": 1.0}, "guaranteed_blocks", 1.0, "integer"),
+        ({"guaranteed_blocks": True}, "guaranteed_blocks", True, "integer"),
+        ({"max_blocks": 0}, "max_blocks", 0, "≥ 1"),
+        ({"max_blocks": "all"}, "max_blocks", "all", "integer"),
+        ({"guaranteed_blocks": 5, "max_blocks": 4}, "max_blocks", 4, "≥ 5"),
+        ({"mode": "lax"}, "mode", "lax", "'burst' or 'strict'"),
+        ({"mode": None}, "mode", None, "'burst' or 'strict'"),
+        ({"mode": "strict"}, "guaranteed_blocks", 0, "≥ 1"),
+        ({"mode": "strict", "guaranteed_blocks": 4, "max_blocks": 5}, "max_blocks", 5, "4, its guarantee"),
+    ],
+)
+def test_a_tenant_that_cannot_be_names_the_field_the_value_and_what_is_allowed(
+    settings_of: dict[str, Any], field_named: str, value: object, allowed: str
+) -> None:
+    with pytest.raises(ArgumentError) as error:
+        Tenant("a", **settings_of)
+    assert error.value.argument == field_named and allowed in error.value.allowed
+    assert field_named in str(error.value) and allowed in str(error.value)
+    if value is not None:
+        assert error.value.value == value and repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1_025, "\ud800", 7, None])
+def test_a_name_that_cannot_be_a_tenants(name: Any) -> None:
+    with pytest.raises(NamespaceError, match="tenant"):
+        Tenant(name)
+
+
+def test_a_tenant_that_can_be() -> None:
+    plain = Tenant("a")
+    assert (plain.weight, plain.guaranteed_blocks, plain.limit, plain.mode) == (1.0, 0, None, "burst")
+    assert Tenant("a", 2, 3, 4).limit == 4
+    assert strict("a", 4).limit == Tenant("a", 1.0, 4, 4, "strict").limit == 4
+    with pytest.raises(AttributeError):
+        plain.weight = 2.0  # type: ignore[misc]
+
+
+def test_guarantees_sum_to_the_pool_at_most_and_the_shortfall_is_named() -> None:
+    cache = make_cache(16)
+    cache.add_tenant(Tenant("a", guaranteed_blocks=10))
+    before = cache.snapshot()
+    with pytest.raises(ArgumentError, match=r"at most 6: .* exceed the pool by 3 blocks") as error:
+        cache.add_tenant(strict("b", 9))
+    assert (error.value.argument, error.value.value) == ("guaranteed_blocks", 9)
+    assert same(before, cache) and cache.tenant("b") is None and cache.tenants() == ["a"]
+    cache.add_tenant(strict("b", 6))
+    cache.add_tenant(Tenant("a", guaranteed_blocks=7))  # its own old guarantee doesn't count
+    with pytest.raises(ArgumentError, match="by 1 blocks"):
+        cache.add_tenant(Tenant("a", guaranteed_blocks=11))
+    assert cache.tenant("a") == Tenant("a", guaranteed_blocks=7)
+
+
+@pytest.mark.parametrize("tenant", ["a", None, ("a", 1), Namespace("a", "m")])
+def test_what_is_no_tenant_is_not_added(tenant: Any) -> None:
+    with pytest.raises(ArgumentError, match="a Tenant"):
+        make_cache().add_tenant(tenant)
+
+
+@pytest.mark.parametrize("default", ["a", strict("a", 2), Tenant("a", guaranteed_blocks=1)])
+def test_a_default_tenant_has_no_guarantee(default: Any) -> None:
+    with pytest.raises(ConfigError, match="default_tenant"):
+        make_cache(default_tenant=default)
+
+
+def test_who_is_not_added_is_held_to_the_default_or_refused() -> None:
+    cache = make_cache(16, default_tenant=Tenant("whoever", 3.0, max_blocks=2))
+    compute(cache, range(8))
+    assert cache.tenant("a") == Tenant("a", 3.0, max_blocks=2)
+    with pytest.raises(QuotaExceeded):
+        cache.open(A, range(12))
+    cache = make_cache(16, default_tenant=None)
+    before = cache.snapshot()
+    with pytest.raises(NamespaceError, match="'a' is not known"):
+        cache.open(A, [1])
+    with pytest.raises(NamespaceError, match="'a' is not known"):
+        cache.insert(A, range(4), [0])
+    assert cache.match(A, [1]).num_tokens == 0 and same(before, cache)
+    cache.add_tenant(Tenant("a"))
+    compute(cache, range(8))
+    cache.remove_tenant("a")
+    with pytest.raises(NamespaceError, match="'a' is not known"):
+        cache.open(A, [1])
+
+
+# Changed and removed at run time.
+
+
+def test_a_lower_limit_evicts_what_is_the_tenants_own() -> None:
+    cache = make_cache(16)
+    for tenant in (A, B):
+        compute(cache, range(12), tenant)
+        compute(cache, range(50, 62), tenant)
+    cache.add_tenant(Tenant("a", max_blocks=2))
+    assert [cache.tenant_stats(tenant).used_blocks for tenant in "ab"] == [2, 6]
+    with cache.open(A, range(8)), pytest.raises(QuotaExceeded) as error:
+        cache.open(A, [7])
+    assert (error.value.needed, error.value.limit, error.value.used, error.value.evictable) == (1, 2, 2, 0)
+    audit.check(cache)
+
+
+def test_a_limit_that_running_sequences_exceed_is_refused_and_changes_nothing() -> None:
+    cache = make_cache(16)
+    compute(cache, range(30, 50))
+    with cache.open(A, range(12)):
+        before = cache.snapshot()
+        for tenant in (Tenant("a", max_blocks=2), strict("a", 2)):
+            with pytest.raises(ArgumentError, match="at least 3, which its sequences hold"):
+                cache.add_tenant(tenant)
+        assert same(before, cache) and cache.tenant("a") == Tenant("a")
+        cache.add_tenant(strict("a", 3))
+    audit.check(cache)
+
+
+def test_a_guarantee_that_cannot_be_met_now_is_refused_and_changes_nothing() -> None:
+    cache = make_cache(16)
+    running = cache.open(B, range(40))
+    lent = cache.allocate(2)
+    before = cache.snapshot()
+    with pytest.raises(ArgumentError, match="2 fewer while running sequences hold the rest"):
+        cache.add_tenant(strict("a", 6))
+    assert same(before, cache) and cache.tenant("a") is None
+    cache.add_tenant(strict("a", 4))
+    with pytest.raises(OutOfBlocks):
+        cache.allocate(1)
+    cache.free(lent)
+    cache.add_tenant(strict("a", 6))
+    with pytest.raises(OutOfBlocks):
+        cache.open(B, [99])
+    running.release()
+    cache.add_tenant(strict("a", 16))
+    audit.check(cache)
+
+
+def test_a_removed_tenant_is_forgotten_and_what_runs_goes_on() -> None:
+    cache = make_cache(16)
+    cache.add_tenant(Tenant("a", 2.0, 8, 8))
+    compute(cache, range(50, 62))
+    sequence = cache.open(A, range(8))
+    sequence.commit(8)
+    cache.remove_tenant("a")
+    assert cache.tenant("a") == Tenant("a") and not cache.namespaces("a")
+    assert cache.match(A, range(50, 62)).num_tokens == 0 == cache.match(A, range(8)).num_tokens
+    with cache.open(B, range(56)):  # nothing is promised to it any more
+        sequence.append(1) if cache.stats().free_blocks else None
+        audit.check(cache)
+    sequence.release()
+    assert cache.tenant_stats("a").used_blocks == 0
+    for unknown in ("a", "nobody"):
+        with pytest.raises(ArgumentError, match="a tenant that was added"):
+            cache.remove_tenant(unknown)
+    audit.check(cache)
+
+
+def test_a_strict_tenant_has_all_of_its_guarantee_and_nothing_more() -> None:
+    cache = make_cache(16)
+    cache.add_tenant(strict("a", 4))
+    with cache.open(A, range(16)), pytest.raises(QuotaExceeded):
+        cache.open(A, [1])
+    compute(cache, range(50, 66))
+    assert cache.match(A, range(16)).num_tokens == 0
+    assert cache.tenant_stats("a").used_blocks == 4 and cache.stats().free_blocks == 12
+    audit.check(cache)
+
+
+def test_a_batch_of_several_tenants_gets_what_each_is_guaranteed() -> None:
+    cache = make_cache(8)
+    for tenant in "ab":
+        cache.add_tenant(strict(tenant, 4))
+    compute(cache, range(16))
+    compute(cache, range(16), B)
+    batch = [cache.open(tenant, range(8)) for tenant in (A, B)]
+    cache.append(batch, [1, 2])
+    assert [sequence.num_blocks for sequence in batch] == [3, 3]
+    audit.check(cache)
+
+
+# Each rule, against a reference.
+
+NUM_BLOCKS, SIZE = 10, 2
+TENANTS = "abc"
+
+
+@dataclass
+class Books:
+    """Whose blocks are whose, counted in a snapshot, block by block."""
+
+    num_blocks: int
+    num_free: int
+    num_lent: int
+    used: dict[str, set[int]] = field(default_factory=dict)
+    protected: dict[str, set[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cache: PrefixCache) -> Books:
+        seen = cache.snapshot()
+        books = cls(seen.num_blocks, len(seen.free_ids), len(seen.lent_ids))
+        for tenant in TENANTS:
+            books.used[tenant], books.protected[tenant] = set(), set()
+        for tree in seen.trees:
+            for node in tree.nodes:
+                books.used[tree.namespace.tenant].update(_ids(node.block_ids))
+        for sequence in seen.sequences:
+            books.used[sequence.namespace.tenant].update(_ids(sequence.block_ids))
+            books.protected[sequence.namespace.tenant].update(_ids(sequence.block_ids))
+        ends = [each.node for each in (*seen.sequences, *seen.leases)]
+        for at, node in [*ends, *(run.node for run in seen.runs if run.node is not None)]:
+            tree, up = seen.trees[at], node
+            while up is not None:
+                books.protected[tree.namespace.tenant].update(_ids(tree.nodes[up].block_ids))
+                up = tree.nodes[up].parent
+        return books
+
+    def evictable(self, tenant: str) -> set[int]:
+        return self.used[tenant] - self.protected[tenant]
+
+
+def _ids(packed: bytes) -> list[int]:
+    return np.frombuffer(packed, np.int32).tolist()
+
+
+@dataclass
+class Reference:
+    """The rules, for what each tenant uses and could give up, as plain numbers."""
+
+    promises: dict[str, Tenant]
+    free: int
+    used: dict[str, int]
+    evictable: dict[str, int]
+
+    def guarantee(self, tenant: str) -> int:
+        return self.promises[tenant].guaranteed_blocks
+
+    def overuse(self, tenant: str) -> Fraction:
+        """(used − share) ÷ weight, where share = guarantee + weight ÷ Σ weights × (capacity − Σ guarantees)."""
+        weight = Fraction(self.promises[tenant].weight)
+        weights = sum(Fraction(each.weight) for each in self.promises.values())
+        rest = NUM_BLOCKS - sum(each.guaranteed_blocks for each in self.promises.values())
+        return (self.used[tenant] - self.guarantee(tenant) - weight / weights * rest) / weight
+
+    def candidates(self, requester: str | None) -> list[str]:
+        """Whose blocks may go: the requester's, and those above their guarantee."""
+        return [
+            tenant
+            for tenant in self.promises
+            if self.evictable[tenant] and (tenant == requester or self.used[tenant] > self.guarantee(tenant))
+        ]
+
+    def victim(self, requester: str | None) -> str | None:
+        """The one with the largest overuse; the requester among equals."""
+        found = self.candidates(requester)
+        return max(found, key=lambda tenant: (self.overuse(tenant), tenant == requester), default=None)
+
+    def evict(self, tenant: str) -> None:
+        self.used[tenant] -= 1
+        self.evictable[tenant] -= 1
+        self.free += 1
+
+    @property
+    def keeps_its_word(self) -> bool:
+        """The law of guarantees: free + evictable borrowed ≥ Σ max(0, guarantee − used)."""
+        borrowed = short = 0
+        for tenant in self.promises:
+            above = self.used[tenant] - self.guarantee(tenant)
+            borrowed += min(self.evictable[tenant], max(above, 0))
+            short += max(-above, 0)
+        return self.free + borrowed >= short
+
+    def limit(self, tenant: str) -> int:
+        limit = self.promises[tenant].limit
+        return NUM_BLOCKS if limit is None else limit
+
+    def own_over(self, tenant: str, needed: int) -> int:
+        """Blocks of its own that it must give up to stay within its limit."""
+        return max(self.used[tenant] + needed - self.limit(tenant), 0)
+
+    def outcome(self, tenant: str | None, needed: int) -> str:
+        """Whether ``needed`` blocks are granted, taken one by one."""
+        unlimited = tenant is None or self.promises[tenant].limit is None
+        if tenant is not None and not unlimited:
+            for _ in range(self.own_over(tenant, needed)):
+                if not self.evictable[tenant]:
+                    return "quota"
+                self.evict(tenant)
+        for _ in range(needed - self.free):
+            victim = self.victim(tenant)
+            if victim is None:
+                return "pool"
+            self.evict(victim)
+        self.free -= needed
+        if tenant is not None:
+            self.used[tenant] += needed
+        return "granted" if self.keeps_its_word else "pool"
+
+
+class World:
+    """A cache of several tenants, played one call at a time; each call is held to the reference."""
+
+    def __init__(self, policy: str, default: Tenant, promises: list[Tenant]) -> None:
+        config = CacheConfig(NUM_BLOCKS, SIZE, policy=policy, segment_tokens=SIZE, default_tenant=default)
+        self.cache, self.default = PrefixCache(config), default
+        self.promises: dict[str, Tenant] = {}
+        self.running: list[tuple[str, Any]] = []
+        self.leases: list[Any] = []
+        self.lent: list[int] = []
+        self.refusals = 0
+        for tenant in promises:
+            self.add(tenant)
+
+    def reference(self, books: Books, path: set[int] | frozenset[int] = frozenset()) -> Reference:
+        """The rules over these books, while a lease protects ``path`` too."""
+        used = {tenant: len(books.used[tenant]) for tenant in self.promises}
+        evictable = {tenant: len(books.evictable(tenant) - path) for tenant in self.promises}
+        return Reference(dict(self.promises), books.num_free, used, evictable)
+
+    def request(self, tenant: str | None, needed: int, path: set[int], call: Any) -> Any:
+        """A call that needs blocks, for a tenant or for the engine; None if it is refused, truly."""
+        if tenant is not None:
+            known = tenant in self.promises
+            self.promises.setdefault(tenant, replace(self.default, id=tenant))
+        before, seen = Books.of(self.cache), self.cache.snapshot()
+        expected = self.reference(before, path).outcome(tenant, needed)
+        try:
+            result = call()
+        except (QuotaExceeded, OutOfBlocks) as error:
+            self.refusals += 1
+            assert expected == ("quota" if isinstance(error, QuotaExceeded) else "pool"), error
+            assert same(seen, self.cache)
+            if tenant is not None:
+                self.is_its_own(error, tenant, needed, before, path)
+                if not known:
+                    del self.promises[tenant]
+            return None
+        assert expected == "granted", f"granted, though the reference says {expected}"
+        self.took_from_whom_it_may(tenant, needed, before, path)
+        return result
+
+    def is_its_own(
+        self, error: QuotaExceeded | OutOfBlocks, tenant: str, needed: int, before: Books, path: set[int]
+    ) -> None:
+        """A refusal tells the tenant's own numbers; a strict tenant of its quota, and nobody within its guarantee."""
+        promise, used = self.promises[tenant], len(before.used[tenant])
+        evictable = len(before.evictable(tenant) - path)
+        limit = NUM_BLOCKS if promise.limit is None else promise.limit
+        if isinstance(error, QuotaExceeded):
+            told, facts = (error.limit, error.used), (limit, used)
+        else:
+            assert promise.mode == "burst"
+            told, facts = (error.free,), (limit - used,)
+        assert (error.needed, error.evictable, *told) == (needed, evictable, *facts)
+        assert used - evictable + needed > promise.guaranteed_blocks, "refused within its guarantee"
+
+    def took_from_whom_it_may(self, tenant: str | None, needed: int, before: Books, path: set[int]) -> None:
+        """Exactly the blocks needed, and from nobody as long as another one's overuse was larger."""
+        after, reference = Books.of(self.cache), self.reference(before, path)
+        lost = {
+            each: reference.used[each] + (needed if each == tenant else 0) - len(after.used[each])
+            for each in self.promises
+        }
+        over = 0 if tenant is None else reference.own_over(tenant, needed)
+        assert sum(lost.values()) == max(over, needed - before.num_free), lost
+        for _ in range(over):
+            assert tenant is not None
+            reference.evict(tenant)
+            lost[tenant] -= 1
+        while any(lost.values()):
+            allowed = reference.candidates(tenant)
+            most = max(reference.overuse(each) for each in allowed)
+            top = [each for each in allowed if reference.overuse(each) == most]
+            victim = tenant if tenant in top else next((each for each in top if lost[each]), None)
+            assert victim is not None and lost[victim], (
+                f"{lost} were left to go, and it was the turn of {top}"
+            )
+            reference.evict(victim)
+            lost[victim] -= 1
+
+    # The calls.
+
+    def open(self, tenant: str, prompt: tuple[int, ...], done: int) -> None:
+        namespace = Namespace(tenant, "m")
+        match = self.cache.match(namespace, prompt)
+        cached = min(match.num_blocks, max(len(prompt) - 1, 0) // SIZE)
+        needed = -(-len(prompt) // SIZE) - cached
+        path = set(match.block_ids[:cached].tolist())
+        sequence = self.request(tenant, needed, path, lambda: self.cache.open(namespace, prompt))
+        if sequence is not None:
+            sequence.commit(max(min(done, len(prompt)), cached * SIZE))
+            self.running.append((tenant, sequence))
+
+    def append(self, which: int) -> None:
+        tenant, sequence = self.running[which % len(self.running)]
+        last, rows = sequence.block_table[-1:], sequence.num_tokens % SIZE
+        sharers = sum(last in other.block_table for _, other in self.running)
+        in_tree = any(
+            last in _ids(node.block_ids) for tree in self.cache.snapshot().trees for node in tree.nodes
+        )
+        needed = int(not rows or sharers + in_tree > 1)
+        self.request(tenant, needed, set(), lambda: sequence.append(0) or True)
+        self.cache.flush()
+
+    def add(self, tenant: Tenant) -> None:
+        """Added or changed; refused if and only if its guarantee, or its limit, can't be met now."""
+        before, seen = Books.of(self.cache), self.cache.snapshot()
+        planned = {**self.promises, tenant.id: tenant}
+        held = len(before.protected[tenant.id])
+        reference = replace(self.reference(before), promises=planned)
+        for counts in (reference.used, reference.evictable):
+            counts.setdefault(tenant.id, 0)
+        too_many = sum(each.guaranteed_blocks for each in planned.values()) > NUM_BLOCKS
+        too_low = tenant.limit is not None and held > tenant.limit
+        refused = too_many or too_low or not reference.keeps_its_word
+        try:
+            self.cache.add_tenant(tenant)
+        except ArgumentError:
+            assert refused and same(seen, self.cache)
+            return
+        assert not refused
+        self.promises[tenant.id] = tenant
+        after, used = Books.of(self.cache), len(before.used[tenant.id])
+        expected = used if tenant.limit is None else min(used, tenant.limit)
+        assert len(after.used[tenant.id]) == expected
+        assert all(after.used[each] == before.used[each] for each in TENANTS if each != tenant.id)
+
+    def remove(self, tenant: str) -> None:
+        state = self.cache.tenant(tenant)
+        try:
+            self.cache.remove_tenant(tenant)
+        except ArgumentError:
+            assert state is None or state == replace(self.default, id=tenant)
+            return
+        self.promises[tenant] = replace(self.default, id=tenant)
+
+    def allocate(self, num_blocks: int) -> None:
+        block_ids = self.request(None, num_blocks, set(), lambda: self.cache.allocate(num_blocks))
+        if block_ids is not None:
+            self.lent += block_ids.tolist()
+
+    def lease(self, tenant: str, prompt: tuple[int, ...]) -> None:
+        """What is matched can be leased if and only if everyone's guarantee can be met without it."""
+        match = self.cache.match(Namespace(tenant, "m"), prompt)
+        before, seen = Books.of(self.cache), self.cache.snapshot()
+        path = set(match.block_ids.tolist()) - before.protected[tenant]
+        reference = self.reference(before, path)
+        try:
+            self.leases.append(self.cache.lease(match))
+        except OutOfBlocks as error:
+            self.refusals += 1
+            assert not reference.keeps_its_word and same(seen, self.cache)
+            self.is_its_own(error, tenant, len(path), before, path)
+        else:
+            assert reference.keeps_its_word
+
+    def serve(self, tenant: str, prompt: tuple[int, ...]) -> None:
+        """A whole request: what it computed can be evicted after."""
+        running = len(self.running)
+        self.open(tenant, prompt, len(prompt))
+        if len(self.running) > running:
+            self.running.pop()[1].release()
+
+    def fork(self, which: int) -> None:
+        owner, sequence = self.running[which % len(self.running)]
+        self.running += [(owner, child) for child in sequence.fork(1)]
+
+    def free(self, count: int) -> None:
+        self.cache.free(self.lent[:count])
+        del self.lent[:count]
+
+    def step(self, op: tuple[int, str, tuple[int, ...], int, Tenant]) -> None:
+        kind, tenant, prompt, which, promise = op
+        if kind >= 16 and self.running:
+            (self.append, self.fork, self.release, self.commit)[kind % 4](which)
+            return
+        calls = {
+            7: lambda: self.allocate(which),
+            8: lambda: self.free(which),
+            9: lambda: self.cache.evict(which),
+            10: lambda: self.cache.clear(Namespace(tenant, "m")),
+            11: lambda: self.remove(tenant),
+            12: lambda: self.add(replace(promise, id=tenant)),
+            13: lambda: self.lease(tenant, prompt),
+            14: lambda: self.lease(tenant, prompt),
+            15: lambda: self.leases.pop(which % len(self.leases)).release() if self.leases else None,
+        }
+        if kind < 4:
+            self.serve(tenant, prompt)
+        else:
+            calls.get(kind, lambda: self.open(tenant, prompt, which * SIZE))()
+
+    def commit(self, which: int) -> None:
+        sequence = self.running[which % len(self.running)][1]
+        sequence.commit(sequence.num_tokens)
+
+    def release(self, which: int) -> None:
+        self.running.pop(which % len(self.running))[1].release()
+
+    def check(self) -> None:
+        """After each step: the laws, the law of guarantees, and nobody above its limit."""
+        audit.check(self.cache)
+        reference = self.reference(Books.of(self.cache))
+        assert reference.keeps_its_word
+        assert all(reference.used[tenant] <= reference.limit(tenant) for tenant in self.promises)
+
+
+promises = st.one_of(
+    st.builds(Tenant, st.just("x"), st.sampled_from((1.0, 2.0, 0.5)), st.integers(0, 8)),
+    st.builds(
+        lambda weight, guarantee, more: Tenant("x", weight, guarantee, guarantee + more),
+        st.sampled_from((1.0, 3.0)),
+        st.integers(0, 4),
+        st.integers(1, 5),
+    ),
+    st.builds(strict, st.just("x"), st.integers(1, 6)),
+)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple)
+ops = st.tuples(st.integers(0, 23), st.sampled_from(TENANTS), prompts, st.integers(0, 5), promises)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_rule_is_what_the_reference_says(policy: str) -> None:
+    """Some forty lives for each policy; and they come to refusals."""
+    refused = 0
+
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @given(st.lists(promises, max_size=3), st.lists(ops, min_size=10, max_size=60))
+    def lives(first: list[Tenant], steps: list[Any]) -> None:
+        nonlocal refused
+        added = [replace(promise, id=name) for promise, name in zip(first, TENANTS, strict=False)]
+        world = World(policy, Tenant("default"), added)
+        for op in steps:
+            world.step(op)
+            world.check()
+        refused += world.refusals
+
+    lives()
+    assert refused > 10
+
+
+def test_removed_under_the_default_limit() -> None:
+    """What isn't added has the default's limit: more in use refuses the removal, more resident is evicted by it."""
+    cache = PrefixCache(
+        CacheConfig(num_blocks=16, block_size=4, default_tenant=Tenant("anybody", max_blocks=4))
+    )
+    cache.add_tenant(Tenant("a", guaranteed_blocks=10))
+    running = cache.open(Namespace("a", "m"), range(24))
+    with pytest.raises(ArgumentError, match="at most 4 blocks"):
+        cache.remove_tenant("a")
+    assert cache.tenant("a") == Tenant("a", guaranteed_blocks=10)
+    audit.check(cache)
+    running.commit(24)
+    running.release()
+    cache.remove_tenant("a")
+    assert cache.tenant("a") == Tenant("a", max_blocks=4) and cache.stats().free_blocks == 16
+    audit.check(cache)

@@ -1,0 +1,35 @@
+"""Building what is shipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(source: Path, kind: str, out: Path, **environment: str) -> Path:
+    """Builds with what is installed here, as CI has no index at hand; the one file that comes of it."""
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        f"--{kind}",
+        "--outdir",
+        str(out),
+        str(source),
+    ]
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=inherited | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = out.iterdir()
+    return made
+
+
+def files_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("/")}

@@ -1,0 +1,138 @@
+"""The compiled index: its wheel, when it is used and when its sources are, and what is said if it can't be made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.building import ROOT, build, files_of
+
+CODE = """
+import radixkv
+cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))
+namespace = radixkv.Namespace(tenant="a", model="m")
+with cache.open(namespace, range(40)) as sequence:
+    sequence.commit(40)
+print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, radixkv.tree.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"), RADIXKV_COMPILE="1")
+
+
+@pytest.fixture
+def site(wheel: Path, tmp_path: Path) -> Path:
+    """The wheel, unpacked."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    return tmp_path
+
+
+def use(site: Path, **environment: str) -> tuple[str, str]:
+    """Whether a fresh process uses the compiled index from there, and the tree's file; it works in any case."""
+    inherited = {name: value for name, value in os.environ.items() if name != "RADIXKV_PURE"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CODE],
+        capture_output=True,
+        text=True,
+        env={**inherited, "PYTHONPATH": str(site), **environment},
+        cwd=site,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, matched, file = done.stdout.split()
+    assert matched == "32" and file.startswith(str(site))
+    return compiled, Path(file).name
+
+
+def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: Path) -> None:
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{python}-{python}-linux_" in wheel.name
+    native = {Path(name).name.partition(".")[0] for name in files_of(wheel) if "/_native/" in name}
+    (library,) = {name for name in native if name.startswith("index_")}
+    assert native - {library} == {
+        *("blocks", "cache", "eviction", "plan", "sequence", "tenants", "tokens", "tree"),
+    }
+    assert {f"radixkv/{name}.py" for name in native - {library}} <= files_of(wheel)
+
+
+def test_it_is_used(site: Path) -> None:
+    assert use(site) == ("True", f"tree{EXTENSION_SUFFIXES[0]}")
+    assert use(site, RADIXKV_PURE="0") == ("True", f"tree{EXTENSION_SUFFIXES[0]}")
+
+
+def test_the_sources_are_used_on_request(site: Path) -> None:
+    assert use(site, RADIXKV_PURE="1") == ("False", "tree.py")
+
+
+@pytest.mark.parametrize("edited", ["tree.py", "errors.py"])
+def test_the_sources_are_used_once_one_was_edited(site: Path, edited: str) -> None:
+    """Also one that is only read for it; the same bytes again, and it is the compiled index again."""
+    source = site / "radixkv" / edited
+    text = source.read_bytes()
+    source.write_bytes(text + b"\n")
+    assert use(site) == ("False", "tree.py")
+    source.write_bytes(text)
+    assert use(site)[0] == "True"
+
+
+def test_a_build_for_another_interpreter_is_not_touched(site: Path) -> None:
+    for file in (site / "radixkv" / "_native").iterdir():
+        file.rename(file.with_name(file.name.replace(EXTENSION_SUFFIXES[0], ".cpython-30-other.so")))
+    assert use(site) == ("False", "tree.py")
+
+
+# --- the hook, on a copy of the tree
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What compiling needs of the source tree."""
+    shutil.copy(ROOT / "hatch_build.py", tmp_path)
+    shutil.copytree(
+        ROOT / "radixkv", tmp_path / "radixkv", ignore=shutil.ignore_patterns("_native", "__pycache__")
+    )
+    return tmp_path
+
+
+def compile_in(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RADIXKV_COMPILE", "CC")}
+    return subprocess.run(
+        [sys.executable, "hatch_build.py"],
+        capture_output=True,
+        text=True,
+        env={**inherited, **environment},
+        cwd=tree,
+        timeout=150,
+    )
+
+
+@pytest.mark.parametrize("compiler, why", [("/no/such/cc", "no C compiler"), ("false", "CompileError")])
+def test_without_a_compiler_that_works_one_line_says_so(tree: Path, compiler: str, why: str) -> None:
+    done = compile_in(tree, CC=compiler)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("radixkv: the index stays pure Python") and why in line
+    assert done.returncode == 0 and not list(tree.glob("radixkv/_native/*.so"))
+    done = compile_in(tree, CC=compiler, RADIXKV_COMPILE="1")
+    assert done.returncode != 0 and why in done.stderr
+    assert compile_in(tree, CC=compiler, RADIXKV_COMPILE="0").stderr == ""
+
+
+def test_what_does_not_compile_leaves_what_was_there(tree: Path) -> None:
+    native = tree / "radixkv" / "_native"
+    native.mkdir()
+    (native / f"tree{EXTENSION_SUFFIXES[0]}").touch()
+    with (tree / "radixkv" / "tree.py").open("a") as source:
+        source.write("\nWRONG: int = 'text'\n")
+    done = compile_in(tree, RADIXKV_COMPILE="1")
+    assert done.returncode != 0 and "Incompatible types in assignment" in done.stderr
+    assert [file.name for file in native.iterdir()] == [f"tree{EXTENSION_SUFFIXES[0]}"]
