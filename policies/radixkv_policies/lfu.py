@@ -19,21 +19,31 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from radixkv_policies.policy import Clock, Handle, Policy
+from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
 
 
 class LFU(Policy):
     """Least frequently used, with dynamic aging."""
 
-    def __init__(self, capacity: int, clock: Clock, seed: int) -> None:
-        super().__init__(capacity, clock, seed)
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
         self._age = 0
         self._counts: dict[Handle, int] = {}
         self._priorities: dict[Handle, int] = {}  # of the evictable nodes
         self._buckets: dict[int, OrderedDict[Handle, None]] = {}
         self._lowest: list[int] = []  # heap of the buckets' priorities
 
-    def inserted(self, node: Handle, num_blocks: int, depth: int) -> None:
+    def inserted(
+        self,
+        node: Handle,
+        num_blocks: int,
+        depth: int,
+        hints: object = None,
+        ghost_keys: GhostKeys = (),
+        parent: Handle | None = None,
+    ) -> None:
         self._counts[node] = 1
 
     def touched(self, nodes: Sequence[Handle]) -> None:
@@ -41,10 +51,7 @@ class LFU(Policy):
         for node in nodes:
             counts[node] += 1
 
-    def extended(self, node: Handle, num_blocks: int) -> None:
-        """A grown leaf keeps its count."""
-
-    def split(self, upper: Handle, lower: Handle) -> None:
+    def split(self, upper: Handle, lower: Handle, num_blocks: int) -> None:
         self._counts[upper] = self._counts[lower]
         priority = self._priorities.get(lower)
         if priority is not None:

@@ -1,11 +1,14 @@
 """What a policy is: an order over the nodes of one tenant, told of what happens to them.
 
-A policy sees opaque handles, sizes, depths and a clock: never token ids, so it can't leak what it can't see.
-It keeps the *evictable* nodes, those that no lease protects, and names the next victim among them.
+A policy sees opaque handles, sizes, depths, hints, opaque keys and a clock: never token ids, so it can't leak what
+it can't see. It keeps the *evictable* nodes, those that no lease protects, and names the next victim among them.
 
 The life of a node, as the cache tells it:
 
     inserted ─▶ in use ──unleased──▶ evictable ──leased──▶ in use …  evictable ──trimmed*, removed──▶ gone
+
+Every policy keeps ``leased``, ``unleased``, ``removed``, ``victim`` and ``__len__``. The other hooks are optional:
+what a class doesn't override the cache never calls, so that a simple policy costs nothing for what others need.
 
 What the cache promises, and a policy may build on:
 
@@ -13,66 +16,137 @@ What the cache promises, and a policy may build on:
   later, child before parent. ``touched`` names a request's whole matched path.
 - So in any order by last use, or by counts of uses with that as the tie-break, a node comes before its
   parent, and the first evictable node is a leaf.
-- Only the node that ``victim`` named is trimmed, and only while it is evictable.
+- Only the node that ``victim`` named is trimmed, only while it is evictable, and no more than ``most`` blocks of it
+  before ``victim`` is asked again.
+- A request's calls come in this order: ``leased`` of what it matched, ``touched``, ``opened``; then, as its KV is
+  computed, ``admit`` and ``inserted`` or ``extended``; at last ``unleased``. Requests interleave.
+
+Ghost keys stand for whole prefixes: 64-bit values, one for each segment of ``segment_blocks`` blocks that ends within
+the blocks they come with, shallowest first. Equal prefixes of one tenant have equal keys; a collision costs hit
+rate, never more. They let a policy remember what was evicted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Final
 
 Handle = Hashable
 """A node, as a policy sees it: it can be compared, hashed and kept, nothing else."""
 
 Clock = Callable[[], float]
 
+GhostKeys = Sequence[int]
+"""Opaque 64-bit keys of prefixes."""
+
+
+SEGMENT_TOKENS: Final = 512
+"""Tokens that a segment stands for. A simulation in which one token stands for a block says so by
+``segment_blocks``.
+"""
+
 
 class Policy(ABC):
     """The order in which one tenant's nodes are evicted.
 
-    capacity: blocks that the cache can hold; what a policy remembers is bounded by it.
-    clock: seconds, never backwards. seed: of whatever it draws at random.
+    capacity: blocks that the cache can hold; what a policy remembers is bounded by it. clock: seconds, never
+    backwards. seed: of whatever it draws at random. block_size: token ids a block, as the ranges of hints count
+    them. segment_blocks: blocks that a ghost key stands for, SEGMENT_TOKENS ÷ block_size: what a policy weighs by
+    tokens it weighs by this, at least 1.
     """
 
-    def __init__(self, capacity: int, clock: Clock, seed: int) -> None:
+    uses_ghost_keys: ClassVar[bool] = False
+    """Whether ``inserted`` and ``extended`` want ghost keys; otherwise the cache computes none."""
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
         self._capacity, self._clock, self._seed = capacity, clock, seed
+        self._block_size, self._segment_blocks = block_size, segment_blocks
+        self._block_tokens = SEGMENT_TOKENS / segment_blocks
 
-    @abstractmethod
-    def inserted(self, node: Handle, num_blocks: int, depth: int) -> None:
-        """A new node, in use. ``depth``: blocks from the root to its end."""
+    def hook(self, name: str) -> Callable[..., Any] | None:
+        """The optional hook of that name, or None if the policy leaves it out."""
+        if getattr(type(self), name) is getattr(Policy, name):
+            return None
+        method: Callable[..., Any] = getattr(self, name)
+        return method
 
-    @abstractmethod
+    # --- optional: a request
+
     def touched(self, nodes: Sequence[Handle]) -> None:
-        """A request uses these nodes, a path from the root downward; each may be in use or evictable."""
+        """A request uses these nodes, a path from the root downward, all in use by now."""
 
-    @abstractmethod
-    def extended(self, node: Handle, num_blocks: int) -> None:
+    def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
+        """A request matched ``nodes``; ``num_blocks`` of its prompt are what another one like it could match at
+        most; ``hints`` are its RequestHints or None.
+
+        What it returns takes the place of the hints in the later calls for this request.
+        """
+        return hints
+
+    def admit(self, num_blocks: int, depth: int, hints: object) -> bool:
+        """Whether to keep ``num_blocks`` computed blocks that end at ``depth``. If not they stay private to the
+        request.
+        """
+        return True
+
+    # --- optional: what becomes of a node
+
+    def inserted(
+        self,
+        node: Handle,
+        num_blocks: int,
+        depth: int,
+        hints: object = None,
+        ghost_keys: GhostKeys = (),
+        parent: Handle | None = None,
+    ) -> None:
+        """A new node, in use, below ``parent`` (None: the root). ``depth``: blocks from the root to its end."""
+
+    def extended(
+        self, node: Handle, num_blocks: int, hints: object = None, ghost_keys: GhostKeys = ()
+    ) -> None:
         """A leaf in use grew by ``num_blocks``."""
 
-    @abstractmethod
-    def split(self, upper: Handle, lower: Handle) -> None:
-        """``upper`` is new and takes the first blocks of ``lower``, with its history; in use if ``lower`` is."""
+    def split(self, upper: Handle, lower: Handle, num_blocks: int) -> None:
+        """``upper`` is new and takes the first ``num_blocks`` of ``lower``, with its history; in use if ``lower``
+        is.
+        """
 
-    @abstractmethod
-    def leased(self, node: Handle) -> None:
-        """An evictable node came into use."""
-
-    @abstractmethod
-    def unleased(self, node: Handle) -> None:
-        """A node in use became evictable."""
-
-    @abstractmethod
     def trimmed(self, node: Handle, num_blocks: int) -> None:
         """The victim lost its last ``num_blocks`` to an eviction."""
 
+    # --- the order
+
     @abstractmethod
-    def removed(self, node: Handle) -> None:
+    def leased(self, node: Handle) -> object:
+        """An evictable node came into use."""
+
+    @abstractmethod
+    def unleased(self, node: Handle) -> object:
+        """A node in use became evictable."""
+
+    @abstractmethod
+    def removed(self, node: Handle) -> object:
         """An evictable node is gone: nothing is left of it after an eviction, or it was cleared."""
 
     @abstractmethod
     def victim(self) -> Handle | None:
-        """The evictable leaf to go next, or None if nothing is evictable. A question: it changes no order."""
+        """The evictable leaf to go next, or None if nothing is evictable. A question: asked again, it answers the
+        same.
+        """
+
+    def most(self, node: Handle) -> int:
+        """How many blocks of the victim may go before ``victim`` is asked again. Optional: without it, all."""
+        raise NotImplementedError
 
     @abstractmethod
     def __len__(self) -> int:
         """How many nodes are evictable."""
+
+    # --- optional: slow work
+
+    def maintain(self) -> None:
+        """Slow work, such as learning: called about once a second, in a thread of its own while other hooks run."""

@@ -1,44 +1,57 @@
 """What the index costs a request, beside floors that do less.
 
-Each request is opened, committed, extended by its answer, committed and released, one in flight, ids given as an int64
-buffer; only these calls are timed, by the process's CPU clock, and generating ids is not. The floors run over
-the same requests in the same process:
+``drive`` runs the workload through a cache. The floors run over the same requests in the same process:
 
     memcmp    compares the prompt's bytes with an equal copy, after the same conversation from int64: the least
               that a cache which compares ids can do
     xxh3, sha256   one chained digest a block and a dict lookup each: how a hashed block table finds a prefix
 
-Checks, in every run: the hit tokens never exceed those of a plain set of prefixes that forgets nothing, and equal
-them if nothing was evicted; the audit holds at the end. Memory is the growth of the resident set, the empty
-pool included, after a collection and a trim of the allocator.
+Checks, in every run: each request's hit tokens never exceed those of a plain dict of prefixes that forgets nothing,
+and equal them as long as everything that was asked for fits into the pool at once; the audit holds at the end. Memory
+is the growth of the resident set, the empty pool included, after a collection and a trim of the allocator.
+
+``figures.run`` measures what a workload doesn't show, if it is asked to.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import hashlib
-import os
-import platform
-import time
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 
-from radixkv import audit
-from radixkv.bench.workloads import Request, build
+from radixkv import COMPILED, audit
+from radixkv.bench import figures as micro
+from radixkv.bench.drive import OPERATIONS, Progress, Samples, blank, by_power_of_two, drive, worst_spread
+from radixkv.bench.measure import (
+    Figure,
+    columns,
+    cpu_ns,
+    figures_table,
+    frozen_heap,
+    heading,
+    machine,
+    resident_bytes,
+    summary,
+    versions,
+)
+from radixkv.bench.workloads import Request, Workload, build
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 from radixkv.errors import IntegrityError
-from radixkv.namespaces import Namespace
-from radixkv.tokens import encode
+from radixkv.tokens import TOKEN_BYTES, encode
 
-Progress = Callable[[int], None]
-Workload = Callable[[], Iterator[Request]]
+Floor: TypeAlias = "Callable[[array[int], bytes, int], None]"
+
+_MEMORY_REACH = {"trace": (90.0, 75.0), "chat": (130.0, 100.0)}
+"""Bytes a block, of index and pool together: reach and stretch."""
 
 
 def run(
@@ -50,136 +63,168 @@ def run(
     block_size: int = 16,
     policy: str = "lru",
     seed: int = 0,
+    figures: micro.Sizes | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run radixkv and the floors over one workload; a dict that is JSON. Raises IntegrityError if a check fails."""
     requests = build(workload, seed, trace, limit)
     config = CacheConfig(num_blocks=num_blocks, block_size=block_size, policy=policy)
-    ours = _run_index(requests, config, progress)
-    floors = {name: _run_floor(requests, floor, block_size) for name, floor in _floors().items()}
-    expected = _expected_hits(requests, block_size)
-    if ours["hit_tokens"] > expected or (not ours["evicted_blocks"] and ours["hit_tokens"] != expected):
-        raise IntegrityError(
-            f"{ours['hit_tokens']} hit tokens, a set of prefixes that forgets nothing has {expected}"
-        )
+    ours, samples = _run_index(requests, config, progress)
+    floors, expected = _run_floors(requests, config, samples)
+    measured = micro.run(figures, seed=seed, policy=policy) if figures else {"figures": []}
+    measured["figures"] = [*(figure.as_dict() for figure in _figures(workload, ours)), *measured["figures"]]
     return {
         "benchmark": "index",
         "workload": workload,
         "trace": str(trace) if trace else None,
         "seed": seed,
-        "machine": _machine(),
+        "machine": machine(),
+        "compiled": COMPILED,
+        "versions": versions(),
         "num_blocks": num_blocks,
         "block_size": block_size,
         "policy": policy,
         "radixkv": ours,
         "floors": floors,
         "hit_tokens_if_nothing_were_forgotten": expected,
+        **measured,
     }
 
 
-def _machine() -> str:
-    python, cpus = platform.python_version(), os.cpu_count()
-    return f"{platform.machine()}, {cpus} CPUs, Python {python}, NumPy {np.__version__}"
-
-
-def _run_index(requests: Workload, config: CacheConfig, progress: Progress | None) -> dict[str, Any]:
-    _drive(PrefixCache(CacheConfig(num_blocks=64)), iter(()), None)
-    before = _resident_bytes()
+def _run_index(
+    workload: Workload, config: CacheConfig, progress: Progress | None
+) -> tuple[dict[str, Any], Samples]:
+    _warm_up(workload, config)
+    rows = blank(workload)
+    before = resident_bytes()
     cache = PrefixCache(config)
-    timings, tokens = _drive(cache, requests(), progress)
-    grown = _resident_bytes() - before
+    with frozen_heap():
+        samples = drive(cache, workload, progress, rows)
+        grown = resident_bytes() - before
     audit.check(cache)
+    return _result(cache, samples, grown), samples
+
+
+def _warm_up(workload: Workload, config: CacheConfig) -> None:
+    """Run the first requests on a cache of their own, so that what a process does once is not counted."""
+    first = [request for request, _ in zip(workload.requests(), range(8), strict=False)]
+    most = max((len(request.full) for request in first), default=0)
+    blocks = 2 * (most // config.block_size) + 2 * len(
+        first
+    )  # room beside what the first tenants are guaranteed
+    small = CacheConfig(num_blocks=max(blocks, 2), block_size=config.block_size)
+    drive(PrefixCache(small), Workload(workload.name, lambda: iter(first), len(first)))
+
+
+def _result(cache: PrefixCache, samples: Samples, grown: int) -> dict[str, Any]:
     stats = cache.stats()
-    total_s = sum(sum(values) for values in timings.values()) / 1e9
+    total_s = samples.cpu_s
+    powers = by_power_of_two(samples)
     return {
         "requests": stats.requests,
+        "cpu_s": total_s,
+        "other_threads_cpu_s": samples.other_threads_ns / 1e9,
         "requests_per_s": stats.requests / total_s,
-        "tokens_per_s": tokens / total_s,
+        "operations_per_s": stats.requests * len(OPERATIONS) / total_s,
+        "tokens_per_s": int(samples.prompt_tokens.sum()) / total_s,
+        "tokens_matched_per_s": stats.hit_tokens / total_s,
         "hit_rate": stats.hit_tokens / max(stats.hit_tokens + stats.missed_tokens, 1),
         "hit_tokens": stats.hit_tokens,
         "evicted_blocks": stats.evicted_blocks,
         "resident_blocks": stats.resident_blocks,
         "nodes": stats.num_nodes,
         "bytes_per_block": grown / max(stats.resident_blocks, 1),
-        "operations": {name: _summary(values) for name, values in timings.items()},
+        "operations": {
+            name: summary(column) for name, column in zip(OPERATIONS, samples.nanoseconds.T, strict=True)
+        },
+        "by_prompt_tokens": powers,
+        "p99_over_p50": worst_spread(powers),
+        "audit": "clean",
     }
 
 
-def _drive(
-    cache: PrefixCache, requests: Iterator[Request], progress: Progress | None
-) -> tuple[dict[str, list[int]], int]:
-    """Run requests one after the other; nanoseconds of each operation, and the prompts' tokens."""
-    clock = time.process_time_ns
-    timings: dict[str, list[int]] = {"open": [], "commit": [], "release": []}
-    namespaces: dict[str, Namespace] = {}
-    tokens = 0
-    for number, (tenant, prompt_ids, full_ids) in enumerate(requests):
-        prompt, answer = array("q", prompt_ids.tobytes()), array("q", full_ids[len(prompt_ids) :].tobytes())
-        namespace = namespaces.setdefault(tenant, Namespace(tenant, "bench"))
-        start = clock()
-        sequence = cache.open(namespace, prompt)
-        opened = clock()
-        sequence.commit(len(prompt))
-        sequence.extend(answer)
-        sequence.commit(sequence.num_tokens)
-        committed = clock()
-        sequence.release()
-        released = clock()
-        timings["open"].append(opened - start)
-        timings["commit"].append(committed - opened)
-        timings["release"].append(released - committed)
-        tokens += len(prompt)
-        if progress is not None and number % 64 == 0:
-            progress(number)
-    return timings, tokens
+def _figures(workload: str, ours: dict[str, Any]) -> list[Figure]:
+    reach, stretch = _MEMORY_REACH.get(workload, (None, None))
+    spread = [
+        Figure(f"{workload}: p99 ÷ p50 of {name}, prompts of one power of two", ratio, "×", None, 10, 5)
+        for name, ratio in ours["p99_over_p50"].items()
+    ]
+    memory = Figure(
+        f"{workload}: resident memory a block", ours["bytes_per_block"], "bytes", None, reach, stretch
+    )
+    return [*spread, memory]
 
 
-def _floors() -> dict[str, Callable[[array[int], bytes, set[bytes], int], None]]:
-    def memcmp(prompt: array[int], copy: bytes, seen: set[bytes], step: int) -> None:
-        encode(prompt).startswith(copy)
+# --- floors and the model
 
-    def chained(digest: Callable[[bytes], bytes]) -> Callable[[array[int], bytes, set[bytes], int], None]:
-        def floor(prompt: array[int], copy: bytes, seen: set[bytes], step: int) -> None:
-            key, chain = encode(prompt), b""
-            for at in range(0, len(key) - step + 1, step):
-                chain = digest(chain + key[at : at + step])
-                if chain not in seen:
-                    seen.add(chain)
 
-        return floor
+def _memcmp(prompt: array[int], copy: bytes, step: int) -> None:
+    encode(prompt).startswith(copy)
 
+
+def _chained(digest: Callable[[bytes], bytes]) -> Floor:
+    found: dict[bytes, int] = {}
+
+    def floor(prompt: array[int], copy: bytes, step: int) -> None:
+        key, chain = encode(prompt), b""
+        for at in range(0, len(key) - step + 1, step):
+            chain = digest(chain + key[at : at + step])
+            if chain not in found:
+                found[chain] = at
+
+    return floor
+
+
+def _floors() -> dict[str, Floor]:
     return {
-        "memcmp": memcmp,
-        "xxh3": chained(xxhash.xxh3_128_digest),
-        "sha256": chained(lambda data: hashlib.sha256(data).digest()),
+        "memcmp": _memcmp,
+        "xxh3": _chained(xxhash.xxh3_128_digest),
+        "sha256": _chained(lambda data: hashlib.sha256(data).digest()),
     }
 
 
-def _run_floor(
-    requests: Workload, floor: Callable[[array[int], bytes, set[bytes], int], None], block_size: int
-) -> dict[str, Any]:
-    seen: set[bytes] = set()
-    timings: list[int] = []
-    for request in requests():
+def _run_floors(
+    workload: Workload, config: CacheConfig, samples: Samples
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Time the floors and check the hit tokens of ``samples``; the floors, and what the model would have hit."""
+    floors, model, expected = _floors(), _Model(config), 0
+    times = np.zeros((len(floors), len(samples.prompt_tokens)), dtype=np.int64)
+    for at, request in enumerate(workload.requests()):
         prompt, copy = array("q", request.prompt.tobytes()), encode(request.prompt)
-        start = time.process_time_ns()
-        floor(prompt, copy, seen, block_size * 4)
-        timings.append(time.process_time_ns() - start)
-    return {"requests_per_s": len(timings) / (sum(timings) / 1e9), **_summary(timings)}
+        for row, floor in enumerate(floors.values()):
+            times[row, at] = cpu_ns(partial(floor, prompt, copy, config.block_size * TOKEN_BYTES))
+        expected += model.check(at, request, int(samples.hit_tokens[at]))
+    return {
+        name: {"requests_per_s": len(row) / (int(row.sum()) / 1e9), **summary(row)}
+        for name, row in zip(floors, times, strict=True)
+    }, expected
 
 
-def _expected_hits(requests: Workload, block_size: int) -> int:
-    """Hit tokens of a set of (tenant, prefix) that forgets nothing."""
-    step, seen, hits = block_size * 4, set[tuple[str, bytes]](), 0
-    for tenant, prompt, full in requests():
-        chains = list(_chains(encode(full), step))
-        usable = max(len(prompt) - 1, 0) // block_size
-        for chain in chains[:usable]:
-            if (tenant, chain) not in seen:
-                break
-            hits += block_size
-        seen.update((tenant, chain) for chain in chains)
-    return hits
+class _Model:
+    """A plain dict of (tenant, chained digest of a block) that forgets nothing."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self._block_size, self._num_blocks = config.block_size, config.num_blocks
+        self._blocks: dict[tuple[str, bytes], int] = {}
+        self._all_fits = True
+
+    def check(self, number: int, request: Request, hit_tokens: int) -> int:
+        """Compare a request's hit tokens with the model's, which are returned; then publish the request."""
+        step = self._block_size
+        chains = [(request.tenant, chain) for chain in _chains(encode(request.full), step * TOKEN_BYTES)]
+        usable = max(len(request.prompt) - 1, 0) // step
+        expected = step * next(
+            (at for at, chain in enumerate(chains[:usable]) if chain not in self._blocks), usable
+        )
+        needed = -(-len(request.full) // step)
+        self._all_fits = self._all_fits and len(self._blocks) + needed <= self._num_blocks
+        if hit_tokens > expected or (self._all_fits and hit_tokens != expected):
+            raise IntegrityError(
+                f"request {number}: {hit_tokens} hit tokens, a dict that forgets nothing has {expected}"
+                + (", and everything fits" if self._all_fits else "")
+            )
+        self._blocks.update(dict.fromkeys(chains, number))
+        return expected
 
 
 def _chains(key: bytes, step: int) -> Iterator[bytes]:
@@ -189,45 +234,52 @@ def _chains(key: bytes, step: int) -> Iterator[bytes]:
         yield chain
 
 
-def _summary(nanoseconds: list[int]) -> dict[str, float]:
-    microseconds = np.asarray(nanoseconds, dtype=np.float64) / 1e3
-    return {
-        "p50_us": float(np.percentile(microseconds, 50)),
-        "p99_us": float(np.percentile(microseconds, 99)),
-        "mean_us": float(microseconds.mean()),
-    }
-
-
-def _resident_bytes() -> int:
-    gc.collect()
-    if platform.system() == "Linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+# --- text
 
 
 def table(result: dict[str, Any]) -> str:
     """A result as text."""
-    ours, rows = result["radixkv"], []
-    for name, operation in ours["operations"].items():
-        rows.append((name, f"{operation['p50_us']:,.1f}", f"{operation['p99_us']:,.1f}"))
-    lines = [
+    ours = result["radixkv"]
+    head = (
         f"{result['workload']}: {ours['requests']:,} requests, {result['num_blocks']:,} blocks of "
-        f"{result['block_size']}, {result['policy']}, seed {result['seed']}",
-        result["machine"],
-        "",
-        f"{'operation':<12}{'p50 µs':>10}{'p99 µs':>10}",
-        *(f"{name:<12}{p50:>10}{p99:>10}" for name, p50, p99 in rows),
-        "",
-        f"{'':<12}{'requests/s':>12}{'radixkv is':>14}",
-        f"{'radixkv':<12}{ours['requests_per_s']:>12,.0f}",
-    ]
+        f"{result['block_size']}, {result['policy']}"
+    )
+    return "\n\n".join(
+        [
+            f"{head}\n{heading(result)}",
+            _operations_table(ours),
+            _throughput_table(result),
+            f"hit rate {ours['hit_rate']:.2%}, {ours['tokens_matched_per_s']:,.0f} tokens matched/s, "
+            f"{ours['bytes_per_block']:.0f} bytes a block, {ours['nodes']:,} nodes\n"
+            "hit tokens agree with the dict model, audit clean",
+            figures_table(result["figures"]),
+            *_more_tables(result),
+        ]
+    )
+
+
+def _more_tables(result: dict[str, Any]) -> Iterator[str]:
+    for _, scaling in groupby(result.get("scaling", ()), itemgetter("size")):
+        yield micro.scaling_table(list(scaling))
+    if "shapes" in result:
+        yield micro.shapes_table(result["shapes"])
+
+
+def _operations_table(ours: dict[str, Any]) -> str:
+    rows = [("operation", "p50 µs", "p99 µs", "p99 ÷ p50 within a power of two")]
+    for name, found in ours["operations"].items():
+        spread = ours["p99_over_p50"].get(name)
+        worst = "–" if spread is None else f"{spread:.1f}"
+        rows.append((name, f"{found['p50_us']:,.1f}", f"{found['p99_us']:,.1f}", worst))
+    return columns(rows)
+
+
+def _throughput_table(result: dict[str, Any]) -> str:
+    ours = result["radixkv"]
+    rows = [("", "requests/s", "operations/s", "p50 µs", "p99 µs", "radixkv is")]
+    rows.append(("radixkv", f"{ours['requests_per_s']:,.0f}", f"{ours['operations_per_s']:,.0f}", "", "", ""))
     for name, floor in result["floors"].items():
         ratio = ours["requests_per_s"] / floor["requests_per_s"]
-        lines.append(f"{name:<12}{floor['requests_per_s']:>12,.0f}{ratio:>13.2f}×")
-    lines += [
-        "",
-        f"hit rate {ours['hit_rate']:.2%}, {ours['tokens_per_s']:,.0f} prompt tokens/s, "
-        f"{ours['bytes_per_block']:.0f} bytes a block, {ours['nodes']:,} nodes, audit clean",
-    ]
-    return "\n".join(lines)
+        times = (f"{floor['p50_us']:,.1f}", f"{floor['p99_us']:,.1f}")
+        rows.append((name, f"{floor['requests_per_s']:,.0f}", "", *times, f"{ratio:.2f}×"))
+    return columns(rows)

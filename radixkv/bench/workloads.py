@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,14 @@ class Request(NamedTuple):
     tenant: str
     prompt: Ids
     full: Ids
+
+
+class Workload(NamedTuple):
+    """Requests, to be made as often as needed; at most ``most`` of them."""
+
+    name: str
+    requests: Callable[[], Iterator[Request]]
+    most: int
 
 
 def draw(seed: int, *path: int, size: int) -> Ids:
@@ -81,21 +90,25 @@ def trace_file(seed: int, path: Path, limit: int) -> Iterator[Request]:
 
 
 def trace_like(seed: int, limit: int) -> Iterator[Request]:
-    """Requests of the same shape without a file: conversations that continue, over a few shared system prompts."""
+    """Requests of the same shape without a file: conversations that continue, over one shared system prompt.
+
+    Fitted to the first 3,000 requests of a public trace of conversations: a third continue an earlier one; the
+    lengths of the others are log-normal around 7,000 tokens, with a hundredth above 80,000.
+    """
     rng = np.random.Generator(np.random.SFC64([seed, 5]))
     conversations: list[list[int]] = []
-    next_id = 16
+    next_id = 1
     for number in range(limit):
-        if conversations and rng.random() < 0.45:
-            hash_ids = conversations.pop(int(len(conversations) * rng.random() ** 0.3))
+        if conversations and rng.random() < 0.33:
+            hash_ids = conversations.pop(int(len(conversations) * rng.random() ** 0.8))
+            added = 1 + int(rng.exponential(6.0))
         else:
-            hash_ids = [int(min(rng.zipf(1.6), 16)) - 1]
-        added = 1 + int(rng.exponential(16.0))
+            hash_ids, added = [0], 1 + int(rng.lognormal(2.5, 1.15))
         hash_ids = [*hash_ids, *range(next_id, next_id + added)][:256]
         next_id += added
         conversations = [*conversations[-2_000:], hash_ids]
         size = len(hash_ids) * SEGMENT_TOKENS - int(rng.integers(SEGMENT_TOKENS))
-        yield _segments(seed, number, hash_ids, size, 1 + int(rng.exponential(340.0)))
+        yield _segments(seed, number, hash_ids, size, 1 + int(rng.exponential(350.0)))
 
 
 def _segments(seed: int, number: int, hash_ids: list[int], size: int, answer: int) -> Request:
@@ -103,16 +116,20 @@ def _segments(seed: int, number: int, hash_ids: list[int], size: int, answer: in
     return Request("tenant-0", prompt, np.concatenate([prompt, draw(seed, 7, number, size=answer)]))
 
 
-def build(name: str, seed: int, trace: Path | None, limit: int | None) -> Callable[[], Iterator[Request]]:
-    """The workload of that name, to be run as often as needed. Raises ConfigError for an unknown one."""
+def build(name: str, seed: int, trace: Path | None = None, limit: int | None = None) -> Workload:
+    """The workload of that name. Raises ConfigError for an unknown one, and for a trace file that is not for it."""
+    if trace is not None and name != "trace":
+        raise ConfigError("--trace", str(trace), "nothing but with --workload trace")
     if name == "trace":
-        count = limit or 3_000
-        return lambda: trace_file(seed, trace, count) if trace is not None else trace_like(seed, count)
-    makers: dict[str, Callable[[], Iterator[Request]]] = {
-        "chat": lambda: chat(seed),
-        "thin": lambda: thin(seed, limit or 50_500),
-        "unique": lambda: unique(seed, limit or 700),
-    }
-    if name not in makers:
-        raise ConfigError("--workload", name, "trace, chat, thin or unique")
-    return makers[name]
+        most = limit or 3_000
+        return Workload(
+            name, lambda: trace_file(seed, trace, most) if trace is not None else trace_like(seed, most), most
+        )
+    if name == "chat":
+        most = min(limit or 16_384, 16_384)
+        return Workload(name, lambda: islice(chat(seed), most), most)
+    if name == "thin":
+        return Workload(name, lambda: thin(seed, limit or 50_500), limit or 50_500)
+    if name == "unique":
+        return Workload(name, lambda: unique(seed, limit or 700), limit or 700)
+    raise ConfigError("--workload", name, "trace, chat, thin or unique")

@@ -1,14 +1,19 @@
-"""The index benchmark: its workloads are deterministic, its checks hold, its output is JSON."""
+"""The index benchmark: its workloads are deterministic, its checks hold and catch lies, its output is JSON."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from radixkv import Namespace, PrefixCache, Sequence
 from radixkv.bench import index, workloads
-from radixkv.errors import ConfigError
+from radixkv.bench.drive import OPERATIONS
+from radixkv.cli import commands
+from radixkv.errors import ConfigError, IntegrityError
 
 
 @pytest.mark.parametrize("name", ["trace", "thin", "unique"])
@@ -19,8 +24,37 @@ def test_run_is_checked_and_is_json(name: str) -> None:
     assert result["radixkv"]["requests"] == 70
     assert result["radixkv"]["hit_tokens"] == result["hit_tokens_if_nothing_were_forgotten"]
     assert set(result["floors"]) == {"memcmp", "xxh3", "sha256"}
-    assert seen == [0, 64]
+    assert seen == [1, 65]
     assert name in index.table(result)
+
+
+def test_what_is_said_of_a_run() -> None:
+    """Percentiles of each operation, rates, hit rate, memory; machine, versions and seed."""
+    result = index.run("thin", limit=250, num_blocks=5_000, seed=7)
+    ours = result["radixkv"]
+    assert (
+        set(ours["operations"]) == set(OPERATIONS) == {"open", "commit", "extend", "commit_answer", "release"}
+    )
+    assert all(0 < each["p50_us"] <= each["p99_us"] for each in ours["operations"].values())
+    (power,) = ours["by_prompt_tokens"]
+    assert (power["tokens_from"], power["tokens_below"], power["requests"]) == (32, 64, 250)
+    assert set(ours["p99_over_p50"]) == set(OPERATIONS)
+    assert ours["operations_per_s"] == pytest.approx(5 * ours["requests_per_s"])
+    assert ours["hit_rate"] == ours["tokens_matched_per_s"] == 0
+    assert result["seed"] == 7 and "CPython" in result["machine"]
+    assert set(result["versions"]) == {"python", "radixkv", "numpy", "xxhash"}
+    text = index.table(result)
+    for word in (
+        "seed 7",
+        "p50 µs",
+        "p99 µs",
+        "operations/s",
+        "tokens matched/s",
+        "hit rate",
+        "bytes a block",
+    ):
+        assert word in text
+    assert result["machine"] in text and "memcmp" in text and "audit clean" in text
 
 
 def test_eviction_keeps_the_hits_below_the_bound() -> None:
@@ -29,12 +63,69 @@ def test_eviction_keeps_the_hits_below_the_bound() -> None:
     assert result["radixkv"]["hit_tokens"] <= result["hit_tokens_if_nothing_were_forgotten"]
 
 
-def test_workloads_depend_on_the_seed_alone() -> None:
-    def ids(seed: int) -> list[bytes]:
-        return [request.full.tobytes() for request in workloads.trace_like(seed, 20)]
+def test_the_empty_pool_counts_as_memory() -> None:
+    """A pool of 4 million blocks is at least 16 MB of free list, however few are in use."""
+    ours = index.run("unique", limit=3, num_blocks=4_000_000)["radixkv"]
+    assert ours["bytes_per_block"] * ours["resident_blocks"] > 16e6
+
+
+class Leaky(PrefixCache):
+    """Gives everybody what anybody computed."""
+
+    def open(self, namespace: Namespace, ids: Any, **options: Any) -> Sequence:
+        return super().open(Namespace("all", "m"), ids, **options)
+
+
+class Forgetful(PrefixCache):
+    """Looks elsewhere in every seventh request."""
+
+    opened = 0
+
+    def open(self, namespace: Namespace, ids: Any, **options: Any) -> Sequence:
+        self.opened += 1
+        if self.opened % 7 == 0:
+            namespace = Namespace(namespace.tenant, "m", salt="elsewhere")
+        return super().open(namespace, ids, **options)
+
+
+@pytest.mark.parametrize("lying", [Leaky, Forgetful])
+def test_a_planted_lie_is_caught(lying: type[PrefixCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many hits, and too few while everything fits, contradict the dict model."""
+    assert index.run("chat", limit=100, num_blocks=60_000)["radixkv"]["requests"] == 100
+    monkeypatch.setattr(index, "PrefixCache", lying)
+    with pytest.raises(IntegrityError, match="hit tokens, a dict that forgets nothing has"):
+        index.run("chat", limit=100, num_blocks=60_000)
+
+
+def test_the_audit_looks_at_the_cache_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    audited: list[int] = []
+    monkeypatch.setattr(index.audit, "check", lambda cache: audited.append(cache.stats().requests))
+    index.run("thin", limit=9, num_blocks=100)
+    assert audited == [9]
+
+
+@pytest.mark.parametrize("name", ["trace", "chat", "thin", "unique"])
+def test_workloads_depend_on_the_seed_alone(name: str) -> None:
+    def ids(seed: int) -> list[tuple[str, int, bytes]]:
+        requests = workloads.build(name, seed, limit=20).requests()
+        return [(tenant, len(prompt), full.tobytes()) for tenant, prompt, full in requests]
 
     assert ids(3) == ids(3)
     assert ids(3) != ids(4)
+    assert len(ids(3)) == 20
+
+
+def test_the_generated_trace_has_the_shape_of_the_real_one() -> None:
+    """Prompts of 13,500 tokens on average, a third of which continue an earlier one."""
+    requests = list(workloads.trace_like(0, 600))
+    mean = sum(len(request.prompt) for request in requests) / len(requests)
+    starts: set[bytes] = set()
+    continued = 0
+    for request in requests:
+        continued += request.prompt[:1024].tobytes() in starts
+        starts.add(request.prompt[:1024].tobytes())
+    assert 10_000 < mean < 17_000
+    assert 0.2 < continued / len(requests) < 0.45
 
 
 def test_a_trace_file_is_read(tmp_path: Path) -> None:
@@ -54,6 +145,25 @@ def test_a_bad_trace_line_is_named(tmp_path: Path) -> None:
         list(workloads.trace_file(0, path, 10))
 
 
-def test_an_unknown_workload_is_refused() -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace, chat, thin or unique"):
         index.run("nonsense")
+    with pytest.raises(ConfigError, match="--trace"):
+        index.run("chat", trace=tmp_path)
+
+
+def test_the_command() -> None:
+    arguments = [
+        "bench",
+        "index",
+        "--workload",
+        "thin",
+        "--limit",
+        "30",
+        "--num-blocks",
+        "200",
+        "--no-figures",
+    ]
+    done = CliRunner().invoke(commands, [*arguments, "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["workload"] == "thin", done
+    assert "operations/s" in CliRunner().invoke(commands, arguments).stdout

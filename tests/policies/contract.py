@@ -1,9 +1,11 @@
 """What every policy must do, driven as the cache drives it. A policy's test inherits this in one line.
 
-``PolicyContract`` lives random lives of a tree of nodes (uses, growth, splits, evictions) and holds the policy to
-the promises of ``radixkv_policies.policy``: the victim is an evictable leaf whenever there is one, asking
-changes nothing, only evictable nodes count, the same history gives the same victims. A subclass that names
-a ``reference`` is also held to that: a slow, obvious statement of the order.
+``PolicyContract`` lives random lives of a tree of nodes (requests with hints, growth, splits, evictions, clears;
+what was evicted comes back under the same ghost keys) and holds the policy to the promises of
+``radixkv_policies.policy``: the victim is an evictable leaf whenever there is one, asking changes nothing, only
+evictable nodes count, the same history gives the same victims. A subclass that names a ``reference`` is also held
+to that: a slow, obvious statement of the order, in single blocks, each with a history of its own. And in whole
+caches of each policy the audit is clean.
 """
 
 from __future__ import annotations
@@ -14,126 +16,235 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from radixkv import CacheConfig, Namespace, PrefixCache, Sequence, audit
 from radixkv.clock import ManualClock
-from radixkv_policies import POLICIES, Policy
+from radixkv.errors import CapacityError
+from radixkv_policies import POLICIES, Policy, RequestHints, TokenRange
 
 # Inherited by each policy on purpose: one test, several executors.
 _inherited = settings(
-    max_examples=200, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
+    max_examples=100, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
 )
 
+CAPACITY = 24
+
 _Op = tuple[int, int, int]
-lives = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 40), st.integers(1, 4)), max_size=120)
+lives = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 40), st.integers(1, 4)), max_size=120)
+
+HINTS = (
+    None,
+    RequestHints(labels={"type": "chat", "turn": 2}),
+    RequestHints(labels={"type": "agent", "tool_pending": True}, priority=80, duration_s=5.0),
+    RequestHints(labels={"session_over": True}, priority=10),
+    RequestHints(ranges=(TokenRange(0, 4, 100), TokenRange(4, 9, 5, 2.5)), priority=50),
+)
+
+
+@dataclass(eq=False)
+class Block:
+    """A block, as a reference sees it: where it is, and what the reference notes of it."""
+
+    key: int
+    depth: int
+    node: Node
+    uses: int = 0
+    stamp: int = 0
+    rank: float = 0.0
+    is_new: bool = True
+    flag: bool = False
+    notes: list[float] = field(default_factory=list)
+
+    @property
+    def above(self) -> Block | None:
+        """The block before it."""
+        at = self.node.blocks.index(self)
+        if at:
+            return self.node.blocks[at - 1]
+        parent = self.node.parent
+        return parent.blocks[-1] if parent is not None and parent.blocks else None
 
 
 @dataclass(eq=False)
 class Node:
-    """A node as the test sees it. ``count`` and the stamps are for the references."""
+    """A node as the test sees it."""
 
     parent: Node | None
-    num_blocks: int
+    blocks: list[Block] = field(default_factory=list)
     uses: int = 0
     children: list[Node] = field(default_factory=list)
-    count: int = 1
-    ended: int = 0
-    priority: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Blocks from the root to its end."""
+        above = self.parent.depth if self.parent is not None else 0
+        return above + len(self.blocks)
 
 
 class Reference:
-    """The order, said plainly: ``key`` of the evictable leaves, the smallest goes."""
+    """The order, said plainly, block by block: ``key`` of the evictable leaves, the smallest goes."""
 
-    age = 0
+    def __init__(self, life: Life) -> None:
+        self.life = life
 
-    def ended(self, node: Node) -> None:
-        """A use of the node ended."""
+    def opened(self, path: list[Block], num_blocks: int, hints: RequestHints | None) -> None:
+        """A request came, with ``num_blocks`` of prompt, and matched these blocks."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def inserted(self, blocks: list[Block], hints: RequestHints | None, prompt: int) -> None:
+        """A request computed these blocks of a node; ``prompt`` are the blocks of its prompt."""
+
+    def used(self, block: Block) -> None:
+        """A request found the block resident."""
+
+    def ended(self, block: Block) -> None:
+        """The last use of the block ended."""
+
+    def settle(self, leaves: list[Block]) -> None:
+        """The victim is asked for."""
+
+    def key(self, block: Block) -> tuple[float, ...]:
         """The smallest goes first."""
         raise NotImplementedError
 
-    def evicted(self, node: Node) -> None:
-        """The node was the victim."""
+    def evicted(self, block: Block) -> None:
+        """The block was evicted."""
+
+    def cleared(self, block: Block) -> None:
+        """The block went with its namespace."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A lease on a node, and what comes with it."""
+
+    node: Node
+    hints: object
+    given: RequestHints | None
+    prompt: int
 
 
 class Life:
     """A tree of nodes with leases, telling a policy what the cache would tell it."""
 
-    def __init__(self, policy: Policy, reference: Reference | None) -> None:
-        self.policy, self.reference = policy, reference
-        self.root = Node(None, 0)
+    def __init__(self, policy: Policy, clock: ManualClock, reference: type[Reference] | None) -> None:
+        self.policy, self.clock = policy, clock
+        self.reference = reference(self) if reference is not None else None
+        self.root = Node(None)
         self.nodes: list[Node] = []
-        self.leased: list[Node] = []
+        self.requests: list[Request] = []
         self.victims: list[int] = []
         self.now = 0
+        self.steps = 0
 
     def step(self, op: _Op) -> None:
         """One step of a life, from three small numbers."""
         kind, which, size = op
+        self.steps += 1
+        self.clock.advance(0.1 + which % 7 + self.steps / 128)
         if kind < 4:
-            self._use(which, split=kind == 0)
+            self._use(which, size, split=kind == 0)
         elif kind < 7:
             self._insert(which, size)
         elif kind == 7:
             self._extend(which, size)
         elif kind < 10:
             self._end(which)
-        else:
+        elif kind < 13:
             self._evict(size)
+        else:
+            self._clear(which)
+        self.policy.maintain()
         self._check()
 
     def end_all(self) -> None:
         """All uses end, everything is evicted."""
-        while self.leased:
+        while self.requests:
             self._end(0)
         while self.nodes:
             self._evict(3)
             self._check()
         assert self.policy.victim() is None and len(self.policy) == 0
 
-    def _use(self, which: int, *, split: bool) -> None:
-        if not self.nodes:
-            return
-        node = self.nodes[which % len(self.nodes)]
-        if split and node.num_blocks > 1:
-            node = self._split(node)
-        self._lease(node)
-        self.policy.touched(self._path(node))
-        for used in self._path(node):
-            used.count += 1
+    # --- what happens
 
-    def _split(self, lower: Node) -> Node:
+    def _use(self, which: int, size: int, *, split: bool) -> None:
+        node = self.nodes[which % len(self.nodes)] if self.nodes else self.root
+        if split and len(node.blocks) > 1:
+            node = self._split(node, 1 + which % (len(node.blocks) - 1))
+        self._open(node, node.depth + which % 3, HINTS[(which + size) % len(HINTS)])
+
+    def _open(self, node: Node, prompt: int, given: RequestHints | None) -> Request:
+        path = self._path(node)
+        self._lease(node)
+        if path:
+            self.policy.touched(path)
+        hints = self.policy.opened(path, prompt, given)
+        blocks = [block for used in path for block in used.blocks]
+        if self.reference is not None:
+            for block in blocks:
+                block.is_new = False
+                self.reference.used(block)
+            self.reference.opened(blocks, prompt, given)
+        self.requests.append(Request(node, hints, given, prompt))
+        return self.requests[-1]
+
+    def _split(self, lower: Node, at: int) -> Node:
         assert lower.parent is not None
-        upper = Node(
-            lower.parent, 1, 1 if lower.uses else 0, [lower], lower.count, lower.ended, lower.priority
-        )
+        upper = Node(lower.parent, lower.blocks[:at], 1 if lower.uses else 0, [lower])
         lower.parent.children[lower.parent.children.index(lower)] = upper
-        lower.parent, lower.num_blocks = upper, lower.num_blocks - 1
+        lower.parent, lower.blocks = upper, lower.blocks[at:]
+        for block in upper.blocks:
+            block.node = upper
         self.nodes.append(upper)
-        self.policy.split(upper, lower)
+        self.policy.split(upper, lower, at)
         return upper
 
     def _insert(self, which: int, size: int) -> None:
-        """A commit: the lease moves from its node (the root, if it held none) to a new one below."""
-        if self.leased and which % 3:
-            parent = self.leased.pop(which % len(self.leased))
-        else:
-            parent = self.root
-            parent.uses += 1
-        node = Node(parent, size, 1)
+        """A commit: the request's lease moves from its node to a new one below."""
+        if not self.requests or which % 3 == 0:
+            self._open(self.root, size + which % 2, HINTS[which % len(HINTS)])
+        request = self.requests[which % len(self.requests)]
+        parent = request.node
+        firsts = {child.blocks[0].key for child in parent.children}
+        keys = self._keys(parent, size)
+        symbol = which
+        while keys[0] in firsts:
+            symbol += 1
+            keys = self._keys(parent, size, symbol)
+        node = Node(parent, uses=1)
         parent.children.append(node)
         self.nodes.append(node)
-        self.leased.append(node)
-        self.policy.inserted(node, size, sum(above.num_blocks for above in self._path(node)))
+        self._grow(node, keys, request)
+        request.node = node
+        above = None if parent is self.root else parent
+        self.policy.inserted(node, size, node.depth, request.hints, keys, above)
 
     def _extend(self, which: int, size: int) -> None:
-        growable = [node for node in self.leased if node.uses == 1 and not node.children]
+        growable = [one for one in self.requests if one.node.uses == 1 and not one.node.children]
+        growable = [one for one in growable if one.node is not self.root]
         if growable:
-            node = growable[which % len(growable)]
-            node.num_blocks += size
-            self.policy.extended(node, size)
+            request = growable[which % len(growable)]
+            keys = self._keys(request.node, size)
+            self._grow(request.node, keys, request)
+            self.policy.extended(request.node, size, request.hints, keys)
+
+    def _keys(self, above: Node, num_blocks: int, symbol: int = 0) -> list[int]:
+        """Ghost keys of blocks below a node: equal prefixes have equal keys."""
+        blocks = [block for node in self._path(above) for block in node.blocks]
+        key = blocks[-1].key if blocks else 1
+        keys = []
+        for i in range(num_blocks):
+            key = (key * 1_000_003 + (symbol if i == 0 else 0) + 7) % 2**61
+            keys.append(key)
+        return keys
+
+    def _grow(self, node: Node, keys: list[int], request: Request) -> None:
+        size = len(node.blocks)
+        for key in keys:
+            node.blocks.append(Block(key, node.depth + 1, node))
+        if self.reference is not None:
+            self.reference.inserted(node.blocks[size:], request.given, request.prompt)
 
     def _lease(self, node: Node) -> None:
-        self.leased.append(node)
         at: Node | None = node
         while at is not None:
             at.uses += 1
@@ -144,18 +255,19 @@ class Life:
             at = at.parent
 
     def _end(self, which: int) -> None:
-        if not self.leased:
+        if not self.requests:
             return
-        at: Node | None = self.leased.pop(which % len(self.leased))
+        at: Node | None = self.requests.pop(which % len(self.requests)).node
         while at is not None:
             at.uses -= 1
             if at.uses:
                 return
             if at is not self.root:
-                self.now += 1
-                at.ended = self.now
                 if self.reference is not None:
-                    self.reference.ended(at)
+                    for block in at.blocks:
+                        self.now += 1
+                        block.is_new = False
+                        self.reference.ended(block)
                 self.policy.unleased(at)
             at = at.parent
 
@@ -165,29 +277,62 @@ class Life:
             if node is None:
                 return
             assert isinstance(node, Node)
-            size = min(num_blocks, node.num_blocks)
+            size = min(num_blocks, len(node.blocks))
+            if type(self.policy).most is not Policy.most:
+                most = self.policy.most(node)
+                assert 1 <= most <= len(node.blocks)
+                size = min(size, most)
             num_blocks -= size
             self.victims.append(self.nodes.index(node))
-            if self.reference is not None:
-                self.reference.evicted(node)
+            self._expect(node)
+            for _ in range(size):
+                if self.reference is not None:
+                    self.reference.evicted(node.blocks[-1])
+                node.blocks.pop()
             self.policy.trimmed(node, size)
-            node.num_blocks -= size
-            if not node.num_blocks:
+            if not node.blocks:
                 self.policy.removed(node)
-                self.nodes.remove(node)
-                assert node.parent is not None
-                node.parent.children.remove(node)
+                self._drop(node)
+
+    def _clear(self, which: int) -> None:
+        """A namespace is cleared: a leaf that nobody uses goes, whoever is next."""
+        leaves = [node for node in self.nodes if not node.uses and not node.children]
+        if leaves:
+            node = leaves[which % len(leaves)]
+            self.policy.removed(node)
+            while node.blocks:
+                if self.reference is not None:
+                    self.reference.cleared(node.blocks[-1])
+                node.blocks.pop()
+            self._drop(node)
+
+    def _drop(self, node: Node) -> None:
+        self.nodes.remove(node)
+        assert node.parent is not None
+        node.parent.children.remove(node)
+
+    # --- what must hold
+
+    def leaves(self) -> list[Node]:
+        """The evictable leaves."""
+        return [node for node in self.nodes if not node.uses and not node.children and node.blocks]
 
     def _check(self) -> None:
         evictable = [node for node in self.nodes if not node.uses]
         assert len(self.policy) == len(evictable)
         victim = self.policy.victim()
         assert self.policy.victim() is victim and len(self.policy) == len(evictable)
-        leaves = [node for node in evictable if not node.children]
-        assert (victim is None) == (not leaves)
-        assert victim is None or victim in leaves
-        if victim is not None and self.reference is not None:
-            assert victim is min(leaves, key=self.reference.key)
+        assert (victim is None) == (not self.leaves())
+        if victim is not None:
+            assert isinstance(victim, Node) and victim in self.leaves()
+            self._expect(victim)
+
+    def _expect(self, victim: Node) -> None:
+        """The last block of the victim is the one that the reference names."""
+        if self.reference is not None:
+            last = [node.blocks[-1] for node in self.leaves()]
+            self.reference.settle(last)
+            assert victim.blocks[-1] is min(last, key=self.reference.key)
 
     def _path(self, node: Node) -> list[Node]:
         path = []
@@ -204,13 +349,14 @@ class PolicyContract:
     name: str
     reference: type[Reference] | None = None
 
-    def make(self) -> Policy:
+    def make(self, clock: ManualClock | None = None) -> Policy:
         """A new policy."""
-        return POLICIES[self.name](64, ManualClock(), 7)
+        return POLICIES[self.name](CAPACITY, clock or ManualClock(), 7, block_size=2)
 
     def live(self, ops: list[_Op]) -> Life:
         """A whole life, checked at every step."""
-        life = Life(self.make(), self.reference() if self.reference else None)
+        clock = ManualClock()
+        life = Life(self.make(clock), clock, self.reference)
         for op in ops:
             life.step(op)
         life.end_all()
@@ -233,6 +379,52 @@ class PolicyContract:
         policy = self.make()
         assert policy.victim() is None and len(policy) == 0
 
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
+    @given(st.data())
+    def test_a_cache_of_its_own(self, data: st.DataObject) -> None:
+        """Running requests, forks, growth, leases and evictions in a real cache: the audit is clean, leases hold."""
+        clock = ManualClock()
+        config = CacheConfig(CAPACITY, 2, policy=self.name, segment_tokens=data.draw(st.sampled_from([2, 6])))
+        cache = PrefixCache(config, clock=clock)
+        running: list[Sequence] = []
+        for kind in data.draw(st.lists(st.integers(0, 7), max_size=40)):
+            clock.advance(1.5)
+            self._act(cache, running, kind, data)
+            cache.maintain()
+            cache.flush()
+            for sequence in running:
+                ids = sequence.token_ids[: sequence.num_committed_tokens]
+                assert cache.match(sequence.namespace, ids).num_tokens >= len(ids) // 2 * 2
+            audit.check(cache)
+        for sequence in running:
+            sequence.release()
+        assert (
+            cache.evict(CAPACITY) == CAPACITY - cache.stats().free_blocks
+            or cache.stats().free_blocks == CAPACITY
+        )
+        assert cache.stats().free_blocks == CAPACITY
+        audit.check(cache)
+
+    def _act(self, cache: PrefixCache, running: list[Sequence], kind: int, data: st.DataObject) -> None:
+        ids = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
+        tenant = Namespace(data.draw(st.sampled_from(["a", "b"])), "m")
+        try:
+            if kind < 4:
+                hints = data.draw(st.sampled_from(HINTS))
+                running.append(cache.open(tenant, ids, hints=hints))
+                running[-1].commit(data.draw(st.integers(running[-1].num_cached_tokens, len(ids))))
+            elif kind == 4 and running:
+                running[0].extend(ids)
+                running[0].commit(running[0].num_tokens)
+            elif kind == 5 and running:
+                running.extend(running[-1].fork(1))
+            elif kind == 6:
+                cache.evict(len(ids))
+            elif kind == 7 and running:
+                running.pop(0).release()
+        except CapacityError:
+            pass
+
     @pytest.mark.parametrize("num_nodes", [1, 1_000])
     def test_everything_goes(self, num_nodes: int) -> None:
         """Many leaves, each once."""
@@ -244,7 +436,6 @@ class PolicyContract:
         gone = []
         while (victim := policy.victim()) is not None:
             policy.trimmed(victim, 1)
-            assert policy.victim() == victim, "half a leaf is evicted, and another one is next"
             policy.trimmed(victim, 1)
             policy.removed(victim)
             gone.append(victim)

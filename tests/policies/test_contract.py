@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ class Newest(LRU):
 class Forgetful(LRU):
     """Loses the upper half of a node that is split while evictable."""
 
-    def split(self, upper: Any, lower: Any) -> None:
+    def split(self, upper: Any, lower: Any, num_blocks: int) -> None:
         """Says nothing of it."""
 
 
@@ -59,11 +58,12 @@ class Ageless(LFU):
         (LRU, LowestPriorityFirst),
     ],
 )
-def test_a_broken_policy_is_found(broken: type[Policy], reference: Callable[[], Reference] | None) -> None:
+def test_a_broken_policy_is_found(broken: type[Policy], reference: type[Reference] | None) -> None:
     """Some life shows it."""
 
     def breaks(ops: list[Any]) -> bool:
-        life = Life(broken(64, ManualClock(), 0), reference() if reference else None)
+        clock = ManualClock()
+        life = Life(broken(64, clock, 0), clock, reference)
         try:
             for op in ops:
                 life.step(op)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
-from tests.policies.contract import Node, PolicyContract, Reference
+from radixkv_policies import RequestHints
+from tests.policies.contract import Block, PolicyContract, Reference
 
 NS = Namespace("a", "m")
 
@@ -11,17 +12,28 @@ NS = Namespace("a", "m")
 class LowestPriorityFirst(Reference):
     """Count of uses plus the cache's age when the last use ended; among equals the one whose use ended first."""
 
-    def ended(self, node: Node) -> None:
+    age = 0.0
+
+    def inserted(self, blocks: list[Block], hints: RequestHints | None, prompt: int) -> None:
+        """The first use; a grown leaf keeps its count."""
+        for block in blocks:
+            block.uses = max(block.node.blocks[0].uses, 1)
+
+    def used(self, block: Block) -> None:
+        """Another one."""
+        block.uses += 1
+
+    def ended(self, block: Block) -> None:
         """The priority is taken when a use ends."""
-        node.priority = self.age + node.count
+        block.rank, block.stamp = self.age + block.uses, self.life.now
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def key(self, block: Block) -> tuple[float, ...]:
         """Priority, then when its last use ended."""
-        return (node.priority, node.ended)
+        return (block.rank, block.stamp)
 
-    def evicted(self, node: Node) -> None:
+    def evicted(self, block: Block) -> None:
         """The age is the priority of the last victim."""
-        self.age = max(self.age, node.priority)
+        self.age = max(self.age, block.rank)
 
 
 class TestLFU(PolicyContract):

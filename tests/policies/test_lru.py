@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from tests.model import Blocks, resident_prefixes
-from tests.policies.contract import Node, PolicyContract, Reference
+from tests.policies.contract import Block, PolicyContract, Reference
 
 NS = Namespace("a", "m")
 requests = st.lists(
@@ -18,9 +18,13 @@ requests = st.lists(
 class LastUseEndedFirst(Reference):
     """The leaf whose last use ended longest ago."""
 
-    def key(self, node: Node) -> tuple[int, ...]:
+    def ended(self, block: Block) -> None:
+        """Its place in the order."""
+        block.stamp = self.life.now
+
+    def key(self, block: Block) -> tuple[float, ...]:
         """When its last use ended."""
-        return (node.ended,)
+        return (block.stamp,)
 
 
 class TestLRU(PolicyContract):

@@ -1,0 +1,110 @@
+"""ARC: blocks used once and blocks used again, two LRU lists whose sizes follow what was evicted too early.
+
+Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003). ``T1`` holds what was used
+once, ``T2`` the rest; a ghost remembers which one a segment was evicted from. A ghost of T1 that returns raises
+T1's target size, one of T2 lowers it. The victim is the least recently used leaf of T1 if that exceeds its target,
+else of T2; if the one has no evictable leaf, of the other.
+
+Departs from it in that the unit is a run of blocks of a tree, only leaves go, sizes are in blocks, leased ones
+included; and the ghosts of either list are bounded by the capacity on their own, where ARC bounds the lists
+together.
+
+State a node: two numbers a piece, an entry of a heap. Cost: O(log n); ghosts as in ``leaves``.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, GhostKeys, Handle
+
+
+class Aged(Piece):
+    """``is_frequent``: used again (T2). ``stamp``: when its last use ended."""
+
+    __slots__ = ("is_frequent", "stamp")
+
+    def __init__(self, is_frequent: bool) -> None:
+        self.is_frequent, self.stamp = is_frequent, 0
+
+
+class TwoGhosts(Ghosts):
+    """Ghosts of T1 (their memory is False) and of T2 (True), each with a bound of its own."""
+
+    __slots__ = ("frequent", "recent")
+
+    def __init__(self, max_ghosts: int) -> None:
+        super().__init__(0)
+        self.recent, self.frequent = Ghosts(max_ghosts), Ghosts(max_ghosts)
+
+    def __len__(self) -> int:
+        return len(self.recent) + len(self.frequent)
+
+    def take(self, keys: GhostKeys) -> list[object] | None:
+        recent, frequent = self.recent.take(keys), self.frequent.take(keys)
+        if recent is None or frequent is None:
+            return recent if frequent is None else frequent
+        return [one if one is not None else other for one, other in zip(recent, frequent, strict=True)]
+
+    def put(self, keys: GhostKeys, memory: object) -> None:
+        (self.frequent if memory else self.recent).put(keys, memory)
+
+
+class ARC(LeafPolicy[Aged]):
+    """Adaptive replacement."""
+
+    uses_ghost_keys = True
+    _ghosts: TwoGhosts
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._recent, self._frequent = LeafHeap(), LeafHeap()
+        self._num_recent = 0  # blocks of T1
+        self._target = 0.0
+
+    def make_ghosts(self, max_ghosts: int) -> Ghosts:
+        return TwoGhosts(max(self._capacity // self._segment_blocks, 1))
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Aged:
+        if memory is None:
+            self._num_recent += num_blocks
+            return Aged(False)
+        recent, frequent = len(self._ghosts.recent) + 1, len(self._ghosts.frequent) + 1
+        if memory:
+            self._target -= num_blocks * max(1.0, recent / frequent)
+        else:
+            self._target += num_blocks * max(1.0, frequent / recent)
+        self._target = min(max(self._target, 0.0), float(self._capacity))
+        return Aged(True)
+
+    def used(self, piece: Aged) -> None:
+        if not piece.is_frequent:
+            piece.is_frequent = True
+            self._num_recent -= piece.num_blocks
+
+    def ended(self, piece: Aged) -> None:
+        piece.stamp = next(self._stamps)
+
+    def memory(self, piece: Aged) -> object:
+        return piece.is_frequent
+
+    def lost(self, piece: Aged, num_blocks: int) -> None:
+        if not piece.is_frequent:
+            self._num_recent -= num_blocks
+
+    def entered(self, node: Handle, piece: Aged, depth: int) -> None:
+        (self._frequent if piece.is_frequent else self._recent).add(node, piece.stamp)
+
+    def left(self, node: Handle, piece: Aged) -> None:
+        (self._frequent if piece.is_frequent else self._recent).discard(node)
+
+    def victim(self) -> Handle | None:
+        first, second = self._recent, self._frequent
+        if self._num_recent < max(1.0, self._target):
+            first, second = second, first
+        node = first.first()
+        return second.first() if node is None else node

@@ -1,0 +1,224 @@
+"""Auto: lets ``lru``, ``lrfu`` and ``learned`` run side by side and evicts by the one whose shadow cache hits most.
+
+No policy wins everywhere, so each tenant's traffic chooses. All candidates hear of everything and keep their
+orders; the one in charge names the victims, so a change of hands costs nothing. Three, because each
+one more costs every request; the figures in policies/README.md say what the others do.
+
+A *shadow* of each candidate holds the sampled segments that a cache under that candidate would hold: a segment is
+sampled by its ghost key, so the same ones in all shadows and at each return, and their capacity is that share of
+the tenant's blocks. What a segment is worth to a candidate is read off its live piece when a use ends, for scores
+outlive eviction. Shadows ignore that only leaves can go.
+
+The best takes over if, among the samples that only one of the two hit, lately (decayed with ``HALF_LIFE_S``), it
+has more than its share by ``MARGIN`` standard deviations and ``MIN_GAIN`` of all hits. An adversary can
+feed one policy and then starve it; the samples of about a half-life have to fade or be outweighed before another
+takes over. No bound in hits is proved.
+
+State: that of the three, and ``MAX_SHADOW`` segments a shadow. Cost: those of the three, and an entry of a
+log a sampled segment; the shadows live in ``maintain``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from math import sqrt
+from typing import Final
+
+from radixkv_policies.learned import Learned, Leaves
+from radixkv_policies.leaves import LeafHeap
+from radixkv_policies.lrfu import LRFU
+from radixkv_policies.lru import LRU
+from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
+
+MAX_SHADOW: Final = 1_024
+"""Segments that a shadow holds."""
+
+HALF_LIFE_S: Final = 600.0
+MARGIN: Final = 3.0
+MIN_GAIN: Final = 0.01
+
+DECIDE_EVERY_S: Final = 5.0
+
+_SAMPLE_BITS: Final = 20
+
+_Sample = tuple[int, float, int, float]
+"""A segment whose use ended: key, the score of ``lrfu``, class of ``learned``, when."""
+
+
+class Auto(Policy):
+    """The best of three, by shadow caches."""
+
+    uses_ghost_keys = True
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._lru = LRU(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._lrfu = LRFU(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._learned = Learned(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._candidates: tuple[Policy, ...] = (self._learned, self._lrfu, self._lru)
+        self._in_charge = 0
+        segments = max(capacity // segment_blocks, 1)
+        self._rate = min(1.0, MAX_SHADOW / segments)
+        self._below = int(self._rate * 2**_SAMPLE_BITS)
+        self._num_blocks = 0
+        self._held = capacity  # blocks that were held when the last one was evicted
+        self._log: deque[_Sample] = deque(maxlen=65_536)
+        self._shadows = _Shadows(self._learned, seed)
+        self._decided_s = clock()
+
+    @property
+    def in_charge(self) -> str:
+        """The name of the candidate that evicts."""
+        return type(self._candidates[self._in_charge]).__name__.lower()
+
+    # --- a request
+
+    def touched(self, nodes: Sequence[Handle]) -> None:
+        self._lrfu.touched(nodes)
+        self._learned.touched(nodes)
+
+    def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
+        return self._learned.opened(nodes, num_blocks, hints)
+
+    def inserted(
+        self,
+        node: Handle,
+        num_blocks: int,
+        depth: int,
+        hints: object = None,
+        ghost_keys: GhostKeys = (),
+        parent: Handle | None = None,
+    ) -> None:
+        self._num_blocks += num_blocks
+        self._lrfu.inserted(node, num_blocks, depth, hints, ghost_keys, parent)
+        self._learned.inserted(node, num_blocks, depth, hints, ghost_keys, parent)
+
+    def extended(
+        self, node: Handle, num_blocks: int, hints: object = None, ghost_keys: GhostKeys = ()
+    ) -> None:
+        self._num_blocks += num_blocks
+        self._lrfu.extended(node, num_blocks, hints, ghost_keys)
+        self._learned.extended(node, num_blocks, hints, ghost_keys)
+
+    # --- what becomes of a node
+
+    def split(self, upper: Handle, lower: Handle, num_blocks: int) -> None:
+        for policy in self._candidates:
+            policy.split(upper, lower, num_blocks)
+
+    def leased(self, node: Handle) -> None:
+        for policy in self._candidates:
+            policy.leased(node)
+
+    def unleased(self, node: Handle) -> None:
+        for policy in self._candidates:
+            policy.unleased(node)
+        self._sample(node)
+
+    def trimmed(self, node: Handle, num_blocks: int) -> None:
+        self._held = self._num_blocks
+        self._num_blocks -= num_blocks
+        self._lrfu.trimmed(node, num_blocks)
+        self._learned.trimmed(node, num_blocks)
+
+    def removed(self, node: Handle) -> None:
+        self._num_blocks -= self._lrfu.num_blocks(node)
+        for policy in self._candidates:
+            policy.removed(node)
+
+    # --- the order
+
+    def victim(self) -> Handle | None:
+        return self._candidates[self._in_charge].victim()
+
+    def most(self, node: Handle) -> int:
+        return (self._lrfu if self._in_charge == 1 else self._learned).most(node)
+
+    def __len__(self) -> int:
+        return len(self._lru)
+
+    # --- the choice
+
+    def _sample(self, node: Handle) -> None:
+        """Note the sampled segments of a node whose use ended."""
+        below, log = self._below, self._log
+        learned, lrfu = self._learned.pieces(node), self._lrfu.pieces(node)
+        at = iter(lrfu)
+        keys_left, score = 0, 0.0
+        for piece in learned:
+            for key in piece.keys:
+                while not keys_left:
+                    other = next(at)
+                    keys_left, score = len(other.keys), other.score
+                keys_left -= 1
+                if key % 2**_SAMPLE_BITS < below:
+                    log.append((key, score, piece.group, piece.ended_s))
+
+    def maintain(self) -> None:
+        self._learned.maintain()
+        now_s = self._clock()
+        if now_s - self._decided_s < DECIDE_EVERY_S:
+            return
+        kept = 0.5 ** ((now_s - self._decided_s) / HALF_LIFE_S)
+        self._decided_s = now_s
+        self._shadows.replay(self._log, max(round(self._held / self._segment_blocks * self._rate), 1))
+        self._in_charge = self._shadows.decide(self._in_charge, kept)
+
+
+class _Shadows:
+    """What each candidate's cache would hold of the sampled segments, and who hit what the others missed."""
+
+    def __init__(self, learned: Learned, seed: int) -> None:
+        self._learned = learned
+        self._by_rank, self._by_score = Leaves(seed), LeafHeap()
+        self._by_age: OrderedDict[Handle, None] = OrderedDict()
+        self._num_hits = [0.0, 0.0, 0.0]
+        self._only = [[0.0] * 3 for _ in range(3)]  # hits of the one that the other missed
+
+    def replay(self, log: deque[_Sample], capacity: int) -> None:
+        """Take what was noted, in order."""
+        for _ in range(len(log)):
+            key, score, group, ended_s = log.popleft()
+            hits = (key in self._by_rank, key in self._by_score, key in self._by_age)
+            if any(hits):
+                self._count(hits)
+            self._enter(key, score, group, ended_s, hits)
+            while len(self._by_rank) > capacity:
+                self._by_rank.discard(self._by_rank.worst(ended_s, self._learned.rank)[-1][0])
+            while len(self._by_score) > capacity:
+                self._by_score.discard(self._by_score.first())
+            while len(self._by_age) > capacity:
+                self._by_age.popitem(last=False)
+
+    def _enter(self, key: int, score: float, group: int, ended_s: float, hits: tuple[bool, ...]) -> None:
+        if hits[0]:
+            self._by_rank.discard(key)
+        if hits[1]:
+            self._by_score.discard(key)
+        self._by_rank.add(key, group, ended_s)
+        self._by_score.add(key, score)
+        self._by_age[key] = None
+        self._by_age.move_to_end(key)
+
+    def _count(self, hits: tuple[bool, ...]) -> None:
+        for one in range(3):
+            if hits[one]:
+                self._num_hits[one] += 1
+                for other in range(3):
+                    if not hits[other]:
+                        self._only[one][other] += 1
+
+    def decide(self, current: int, kept: float) -> int:
+        """Who should be in charge."""
+        best = max(range(3), key=lambda one: (self._num_hits[one], one == current))
+        ahead, behind = self._only[best][current], self._only[current][best]
+        wins = (
+            ahead - behind > MARGIN * sqrt(ahead + behind)
+            and ahead - behind > MIN_GAIN * self._num_hits[current]
+        )
+        self._num_hits = [hits * kept for hits in self._num_hits]
+        self._only = [[hits * kept for hits in row] for row in self._only]
+        return best if wins else current

@@ -1,0 +1,46 @@
+"""First in, first out: the leaf that was inserted longest ago goes first, however often it was used since.
+
+Departs from a plain queue in that only leaves go: a parent was inserted no later than its children, and waits for
+them. What a request adds to its own leaf counts as inserted with it.
+
+State a node: a stamp and an entry of a heap. Cost: O(log n).
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, Handle
+
+
+class Inserted(Piece):
+    """``stamp``: when it was inserted."""
+
+    __slots__ = ("stamp",)
+
+    def __init__(self, stamp: int) -> None:
+        self.stamp = stamp
+
+
+class FIFO(LeafPolicy[Inserted]):
+    """First in, first out."""
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._leaves = LeafHeap()
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Inserted:
+        return Inserted(next(self._stamps))
+
+    def entered(self, node: Handle, piece: Inserted, depth: int) -> None:
+        self._leaves.add(node, piece.stamp)
+
+    def left(self, node: Handle, piece: Inserted) -> None:
+        self._leaves.discard(node)
+
+    def victim(self) -> Handle | None:
+        return self._leaves.first()

@@ -1,0 +1,92 @@
+"""GDSF: uses times the seconds of prefill that a block saves, on top of an inflation that ages what isn't used.
+
+Cherkasova, "Improving WWW proxies performance with greedy-dual-size-frequency caching policy" (1998); for prefix
+caches, Jin et al., "RAGCache" (2024). A leaf ranks by ``inflation + uses × cost``; the inflation is the rank of the
+last victim. The cost is that of the leaf's last block, since blocks are equal in size: a block deep in a prompt
+takes longer to compute, for its tokens attend to all before them.
+
+Departs from it in that uses outlive eviction, with the ghost of the segment, and are counted when a use ends.
+
+State a node: four numbers a piece, an entry of a heap. Cost: O(log n); ghosts as in ``leaves``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, Handle
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProfile:
+    """How long a model computes: ``seconds = per_token + per_token_and_position × position`` for each token."""
+
+    per_token_s: float
+    per_token_and_position_s: float
+
+
+LLAMA_8B: Final = PrefillProfile(per_token_s=16.1e9 / 4e14, per_token_and_position_s=5.2e5 / 4e14)
+"""A dense model of 8 billion parameters, 32 layers of width 4,096, at 400 TFLOP/s: 2 FLOP a parameter for a token,
+and
+4 × layers × width for each position it attends to. Only the ratio matters for the order."""
+
+
+class Costed(Piece):
+    """``num_uses``: in all. ``inflation``: when its last use ended. ``rank``: of the leaf that ends with it."""
+
+    __slots__ = ("inflation", "num_uses", "rank", "stamp")
+
+    def __init__(self, num_uses: int) -> None:
+        self.num_uses, self.inflation, self.rank, self.stamp = num_uses, 0.0, 0.0, 0
+
+
+class GDSF(LeafPolicy[Costed]):
+    """Greedy dual, size and frequency, with prefill seconds as the cost."""
+
+    uses_ghost_keys = True
+    ranks_by_depth = True
+
+    def __init__(
+        self,
+        capacity: int,
+        clock: Clock,
+        seed: int,
+        *,
+        block_size: int = 16,
+        segment_blocks: int = 1,
+        profile: PrefillProfile = LLAMA_8B,
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._leaves = LeafHeap()
+        self._inflation = 0.0
+        self._per_block = self._block_tokens * profile.per_token_and_position_s / profile.per_token_s
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Costed:
+        return Costed(memory + 1 if isinstance(memory, int) else 1)
+
+    def used(self, piece: Costed) -> None:
+        piece.num_uses += 1
+
+    def ended(self, piece: Costed) -> None:
+        piece.inflation, piece.stamp = self._inflation, next(self._stamps)
+
+    def memory(self, piece: Costed) -> object:
+        return piece.num_uses
+
+    def entered(self, node: Handle, piece: Costed, depth: int) -> None:
+        piece.rank = piece.inflation + piece.num_uses * (1 + self._per_block * depth)
+        self._leaves.add(node, piece.rank, piece.stamp)
+
+    def left(self, node: Handle, piece: Costed) -> None:
+        self._leaves.discard(node)
+
+    def trimmed(self, node: Handle, num_blocks: int) -> None:
+        self._inflation = max(self._inflation, self._states[node].pieces[-1].rank)
+        super().trimmed(node, num_blocks)
+
+    def victim(self) -> Handle | None:
+        return self._leaves.first()

@@ -1,0 +1,61 @@
+"""RequestHints: what a caller may tell policies about a request. Opaque to the cache, which only passes it on.
+
+Labels that policies know, all optional: ``session`` (who goes on), ``turn`` (its number, from 1), ``type`` (the
+kind of request), ``session_over`` (nothing follows), ``tool_pending`` (the session goes on once a tool has
+answered). A label that no policy knows is carried and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Label = str | int | bool
+"""The value of a label."""
+
+DEFAULT_PRIORITY = 35
+"""The priority of what was given none; TensorRT-LLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens ``[start, stop)`` of a request, ``stop`` None for its end, with a priority of their own.
+
+    ``priority``: 0 (goes first) to 100. ``duration_s``: how long it holds after the last use; None for ever.
+    """
+
+    start: int
+    stop: int | None
+    priority: int
+    duration_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
+            raise ValueError(f"token range [{self.start}, {self.stop}) is not allowed: 0 ≤ start < stop")
+        _check(self.priority, self.duration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What policies may use of a request.
+
+    labels: see the module. priority: 0 (goes first) to 100 for all its blocks, None for the default.
+    duration_s: how long that priority holds after the last use; None for ever. ranges: priorities of parts of the
+    request; the last range that holds a token wins over those before it, and over ``priority``.
+    Raises ValueError for a priority or duration out of range.
+    """
+
+    labels: Mapping[str, Label] = field(default_factory=dict)
+    priority: int | None = None
+    duration_s: float | None = None
+    ranges: tuple[TokenRange, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self.priority, self.duration_s)
+
+
+def _check(priority: int | None, duration_s: float | None) -> None:
+    if priority is not None and not 0 <= priority <= 100:
+        raise ValueError(f"priority={priority!r} is not allowed: 0 to 100")
+    if duration_s is not None and not duration_s > 0:
+        raise ValueError(f"duration_s={duration_s!r} is not allowed: seconds > 0, or None for ever")

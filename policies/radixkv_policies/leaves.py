@@ -1,0 +1,373 @@
+"""LeafPolicy: the bookkeeping that policies share whose order alone doesn't put a child before its parent.
+
+It knows of each node its parent, how many children it has and whether it is evictable, so it knows the *evictable
+leaves*: a subclass hears of those only (``entered``, ``left``) and ranks them as it likes.
+
+A node is a row of *pieces*, runs of blocks with one history each, deepest last:
+
+    blocks   [ seen before, evicted, computed again )[ never seen )
+    pieces   [ 3 uses                               )[ 1 use      )
+
+So a leaf ranks by its last piece, and loses no more than that before it is ranked again (``most``). What a piece
+remembers may outlive its eviction: ``memory`` of it goes to the ``Ghosts``, under the keys of its segments, and comes
+back in ``made``. Blocks that a request adds to its own leaf join its last piece, as long as nobody else used that.
+
+``LeafHeap`` is an order over leaves by a key that doesn't change while a leaf is in it.
+
+State a node: about 300 bytes with one piece, and what a subclass adds. Cost: O(1) a hook, O(pieces) for ``touched``
+and ``split``, and what a subclass adds.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from copy import copy
+from heapq import heapify, heappop, heappush
+from typing import Final, Generic, TypeVar
+
+from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
+
+MIN_GHOSTS: Final = 16_384
+"""A memory is worth having in a small cache too: so many ghosts, about 2 MB, any policy with one may keep."""
+
+GHOSTS_PER_SEGMENT: Final = 4
+"""And so many for each segment that the cache can hold, if that is more."""
+
+
+class Ghosts:
+    """Memories of evicted segments by their key, the oldest out first. O(1) a key."""
+
+    __slots__ = ("_max", "_memories")
+
+    def __init__(self, max_ghosts: int) -> None:
+        self._max = max_ghosts
+        self._memories: OrderedDict[int, object] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def take(self, keys: GhostKeys) -> list[object] | None:
+        """What is remembered of each key, which is then forgotten; None if nothing is remembered of any."""
+        memories = self._memories
+        if not memories:
+            return None
+        found = [memories.pop(key, None) for key in keys]
+        return found if any(memory is not None for memory in found) else None
+
+    def put(self, keys: GhostKeys, memory: object) -> None:
+        """Remember ``memory`` of each key."""
+        memories = self._memories
+        for key in reversed(keys):  # the deepest went first
+            memories.pop(key, None)
+            memories[key] = memory
+        while len(memories) > self._max:
+            memories.popitem(last=False)
+
+
+class Piece:
+    """Blocks of a node with one history.
+
+    keys: ghost keys of the segments that end within, shallowest first. is_new: made in the running use of its node,
+    nobody else used it, and no ghost knew it.
+    """
+
+    __slots__ = ("is_new", "keys", "num_blocks")
+
+    num_blocks: int
+    keys: GhostKeys
+    is_new: bool
+
+
+P = TypeVar("P", bound=Piece)
+
+_Entry = tuple[float, int, int, Handle]
+
+
+class State(Generic[P]):
+    """What is known of a node. ``depth``: blocks from the root to its end."""
+
+    __slots__ = ("depth", "evictable", "num_children", "parent", "pieces")
+
+    def __init__(self, parent: Handle | None, depth: int, pieces: list[P], num_children: int) -> None:
+        self.parent, self.depth, self.pieces, self.num_children = parent, depth, pieces, num_children
+        self.evictable = False
+
+
+class LeafPolicy(Policy, Generic[P]):
+    """A policy over evictable leaves. A subclass says ``made``, ``entered``, ``left`` and ``victim``."""
+
+    ranks_by_depth = False
+    """Whether a leaf is ranked anew after each trim, not only when its last piece is gone."""
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._states: dict[Handle, State[P]] = {}
+        self._num_evictable = 0
+        self._ghosts = self.make_ghosts(max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * capacity // segment_blocks))
+
+    # --- for a subclass to say
+
+    @abstractmethod
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> P:
+        """A new piece, blocks ``[start, start + num_blocks)``; ``memory`` is what a ghost left of them, or None."""
+
+    @abstractmethod
+    def entered(self, node: Handle, piece: P, depth: int) -> None:
+        """The node became an evictable leaf that ends with ``piece`` at ``depth``."""
+
+    @abstractmethod
+    def left(self, node: Handle, piece: P) -> None:
+        """The evictable leaf came into use, is gone, or will be ranked anew."""
+
+    def used(self, piece: P) -> None:
+        """A request found the piece resident."""
+
+    def ended(self, piece: P) -> None:
+        """The last use of the piece's node ended."""
+
+    def memory(self, piece: P) -> object:
+        """What should outlive the eviction of its blocks; equal for blocks with an equal history. None: nothing."""
+        return None
+
+    def halved(self, upper: P, lower: P) -> None:
+        """``upper`` is a copy that takes the first blocks of ``lower``."""
+
+    def uncovered(self, parent: P, child: P) -> None:
+        """All blocks of ``child`` are gone, which came right after ``parent``."""
+
+    def lost(self, piece: P, num_blocks: int) -> None:
+        """The last blocks of the piece are gone; ``piece.num_blocks`` are left."""
+
+    def alike(self, last: P, piece: P) -> bool:
+        """Whether a new piece that grew out of a new one is a part of it."""
+        return True
+
+    def make_ghosts(self, max_ghosts: int) -> Ghosts:
+        """Where memories go."""
+        return Ghosts(max_ghosts)
+
+    # --- hooks
+
+    def touched(self, nodes: Sequence[Handle]) -> None:
+        states, used = self._states, self.used
+        for node in nodes:
+            for piece in states[node].pieces:
+                piece.is_new = False
+                used(piece)
+
+    def inserted(
+        self,
+        node: Handle,
+        num_blocks: int,
+        depth: int,
+        hints: object = None,
+        ghost_keys: GhostKeys = (),
+        parent: Handle | None = None,
+    ) -> None:
+        states = self._states
+        states[node] = State(parent, depth, self._pieces(num_blocks, depth, hints, ghost_keys), 0)
+        if parent is not None:
+            states[parent].num_children += 1
+
+    def extended(
+        self, node: Handle, num_blocks: int, hints: object = None, ghost_keys: GhostKeys = ()
+    ) -> None:
+        state = self._states[node]
+        state.depth += num_blocks
+        for piece in self._pieces(num_blocks, state.depth, hints, ghost_keys):
+            last = state.pieces[-1]
+            if last.is_new and piece.is_new and self.alike(last, piece):
+                last.num_blocks += piece.num_blocks
+                last.keys = [*last.keys, *piece.keys] if piece.keys else last.keys
+            else:
+                state.pieces.append(piece)
+
+    def split(self, upper: Handle, lower: Handle, num_blocks: int) -> None:
+        state = self._states[lower]
+        pieces, cut = state.pieces, num_blocks
+        above: list[P] = []
+        while cut and pieces[0].num_blocks <= cut:
+            cut -= pieces[0].num_blocks
+            above.append(pieces.pop(0))
+        depth = state.depth - sum(piece.num_blocks for piece in pieces) + cut
+        if cut:
+            above.append(self._halve(pieces[0], cut, depth))
+        new = self._states[upper] = State(state.parent, depth, above, 1)
+        state.parent = upper
+        if state.evictable:
+            new.evictable = True
+            self._num_evictable += 1
+
+    def leased(self, node: Handle) -> None:
+        state = self._states[node]
+        state.evictable = False
+        self._num_evictable -= 1
+        if not state.num_children:
+            self.left(node, state.pieces[-1])
+
+    def unleased(self, node: Handle) -> None:
+        state = self._states[node]
+        state.evictable = True
+        self._num_evictable += 1
+        for piece in state.pieces:
+            piece.is_new = False
+            self.ended(piece)
+        if not state.num_children:
+            self.entered(node, state.pieces[-1], state.depth)
+
+    def trimmed(self, node: Handle, num_blocks: int) -> None:
+        state = self._states[node]
+        pieces = state.pieces
+        piece = pieces[-1]
+        anew = self.ranks_by_depth or num_blocks >= piece.num_blocks
+        if anew:
+            self.left(node, piece)
+        while num_blocks:
+            piece = pieces[-1]
+            taken = min(num_blocks, piece.num_blocks)
+            self._bury(piece, state.depth, taken)
+            num_blocks -= taken
+            state.depth -= taken
+            piece.num_blocks -= taken
+            self.lost(piece, taken)
+            if not piece.num_blocks and len(pieces) > 1:
+                pieces.pop()
+                self.uncovered(pieces[-1], piece)
+        if anew and pieces[-1].num_blocks:
+            self.entered(node, pieces[-1], state.depth)
+
+    def removed(self, node: Handle) -> None:
+        state = self._states.pop(node)
+        self._num_evictable -= 1
+        last = state.pieces[-1]
+        if last.num_blocks:
+            self._cleared(node, state)
+        if state.parent is not None:
+            above = self._states[state.parent]
+            self.uncovered(above.pieces[-1], last)
+            above.num_children -= 1
+            if above.evictable and not above.num_children:
+                self.entered(state.parent, above.pieces[-1], above.depth)
+
+    def _cleared(self, node: Handle, state: State[P]) -> None:
+        """It goes without an eviction: nothing to remember."""
+        if not state.num_children:
+            self.left(node, state.pieces[-1])
+        for piece in state.pieces:
+            size, piece.num_blocks = piece.num_blocks, 0
+            self.lost(piece, size)
+
+    def most(self, node: Handle) -> int:
+        return self._states[node].pieces[-1].num_blocks
+
+    def __len__(self) -> int:
+        return self._num_evictable
+
+    # --- pieces and ghosts
+
+    def pieces(self, node: Handle) -> Sequence[P]:
+        """The pieces of a node, deepest last."""
+        return self._states[node].pieces
+
+    @property
+    def num_ghosts(self) -> int:
+        """Segments that it remembers."""
+        return len(self._ghosts)
+
+    def num_blocks(self, node: Handle) -> int:
+        """Blocks of a node."""
+        return sum(piece.num_blocks for piece in self._states[node].pieces)
+
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[P]:
+        """New blocks that end at ``depth``, a piece for each run of segments that a ghost remembers alike."""
+        memories = self._ghosts.take(keys) if keys else None
+        if memories is None:
+            return [self._new(depth - num_blocks, num_blocks, hints, keys, None)]
+        size, pieces = self._segment_blocks, []
+        at, first = depth - num_blocks, 0
+        end = at - at % size  # where the segment before the first key's ended
+        for i, memory in enumerate(memories):
+            end += size
+            if i + 1 == len(keys) or memories[i + 1] != memory:
+                stop = depth if i + 1 == len(keys) and memory is None else end
+                pieces.append(self._new(at, stop - at, hints, keys[first : i + 1], memory))
+                at, first = stop, i + 1
+        if at < depth:
+            pieces.append(self._new(at, depth - at, hints, (), None))
+        return pieces
+
+    def _new(self, start: int, num_blocks: int, hints: object, keys: GhostKeys, memory: object) -> P:
+        piece = self.made(start, num_blocks, hints, memory)
+        piece.num_blocks, piece.keys, piece.is_new = num_blocks, keys, memory is None
+        return piece
+
+    def _halve(self, lower: P, num_blocks: int, depth: int) -> P:
+        """Cut the first blocks, up to ``depth``, off a piece."""
+        upper = copy(lower)
+        size = self._segment_blocks
+        num_keys = depth // size - (depth - num_blocks) // size if lower.keys else 0
+        upper.num_blocks, upper.keys = num_blocks, lower.keys[:num_keys]
+        lower.num_blocks, lower.keys = lower.num_blocks - num_blocks, lower.keys[num_keys:]
+        self.halved(upper, lower)
+        return upper
+
+    def _bury(self, piece: P, depth: int, num_blocks: int) -> None:
+        """Remember the last blocks of a piece, which end at ``depth``, by their keys."""
+        size = self._segment_blocks
+        num_keys = depth // size - (depth - num_blocks) // size if piece.keys else 0
+        if not num_keys:
+            return
+        keys = piece.keys[-num_keys:]
+        piece.keys = piece.keys[:-num_keys]
+        memory = self.memory(piece)
+        if memory is not None:
+            self._ghosts.put(keys, memory)
+
+
+class LeafHeap:
+    """Leaves by ``(key, stamp)``, the smallest first. O(log n), amortised."""
+
+    __slots__ = ("_entries", "_heap", "_serial")
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._entries: dict[Handle, _Entry] = {}
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, node: Handle) -> bool:
+        return node in self._entries
+
+    def add(self, node: Handle, key: float, stamp: int = 0) -> None:
+        """A leaf that isn't in it."""
+        self._serial = serial = self._serial + 1
+        entry = self._entries[node] = (key, stamp, serial, node)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
+            heapify(self._heap)
+        else:
+            heappush(self._heap, entry)
+
+    def discard(self, node: Handle) -> None:
+        """A leaf that is in it."""
+        del self._entries[node]  # its place in the heap is skipped later
+
+    def first(self) -> Handle | None:
+        """The leaf that comes first, or None."""
+        heap, entries = self._heap, self._entries
+        while heap:
+            entry = heap[0]
+            if entries.get(entry[3]) is entry:
+                return entry[3]
+            heappop(heap)
+        return None
+
+    def first_key(self) -> tuple[float, int] | None:
+        """Its key and stamp, or None."""
+        return None if self.first() is None else self._heap[0][:2]

@@ -1,0 +1,122 @@
+"""LRFU: decayed frequency. Each use counts 1 when it ends and half as much a half-life later; the smallest sum
+goes first.
+
+Lee, Choi, Kim, Noh, Min, Cho and Kim, "LRFU: a spectrum of policies that subsumes the least recently used and least
+frequently used policies" (IEEE Transactions on Computers, 2001). Departs from it in three ways:
+
+- A sum outlives eviction: it stays with the ghost of the segment and is taken up when that is computed again. A new
+  turn of a busy conversation would enter as a newcomer otherwise.
+- The half-life is learned: ``HALF_LIFE_PER_GAP`` times the ``GAP_QUANTILE`` of the gaps after which blocks were
+  used again, ghosts included, followed by stochastic steps on its logarithm.
+- Time is counted in half-lives as they pass (``half_lives``), so when the half-life changes, sums decay at another
+  rate from then on and stay comparable: nothing is ranked anew.
+
+With ``C`` the sum at virtual time ``t``, ``log2(C) + t`` doesn't change until the next use: it is the key of the
+order.
+
+State a node: three numbers a piece, an entry of a heap. Cost: O(log n); ghosts as in ``leaves``.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from math import exp, inf, log, log2
+from typing import Final
+
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, Handle
+
+FIRST_GAP_S: Final = 120.0
+"""The gap that is assumed before any was seen."""
+
+GAP_QUANTILE: Final = 0.75
+
+HALF_LIFE_PER_GAP: Final = 1.6
+
+MAX_WEIGHT: Final = 4.0
+"""A gap moves the half-life at most so many times as much as one of average size."""
+
+
+class HalfLife:
+    """The half-life, from the gaps after which blocks return: a stochastic quantile of their logarithm."""
+
+    __slots__ = ("_log_gap", "_num_blocks", "_num_gaps", "seconds")
+
+    def __init__(self) -> None:
+        self._log_gap = log(FIRST_GAP_S)
+        self._num_gaps, self._num_blocks = 0, 0
+        self.seconds = HALF_LIFE_PER_GAP * FIRST_GAP_S
+
+    def saw(self, gap_s: float, num_blocks: int) -> None:
+        """``num_blocks`` were used ``gap_s`` after the end of their last use. A gap weighs by its blocks."""
+        self._num_gaps += 1
+        self._num_blocks += num_blocks
+        weight = min(num_blocks * self._num_gaps / self._num_blocks, MAX_WEIGHT)
+        step = weight * max(0.1 / (1 + self._num_gaps / 128), 0.003)
+        above = log(gap_s + 1e-3) > self._log_gap
+        self._log_gap += step * (GAP_QUANTILE if above else GAP_QUANTILE - 1)
+        self.seconds = HALF_LIFE_PER_GAP * exp(self._log_gap)
+
+
+class Decayed(Piece):
+    """``score``: log2 of the decayed sum plus the virtual time. ``num_uses``: running ones, not counted yet."""
+
+    __slots__ = ("ended_s", "num_uses", "score", "stamp")
+
+    def __init__(self, score: float, ended_s: float) -> None:
+        self.score, self.ended_s = score, ended_s
+        self.num_uses, self.stamp = 1, 0
+
+
+class LRFU(LeafPolicy[Decayed]):
+    """Least recently and frequently used, with a learned half-life and a memory."""
+
+    uses_ghost_keys = True
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._leaves = LeafHeap()
+        self._stamps = count()
+        self._half_life = HalfLife()
+        self._virtual, self._virtual_at = 0.0, clock()
+
+    def half_lives(self) -> float:
+        """The time in half-lives, as they were when they passed."""
+        now_s = self._clock()
+        self._virtual += (now_s - self._virtual_at) / self._half_life.seconds
+        self._virtual_at = now_s
+        return self._virtual
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Decayed:
+        if not isinstance(memory, tuple):
+            return Decayed(-inf, 0.0)
+        self._saw(memory[1], num_blocks)
+        return Decayed(*memory)
+
+    def used(self, piece: Decayed) -> None:
+        if not piece.num_uses:
+            self._saw(piece.ended_s, piece.num_blocks)
+        piece.num_uses += 1
+
+    def ended(self, piece: Decayed) -> None:
+        now = self.half_lives()
+        piece.score = now + log2(piece.num_uses + 2.0 ** (piece.score - now))
+        piece.num_uses, piece.ended_s, piece.stamp = 0, self._virtual_at, next(self._stamps)
+
+    def memory(self, piece: Decayed) -> object:
+        return piece.score, piece.ended_s
+
+    def entered(self, node: Handle, piece: Decayed, depth: int) -> None:
+        self._leaves.add(node, piece.score, piece.stamp)
+
+    def left(self, node: Handle, piece: Decayed) -> None:
+        self._leaves.discard(node)
+
+    def victim(self) -> Handle | None:
+        return self._leaves.first()
+
+    def _saw(self, ended_s: float, num_blocks: int) -> None:
+        self.half_lives()
+        self._half_life.saw(self._virtual_at - ended_s, num_blocks)

@@ -1,0 +1,71 @@
+"""Prompts first: what a model generated goes before what it was asked, each in the order of last use.
+
+A prompt, or the document in it, may be sent again by anyone; an answer comes back only if its conversation goes on.
+A block that holds generated tokens counts as generated until a request matches it as a part of its prompt. Our own,
+after the habit of engines that keep prompt blocks longer than decoded ones.
+
+State a node: a flag and a stamp a piece, an entry of a heap. Cost: O(log n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, GhostKeys, Handle
+
+
+class Written(Piece):
+    """``is_prompt``: somebody sent it. ``stamp``: when its last use ended."""
+
+    __slots__ = ("is_prompt", "stamp")
+
+    def __init__(self, is_prompt: bool) -> None:
+        self.is_prompt, self.stamp = is_prompt, 0
+
+
+class PrefixFirst(LeafPolicy[Written]):
+    """Prompt blocks outlive generated ones."""
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._prompts, self._generated = LeafHeap(), LeafHeap()
+
+    def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
+        """Returns the whole blocks of the prompt."""
+        return num_blocks
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Written:
+        return Written(not isinstance(hints, int) or start < hints)
+
+    def alike(self, last: Written, piece: Written) -> bool:
+        return last.is_prompt == piece.is_prompt
+
+    def used(self, piece: Written) -> None:
+        piece.is_prompt = True
+
+    def ended(self, piece: Written) -> None:
+        piece.stamp = next(self._stamps)
+
+    def entered(self, node: Handle, piece: Written, depth: int) -> None:
+        (self._prompts if piece.is_prompt else self._generated).add(node, piece.stamp)
+
+    def left(self, node: Handle, piece: Written) -> None:
+        (self._prompts if piece.is_prompt else self._generated).discard(node)
+
+    def victim(self) -> Handle | None:
+        node = self._generated.first()
+        return self._prompts.first() if node is None else node
+
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[Written]:
+        start = depth - num_blocks
+        if not isinstance(hints, int) or not start < hints < depth:
+            return [self._new(start, num_blocks, hints, keys, None)]
+        return [
+            self._new(start, hints - start, hints, (), None),
+            self._new(hints, depth - hints, hints, (), None),
+        ]

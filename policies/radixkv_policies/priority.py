@@ -1,0 +1,131 @@
+"""Priorities from 0 to 100: the lowest goes first, among equals the least recently used.
+
+After the retention of TensorRT-LLM: a request's hints give its blocks a priority, all of them or ranges of tokens,
+for ever or for so many seconds after their last use; then, and without hints, it is ``DEFAULT_PRIORITY``. A later
+request with a priority of its own sets the blocks that it matches anew. A block has the priority of its first
+token.
+
+Departs from it in that only leaves go, so a block of low priority above one of high priority stays as long as that.
+
+State a node: four numbers a piece, an entry of a heap, another if its priority ends. Cost: O(log n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from radixkv_policies.hints import DEFAULT_PRIORITY, RequestHints
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece, State
+from radixkv_policies.policy import Clock, GhostKeys, Handle
+
+
+class Prioritised(Piece):
+    """``priority`` until ``ends_s``, None for ever. ``stamp``: when its last use ended."""
+
+    __slots__ = ("duration_s", "ends_s", "priority", "rank", "stamp")
+
+    def __init__(self, priority: int, duration_s: float | None) -> None:
+        self.priority, self.duration_s = priority, duration_s
+        self.ends_s: float | None = None
+        self.stamp = self.rank = 0
+
+
+class Priority(LeafPolicy[Prioritised]):
+    """Given priorities, then recency."""
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._ranks = [LeafHeap() for _ in range(101)]
+        self._ends = LeafHeap()  # of those whose priority ends
+
+    def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
+        if isinstance(hints, RequestHints) and (hints.priority is not None or hints.ranges):
+            for node in nodes:
+                self._give(self._states[node], hints)
+        return hints
+
+    def _give(self, state: State[Prioritised], hints: RequestHints) -> None:
+        """Set a node's pieces anew, cut where the ranges are."""
+        start = state.depth - sum(piece.num_blocks for piece in state.pieces)
+        old, state.pieces = state.pieces, []
+        for piece in old:
+            for cut in self._cuts(start, start + piece.num_blocks, hints):
+                state.pieces.append(self._halve(piece, cut - start, cut))
+                start = cut
+            state.pieces.append(piece)
+            start += piece.num_blocks
+        start = state.depth - sum(piece.num_blocks for piece in state.pieces)
+        for piece in state.pieces:
+            piece.priority, piece.duration_s = self._given(start, hints)
+            start += piece.num_blocks
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Prioritised:
+        return Prioritised(*self._given(start, hints))
+
+    def alike(self, last: Prioritised, piece: Prioritised) -> bool:
+        return last.priority == piece.priority and last.duration_s == piece.duration_s
+
+    def ended(self, piece: Prioritised) -> None:
+        piece.stamp = next(self._stamps)
+        piece.ends_s = None if piece.duration_s is None else self._clock() + piece.duration_s
+
+    def entered(self, node: Handle, piece: Prioritised, depth: int) -> None:
+        is_over = piece.ends_s is not None and piece.ends_s <= self._clock()
+        piece.rank = DEFAULT_PRIORITY if is_over else piece.priority
+        self._ranks[piece.rank].add(node, piece.stamp)
+        if piece.ends_s is not None and not is_over:
+            self._ends.add(node, piece.ends_s, piece.stamp)
+
+    def left(self, node: Handle, piece: Prioritised) -> None:
+        self._ranks[piece.rank].discard(node)
+        if node in self._ends:
+            self._ends.discard(node)
+
+    def victim(self) -> Handle | None:
+        if self._ends:
+            self._end()
+        for leaves in self._ranks:
+            if leaves:
+                return leaves.first()
+        return None
+
+    def _end(self) -> None:
+        """Rank anew whose priority has ended."""
+        now_s = self._clock()
+        while (first := self._ends.first_key()) is not None and first[0] <= now_s:
+            node = self._ends.first()
+            assert node is not None
+            state = self._states[node]
+            self.left(node, state.pieces[-1])
+            self.entered(node, state.pieces[-1], state.depth)
+
+    def _given(self, start: int, hints: object) -> tuple[int, float | None]:
+        """Priority and duration of the block that begins after ``start`` blocks."""
+        if not isinstance(hints, RequestHints):
+            return DEFAULT_PRIORITY, None
+        token = start * self._block_size
+        for given in reversed(hints.ranges):
+            if given.start <= token and (given.stop is None or token < given.stop):
+                return given.priority, given.duration_s
+        if hints.priority is None:
+            return DEFAULT_PRIORITY, None
+        return hints.priority, hints.duration_s
+
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[Prioritised]:
+        at, pieces = depth - num_blocks, []
+        for stop in [*self._cuts(at, depth, hints), depth]:
+            pieces.append(self._new(at, stop - at, hints, (), None))
+            at = stop
+        return pieces
+
+    def _cuts(self, start: int, depth: int, hints: object) -> list[int]:
+        """Blocks, within ``(start, depth)``, where another range may begin."""
+        if not isinstance(hints, RequestHints) or not hints.ranges:
+            return []
+        tokens = {edge for given in hints.ranges for edge in (given.start, given.stop) if edge is not None}
+        blocks = {-(-token // self._block_size) for token in tokens}
+        return sorted(block for block in blocks if start < block < depth)

@@ -1,0 +1,107 @@
+"""S3-FIFO: a small queue that newcomers pass, a main one for what was used meanwhile, and ghosts of who failed.
+
+Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO queues are all you need for cache eviction" (SOSP 2023). New blocks enter
+the small queue, ``SMALL_SHARE`` of the capacity; blocks that a ghost remembers enter the main one. When the small
+queue is full, its oldest leaf goes, or to the main queue if it was used more than once since; otherwise the oldest
+leaf of the main queue goes, or to its young end with one use less.
+
+Departs from it in that the unit is a run of blocks of a tree and only leaves go: others keep their place in the
+queue until they are leaves, so a queue is ordered by stamps. Sizes are in blocks, leased ones included.
+
+State a node: three numbers a piece, an entry of a heap. Cost: O(log n), ``victim`` amortised: each step to the
+young end uses up a use. Ghosts as in ``leaves``, at most one a segment of capacity.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Final
+
+from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, Handle
+
+SMALL_SHARE: Final = 0.1
+"""Of the capacity, for newcomers."""
+
+MAX_USES: Final = 3
+"""What a use counter holds."""
+
+
+class Queued(Piece):
+    """``is_main``: in the main queue. ``stamp``: its place in the queue. ``num_uses``: since it got there, at most
+    3.
+    """
+
+    __slots__ = ("is_main", "num_uses", "stamp")
+
+    def __init__(self, is_main: bool, stamp: int) -> None:
+        self.is_main, self.stamp, self.num_uses = is_main, stamp, 0
+
+
+class S3FIFO(LeafPolicy[Queued]):
+    """Simple, scalable: three FIFO queues."""
+
+    uses_ghost_keys = True
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._small, self._main = LeafHeap(), LeafHeap()
+        self._num_small = 0  # blocks
+        self._max_small = max(SMALL_SHARE * capacity, 1)
+
+    def make_ghosts(self, max_ghosts: int) -> Ghosts:
+        return Ghosts(max(self._capacity // self._segment_blocks, 1))
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Queued:
+        if memory is None:
+            self._num_small += num_blocks
+        return Queued(memory is not None, next(self._stamps))
+
+    def used(self, piece: Queued) -> None:
+        piece.num_uses = min(piece.num_uses + 1, MAX_USES)
+
+    def memory(self, piece: Queued) -> object:
+        return None if piece.is_main else True
+
+    def lost(self, piece: Queued, num_blocks: int) -> None:
+        if not piece.is_main:
+            self._num_small -= num_blocks
+
+    def entered(self, node: Handle, piece: Queued, depth: int) -> None:
+        (self._main if piece.is_main else self._small).add(node, piece.stamp)
+
+    def left(self, node: Handle, piece: Queued) -> None:
+        (self._main if piece.is_main else self._small).discard(node)
+
+    def victim(self) -> Handle | None:
+        while True:
+            main = self._main.first()
+            if main is None or self._num_small >= self._max_small:
+                node = self._small.first()
+                if node is None and main is None:
+                    return None
+                if node is None:
+                    node = main
+            else:
+                node = main
+            assert node is not None
+            piece = self._states[node].pieces[-1]
+            if not self._moved(node, piece):
+                return node
+
+    def _moved(self, node: Handle, piece: Queued) -> bool:
+        """Whether the leaf earned a place at the young end of the main queue."""
+        if piece.num_uses <= (0 if piece.is_main else 1):
+            return False
+        self.left(node, piece)
+        if piece.is_main:
+            piece.num_uses -= 1
+        else:
+            self._num_small -= piece.num_blocks
+            piece.is_main, piece.num_uses = True, 0
+        piece.stamp = next(self._stamps)
+        self._main.add(node, piece.stamp)
+        return True

@@ -1,0 +1,75 @@
+"""SIEVE: a hand walks from the oldest to the youngest; what was used since it last came by is spared once.
+
+Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is simpler than LRU" (NSDI 2024). Blocks never move; the hand stops
+at the first leaf that was not used since its last visit, clears the mark of those it passes, and starts over at the
+oldest.
+
+Departs from it in that the unit is a run of blocks of a tree and the hand sees leaves only. Its place is a stamp:
+leaves from it on are *ahead*, those before it *behind*, two heaps by stamp that swap when the hand starts over.
+
+State a node: a stamp and a mark a piece, an entry of a heap. Cost: O(log n), ``victim`` amortised: each leaf passed
+uses up a mark.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, Handle
+
+
+class Marked(Piece):
+    """``stamp``: when it was inserted. ``is_used``: since the hand came by."""
+
+    __slots__ = ("is_used", "stamp")
+
+    def __init__(self, stamp: int) -> None:
+        self.stamp, self.is_used = stamp, False
+
+
+class SIEVE(LeafPolicy[Marked]):
+    """The hand and the marks."""
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._ahead, self._behind = LeafHeap(), LeafHeap()
+        self._hand = 0
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Marked:
+        return Marked(next(self._stamps))
+
+    def used(self, piece: Marked) -> None:
+        piece.is_used = True
+
+    def entered(self, node: Handle, piece: Marked, depth: int) -> None:
+        self._side(piece).add(node, piece.stamp)
+
+    def left(self, node: Handle, piece: Marked) -> None:
+        self._side(piece).discard(node)
+
+    def victim(self) -> Handle | None:
+        while self._ahead or self._behind:
+            node = self._ahead.first()
+            if node is None:
+                self._ahead, self._behind, self._hand = self._behind, self._ahead, 0
+                continue
+            piece = self._states[node].pieces[-1]
+            if not piece.is_used:
+                self._pass(piece.stamp)
+                return node
+            self.left(node, piece)
+            piece.is_used = False
+            self._pass(piece.stamp + 1)
+            self._behind.add(node, piece.stamp)
+        return None
+
+    def _pass(self, stamp: int) -> None:
+        """The hand stands at ``stamp``; every leaf ahead is at it or younger."""
+        self._hand = stamp
+
+    def _side(self, piece: Marked) -> LeafHeap:
+        return self._ahead if piece.stamp >= self._hand else self._behind

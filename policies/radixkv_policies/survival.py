@@ -1,0 +1,198 @@
+"""Survival: the chance that blocks return within a horizon, by class; the smallest goes first, among equals LRU.
+
+When a use ends, its blocks fall into a class by how often they were used, the turn of the conversation, how many
+new blocks the request brought, and the labels it came with (``type``, ``session_over``, ``tool_pending``). A
+horizon later they are counted, those that returned meanwhile and those that did not together; the shares are the
+chances. What is older than the horizon has none. Frequency and turn outlive eviction with the ghosts.
+
+After the workload-aware eviction of "KVCache cache in the wild" (ATC 2025, 2506.02634). Departs from it in the
+classes, in that no category of request has to be given, and in that the horizon is learned: ``HORIZON`` half-lives
+as ``lrfu`` has them.
+
+State a node: five values a piece, an entry of a heap; two numbers a class; at most ``MAX_EVENTS`` events that wait
+for their horizon. Cost: O(log n + classes), at most ``MAX_CLASSES``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Final
+
+from radixkv_policies.facts import Facts, labels_of
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.lrfu import HalfLife
+from radixkv_policies.policy import Clock, Handle
+
+HORIZON: Final = 2.0
+"""In half-lives."""
+
+MAX_EVENTS: Final = 16_384
+MAX_CLASSES: Final = 512
+
+PRIOR: Final = 0.3
+"""The chance of a class that was never seen, with the weight of PRIOR_TOKENS."""
+
+PRIOR_TOKENS: Final = 16_384
+
+KEPT: Final = 0.998
+"""What is left of a class's counts after each event of its own."""
+
+_USES: Final = (1, 2, 4, 8)
+_TURNS: Final = (1, 2, 3, 5)
+_NEW_TOKENS: Final = (512, 1_024, 2_048, 8_192)
+
+
+class Class:
+    """Blocks alike: how many were counted, how many of them returned; and the leaves of the class."""
+
+    __slots__ = ("leaves", "num_counted", "num_returned")
+
+    def __init__(self, prior_blocks: float) -> None:
+        self.num_counted, self.num_returned = prior_blocks, PRIOR * prior_blocks
+        self.leaves = LeafHeap()
+
+
+class Event:
+    """Blocks whose use ended, waiting for their horizon."""
+
+    __slots__ = ("ended_s", "group", "num_blocks", "num_returned")
+
+    def __init__(self, group: Class, ended_s: float) -> None:
+        self.group, self.ended_s = group, ended_s
+        self.num_blocks = self.num_returned = 0
+
+
+class Living(Piece):
+    """``num_uses``: in all. ``facts``: of the last request. ``event``: since its last use ended, None while in
+    use.
+    """
+
+    __slots__ = ("event", "facts", "num_uses", "stamp")
+
+    def __init__(self, num_uses: int, facts: Facts) -> None:
+        self.num_uses, self.facts = num_uses, facts
+        self.event: Event | None = None
+        self.stamp = 0
+
+
+class Survival(LeafPolicy[Living]):
+    """The chance to return, by class."""
+
+    uses_ghost_keys = True
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._half_life = HalfLife()
+        self._classes: dict[object, Class] = {}
+        self._events: deque[Event] = deque()
+
+    @property
+    def horizon_s(self) -> float:
+        """Who is older has no chance."""
+        return HORIZON * self._half_life.seconds
+
+    # --- a request
+
+    def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
+        facts = Facts(labels_of(hints), self._segment_blocks)
+        if nodes:
+            state = self._states[nodes[-1]]
+            facts.found(state.depth, state.pieces[-1].facts, 0.0)
+            for node in nodes:
+                for piece in self._states[node].pieces:
+                    piece.facts = facts
+        return facts
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Living:
+        facts = hints if isinstance(hints, Facts) else Facts(labels_of(hints), self._segment_blocks)
+        if not isinstance(memory, tuple):
+            facts.computed(num_blocks, start + num_blocks)
+            return Living(1, facts)
+        num_uses, earlier, event = memory
+        facts.found(start + num_blocks, earlier, 0.0)
+        self._returned(event, num_blocks)
+        return Living(num_uses + 1, facts)
+
+    def used(self, piece: Living) -> None:
+        piece.num_uses += 1
+        if piece.event is not None:
+            self._returned(piece.event, piece.num_blocks)
+            piece.event = None
+
+    def ended(self, piece: Living) -> None:
+        now_s = self._clock()
+        piece.stamp = next(self._stamps)
+        last = self._events[-1] if self._events else None
+        group = self._class(piece)
+        if last is None or last.group is not group or last.ended_s != now_s:
+            last = Event(group, now_s)
+            self._events.append(last)
+            self._count(now_s)
+        last.num_blocks += piece.num_blocks
+        piece.event = last
+
+    def memory(self, piece: Living) -> object:
+        return piece.num_uses, piece.facts, piece.event
+
+    # --- the order
+
+    def entered(self, node: Handle, piece: Living, depth: int) -> None:
+        assert piece.event is not None
+        piece.event.group.leaves.add(node, piece.event.ended_s, piece.stamp)
+
+    def left(self, node: Handle, piece: Living) -> None:
+        assert piece.event is not None
+        piece.event.group.leaves.discard(node)
+
+    def victim(self) -> Handle | None:
+        since_s = self._clock() - self.horizon_s
+        best: tuple[float, float, int] | None = None
+        found: Class | None = None
+        for group in self._classes.values():
+            first = group.leaves.first_key()
+            if first is not None:
+                chance = group.num_returned / group.num_counted if first[0] >= since_s else 0.0
+                if best is None or (chance, *first) < best:
+                    best, found = (chance, *first), group
+        return None if found is None else found.leaves.first()
+
+    # --- learning
+
+    def _class(self, piece: Living) -> Class:
+        facts, labels = piece.facts, piece.facts.labels
+        key: object = (
+            bisect_left(_USES, piece.num_uses),
+            bisect_left(_TURNS, facts.turn),
+            bisect_left(_NEW_TOKENS, facts.num_new * self._block_tokens),
+            labels.get("type"),
+            bool(labels.get("session_over")),
+            bool(labels.get("tool_pending")),
+        )
+        group = self._classes.get(key)
+        if group is None:
+            if len(self._classes) >= MAX_CLASSES:
+                key = None
+            group = self._classes.setdefault(key, Class(PRIOR_TOKENS / self._block_tokens))
+        return group
+
+    def _returned(self, event: Event, num_blocks: int) -> None:
+        age_s = self._clock() - event.ended_s
+        self._half_life.saw(age_s, num_blocks)
+        if age_s <= self.horizon_s:
+            event.num_returned += num_blocks
+
+    def _count(self, now_s: float) -> None:
+        """Count the events whose horizon has come."""
+        events, until_s = self._events, now_s - self.horizon_s
+        while events and (events[0].ended_s <= until_s or len(events) > MAX_EVENTS):
+            event = events.popleft()
+            group = event.group
+            group.num_counted = KEPT * group.num_counted + event.num_blocks
+            returned = min(event.num_returned, event.num_blocks)
+            group.num_returned = KEPT * group.num_returned + returned

@@ -1,0 +1,97 @@
+"""Tail-optimised LRU: what can go without hurting the tail of the time to first token goes first.
+
+After "Tail-optimized caching for LLM inference" (2510.15152, 2025). The time to first token meets its objective as
+long as at most ``objective_tokens`` have to be computed. A conversation that will come back with about as many new
+tokens as requests have on average can lose the rest of that budget from its tail at no cost to the tail latency:
+such blocks go first, the least recently used conversation's first; if there are none, plain LRU.
+
+Departs from it in that a leaf stands for a conversation, and its length is that of the last request that ended in or
+below it; and in that the new tokens of a turn are a running mean over requests, not known beforehand.
+
+State a node: two numbers a piece, an entry of a heap. Cost: O(log n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Final
+
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Clock, Handle
+
+OBJECTIVE_TOKENS: Final = 4_096
+"""Tokens that may be computed within the objective."""
+
+MEAN_STEP: Final = 0.02
+"""How fast the mean of new blocks follows."""
+
+
+class Reaching(Piece):
+    """``reach``: blocks of the longest request that ended in or below it since its last use. ``stamp``: when that
+    ended.
+    """
+
+    __slots__ = ("in_budget", "reach", "stamp")
+
+    def __init__(self) -> None:
+        self.in_budget, self.reach, self.stamp = False, 0, 0
+
+
+class TailLRU(LeafPolicy[Reaching]):
+    """LRU that spends the budget of the time-to-first-token objective first."""
+
+    ranks_by_depth = True
+
+    def __init__(
+        self,
+        capacity: int,
+        clock: Clock,
+        seed: int,
+        *,
+        block_size: int = 16,
+        segment_blocks: int = 1,
+        objective_tokens: int = OBJECTIVE_TOKENS,
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._stamps = count()
+        self._spare, self._others = LeafHeap(), LeafHeap()
+        self._objective = round(objective_tokens / self._block_tokens)  # blocks
+        self._new_blocks = 0.0
+
+    def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
+        known = self._states[nodes[-1]].depth if nodes else 0
+        self._new_blocks += MEAN_STEP * (min(num_blocks - known, self._objective) - self._new_blocks)
+        return hints
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Reaching:
+        return Reaching()
+
+    def ended(self, piece: Reaching) -> None:
+        piece.reach, piece.stamp = 0, next(self._stamps)
+
+    def entered(self, node: Handle, piece: Reaching, depth: int) -> None:
+        piece.reach = max(piece.reach, depth)
+        piece.in_budget = self._spare_blocks(piece, depth) > 0
+        (self._spare if piece.in_budget else self._others).add(node, piece.stamp)
+
+    def left(self, node: Handle, piece: Reaching) -> None:
+        (self._spare if piece.in_budget else self._others).discard(node)
+
+    def uncovered(self, parent: Reaching, child: Reaching) -> None:
+        parent.reach = max(parent.reach, child.reach)
+
+    def victim(self) -> Handle | None:
+        node = self._spare.first()
+        return self._others.first() if node is None else node
+
+    def most(self, node: Handle) -> int:
+        state = self._states[node]
+        piece = state.pieces[-1]
+        if not piece.in_budget:
+            return piece.num_blocks
+        return min(piece.num_blocks, max(self._spare_blocks(piece, state.depth), 1))
+
+    def _spare_blocks(self, piece: Reaching, depth: int) -> int:
+        """Blocks that the leaf can lose within the budget."""
+        return self._objective - round(self._new_blocks) - (piece.reach - depth)

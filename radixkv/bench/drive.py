@@ -1,0 +1,138 @@
+"""Requests through a cache, one in flight, each call timed; and what came of it.
+
+A request is opened, committed, extended by its answer, committed and released; ids are given as int64 buffers and
+their conversion is timed. Generating them is not.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.bench.measure import Nanoseconds, percentile_us, without_clock
+from radixkv.bench.workloads import Workload
+from radixkv.cache import PrefixCache
+from radixkv.namespaces import Namespace, Tenant
+
+OPERATIONS: Final = ("open", "commit", "extend", "commit_answer", "release")
+"""The timed calls of a request, in order; ``commit`` is that of the prompt."""
+
+GUARANTEED_PART: Final = 128
+"""Each tenant is guaranteed this part of the pool: with the 64 of ``chat``, half of it is promised."""
+
+MIN_REQUESTS: Final = 200
+"""Fewer requests than that have no 99th percentile worth the name."""
+
+Progress = Callable[[int], None]
+
+
+class Samples(NamedTuple):
+    """What a run of ``n`` requests measured.
+
+    ``prompt_tokens`` and ``hit_tokens``: int64 ``[n]``. ``nanoseconds``: int64 ``[n, len(OPERATIONS)]``, CPU time.
+    ``other_threads_ns``: what threads other than the calling one spent from the first request to the last.
+    """
+
+    prompt_tokens: NDArray[np.int64]
+    hit_tokens: NDArray[np.int64]
+    nanoseconds: Nanoseconds
+    other_threads_ns: int
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of all calls and of other threads."""
+        return (int(self.nanoseconds.sum()) + self.other_threads_ns) / 1e9
+
+
+def blank(workload: Workload) -> NDArray[np.int64]:
+    """Room for what a run measures, in memory already."""
+    return np.full((workload.most, len(OPERATIONS) + 2), -1, dtype=np.int64)
+
+
+def drive(
+    cache: PrefixCache,
+    workload: Workload,
+    progress: Progress | None = None,
+    rows: NDArray[np.int64] | None = None,
+) -> Samples:
+    """Run a workload, into ``rows`` if there are any (see ``blank``); so that memory is measured without them."""
+    rows = blank(workload) if rows is None else rows
+    namespaces: dict[str, Namespace] = {}
+    done = 0
+    process, thread = time.process_time_ns(), time.thread_time_ns()
+    for done, (tenant, prompt_ids, full_ids) in enumerate(workload.requests(), 1):
+        prompt, answer = array("q", prompt_ids.tobytes()), array("q", full_ids[len(prompt_ids) :].tobytes())
+        namespace = namespaces.get(tenant)
+        if namespace is None:
+            namespace = namespaces[tenant] = Namespace(tenant, "bench")
+            cache.add_tenant(Tenant(tenant, guaranteed_blocks=cache.config.num_blocks // GUARANTEED_PART))
+        rows[done - 1] = _request(cache, namespace, prompt, answer)
+        if progress is not None and done % 64 == 1:
+            progress(done)
+    others = (time.process_time_ns() - process) - (time.thread_time_ns() - thread)
+    return Samples(rows[:done, 0], rows[:done, 1], without_clock(rows[:done, 2:]), max(others, 0))
+
+
+def _request(
+    cache: PrefixCache, namespace: Namespace, prompt: array[int], answer: array[int]
+) -> tuple[int, ...]:
+    """One request: prompt tokens, hit tokens, nanoseconds of each operation."""
+    clock, num_prompt, num_all = time.process_time_ns, len(prompt), len(prompt) + len(answer)
+    start = clock()
+    sequence = cache.open(namespace, prompt)
+    opened = clock()
+    sequence.commit(num_prompt)
+    committed = clock()
+    sequence.extend(answer)
+    extended = clock()
+    sequence.commit(num_all)
+    answered = clock()
+    sequence.release()
+    released = clock()
+    times = (
+        opened - start,
+        committed - opened,
+        extended - committed,
+        answered - extended,
+        released - answered,
+    )
+    return num_prompt, sequence.num_cached_tokens, *times
+
+
+def by_power_of_two(samples: Samples) -> list[dict[str, Any]]:
+    """Percentiles of each operation among requests whose prompts lie within the same power of two.
+
+    Only powers with at least ``MIN_REQUESTS`` requests, shortest prompts first.
+    """
+    exponents = np.frexp(samples.prompt_tokens.astype(np.float64))[1]
+    return [
+        _within(samples, exponents == exponent, 1 << int(exponent))
+        for exponent in np.unique(exponents)
+        if np.count_nonzero(exponents == exponent) >= MIN_REQUESTS
+    ]
+
+
+def _within(samples: Samples, chosen: NDArray[np.bool_], below: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tokens_from": below // 2,
+        "tokens_below": below,
+        "requests": int(np.count_nonzero(chosen)),
+        "operations": {},
+    }
+    for name, column in zip(OPERATIONS, samples.nanoseconds[chosen].T, strict=True):
+        p50, p99 = percentile_us(column, 50), percentile_us(column, 99)
+        found["operations"][name] = {"p50_us": p50, "p99_us": p99, "p99_over_p50": p99 / p50}
+    return found
+
+
+def worst_spread(powers: list[dict[str, Any]]) -> dict[str, float]:
+    """Of each operation the largest p99 ÷ p50 within any power of two; empty if no power has enough requests."""
+    return {
+        name: max(power["operations"][name]["p99_over_p50"] for power in powers)
+        for name in (OPERATIONS if powers else ())
+    }

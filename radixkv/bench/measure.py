@@ -1,0 +1,168 @@
+"""How the benchmarks measure, and what they say of it: clocks, figures, memory, the machine.
+
+Times are the process's CPU time: what others run on the machine doesn't count, what another thread of ours does
+counts. Reading that clock costs 0.2 µs, which are taken off. No time holds between machines: a figure therefore names,
+where one makes sense, a floor timed in the same run, and its ratio to that.
+
+The heap is frozen after it was set up, as engines do, and the collector stays on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv import COMPILED
+
+Nanoseconds = NDArray[np.int64]
+
+
+class Figure(NamedTuple):
+    """One figure: ``value`` (of percentiles the median), what it is to reach, and a floor in the same unit."""
+
+    name: str
+    value: float
+    unit: str
+    p99: float | None = None
+    reach: float | None = None
+    stretch: float | None = None
+    floor: str | None = None
+    floor_value: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """``value`` as a multiple of the floor."""
+        return self.value / self.floor_value if self.floor_value else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**self._asdict(), "ratio": self.ratio}
+
+
+def timed(call: Callable[[], Any], repeats: int, undo: Callable[[Any], object] | None = None) -> Nanoseconds:
+    """CPU nanoseconds of each of ``repeats`` calls; ``undo`` is given what the call returned, untimed."""
+    clock, found = time.process_time_ns, np.zeros(repeats, dtype=np.int64)
+    for number in range(repeats):
+        start = clock()
+        result = call()
+        found[number] = clock() - start
+        if undo is not None:
+            undo(result)
+    return without_clock(found)
+
+
+@cache
+def clock_ns() -> int:
+    """What reading the clock adds to a time: the median of 10,000 times of nothing."""
+    clock = time.process_time_ns
+    return int(np.median([-clock() + clock() for _ in range(10_000)]))
+
+
+def without_clock(nanoseconds: Nanoseconds) -> Nanoseconds:
+    """Takes off, in place, what reading the clock added; leaves at least 1. Returns the same array."""
+    nanoseconds -= clock_ns()
+    return np.maximum(nanoseconds, 1, out=nanoseconds)
+
+
+def cpu_ns(call: Callable[[], object]) -> int:
+    """CPU nanoseconds that the process spends during a call."""
+    return int(timed(call, 1)[0])
+
+
+def percentile_us(nanoseconds: Nanoseconds, percent: float) -> float:
+    """A percentile, in microseconds."""
+    return float(np.percentile(nanoseconds, percent)) / 1e3
+
+
+def summary(nanoseconds: Nanoseconds) -> dict[str, float]:
+    """Percentiles and mean, in microseconds."""
+    return {
+        "p50_us": percentile_us(nanoseconds, 50),
+        "p99_us": percentile_us(nanoseconds, 99),
+        "mean_us": float(nanoseconds.mean()) / 1e3,
+    }
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """What exists now is not looked at by the garbage collector until the end."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def resident_bytes() -> int:
+    """The resident set, after a collection and a trim of the allocator."""
+    gc.collect()
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine() -> str:
+    """Processor, number of CPUs, Python, the build of the index."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    index = "compiled" if COMPILED else "pure Python"
+    return f"{model}, {os.cpu_count()} CPUs, {python}, {index} index"
+
+
+def versions() -> dict[str, str | None]:
+    """What the figures depend on."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("radixkv", "numpy", "xxhash"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def heading(result: Mapping[str, Any]) -> str:
+    """Machine, versions and seed of a result, in a line."""
+    named = ", ".join(f"{package} {number}" for package, number in result["versions"].items() if number)
+    return f"{result['machine']}; {named}; seed {result['seed']}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text, the first row being the head: the first column to the left, the others to the right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    )
+
+
+def number(value: float | None) -> str:
+    """A number in a table: three digits at least, "–" for None."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Figures as text."""
+    rows = [("figure", "value", "unit", "p99", "reach", "stretch", "× floor", "floor")]
+    for each in figures:
+        figures_of = (each["p99"], each["reach"], each["stretch"], each["ratio"])
+        cells = (number(each["value"]), each["unit"], *map(number, figures_of), each["floor"] or "–")
+        rows.append((each["name"], *cells))
+    return columns(rows)

@@ -1,0 +1,180 @@
+"""The trace simulator: which hit rate which policy would have had at which capacity, beside the optimum.
+
+Each (policy, capacity) is one task, spread over the machine's cores; a policy's task is a replay through a live cache
+(``simulation.replay``), the optimum's is Belady's rule on the tree (``simulation.optimum``). LRU and the optimum always
+run, for everything is told as a share of the gap between them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from radixkv.bench.simulation.advice import advise
+from radixkv.bench.simulation.optimum import optimum
+from radixkv.bench.simulation.profiles import ModelProfile, profile_of
+from radixkv.bench.simulation.replay import replay
+from radixkv.bench.simulation.score import LRU, OPTIMUM, OPTIMUM_BYPASS, Scorer, Scores, Sums
+from radixkv.bench.simulation.trace import Outcome, Trace, read
+from radixkv.config import policy_names
+from radixkv.errors import ConfigError
+
+Task = tuple[str, int]
+
+
+def known_policies() -> tuple[str, ...]:
+    """What ``policies`` may name, beside ``all``."""
+    return (*policy_names(), OPTIMUM, OPTIMUM_BYPASS)
+
+
+def chosen_policies(names: Sequence[str]) -> tuple[str, ...]:
+    """These, each once, ``all`` spelled out. Raises ConfigError for an unknown one."""
+    known = known_policies()
+    for name in names:
+        if name != "all" and name not in known:
+            raise ConfigError("--policy", name, f"all, or some of {', '.join(known)}")
+    return tuple(dict.fromkeys(each for name in names for each in (known if name == "all" else (name,))))
+
+
+def run(
+    traces: Sequence[Path],
+    *,
+    policies: Sequence[str] = ("all",),
+    capacities: Sequence[int],
+    tenants: Sequence[str] | None = None,
+    score_from_s: float = 0.0,
+    profile: ModelProfile | None = None,
+    block_tokens: int = 16,
+    keep_tails: bool = False,
+    seed: int = 0,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Every policy at every capacity over the traces, as a dict that is JSON; ``results`` has a row for each.
+
+    capacities: blocks of the trace, ≥ 1. tenants: leaves out all others. jobs: processes, by default one a core.
+    progress: gets the tasks done and all tasks. Raises ConfigError for what can't be run.
+    """
+    began = time.perf_counter()
+    chosen, sizes = chosen_policies(policies), _checked_capacities(capacities)
+    trace = read(traces, block_tokens=block_tokens, keep_tails=keep_tails, tenants=tenants)
+    work = _Work(trace, Scorer(trace, profile or profile_of("llama-3-8b"), score_from_s), seed)
+    tasks = [(name, size) for name in dict.fromkeys((*chosen, LRU, OPTIMUM)) for size in sizes]
+    runs: dict[Task, Sums] = {}
+    for task, sums in _run_all(work, tasks, jobs):
+        runs[task] = sums
+        if progress is not None:
+            progress(len(runs), len(tasks))
+    rows = Scores(work.scorer, trace.tenants, runs)
+    result = {
+        "benchmark": "simulate",
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "traces": [str(path) for path in traces],
+        "seed": seed,
+        "keep_tails": keep_tails,
+        **work.scorer.describe(),
+        "results": [rows.row(name, size) for name in chosen for size in sizes],
+        "baselines": [rows.row(name, size) for name in (LRU, OPTIMUM) for size in sizes],
+    }
+    return result | {"advice": advise(result), "seconds": time.perf_counter() - began}
+
+
+def _checked_capacities(capacities: Sequence[int]) -> list[int]:
+    for capacity in capacities:
+        if not 1 <= capacity < 2**31 - 1:
+            raise ConfigError("--capacity", capacity, f"from 1 to {2**31 - 2} blocks")
+    if not capacities:
+        raise ConfigError("--capacity", None, "at least one number of blocks")
+    return sorted(set(capacities))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What every process needs: the trace and how to score a run of it."""
+
+    trace: Trace
+    scorer: Scorer
+    seed: int
+
+    def do(self, task: Task) -> Sums:
+        """One run, reduced."""
+        policy, capacity = task
+        return self.scorer.reduce(self._outcome(policy, capacity))
+
+    def _outcome(self, policy: str, capacity: int) -> Outcome:
+        if policy in (OPTIMUM, OPTIMUM_BYPASS):
+            return optimum(self.trace, capacity, bypass=policy == OPTIMUM_BYPASS)
+        return replay(self.trace, policy, capacity, self.seed)
+
+
+_work: _Work | None = None
+"""Of this process, if it is one of the pool's."""
+
+
+def _begin(work: _Work) -> None:
+    global _work
+    _work = work
+
+
+def _do(task: Task) -> Sums:
+    assert _work is not None
+    return _work.do(task)
+
+
+def _run_all(work: _Work, tasks: list[Task], jobs: int | None) -> Iterator[tuple[Task, Sums]]:
+    """Each task's result as it comes."""
+    processes = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
+    if processes == 1:
+        for task in tasks:
+            yield task, work.do(task)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (work,)) as pool:
+        pending = {pool.submit(_do, task): task for task in tasks}
+        for done in as_completed(pending):
+            yield pending[done], done.result()
+
+
+# text -----------------------------------------------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result as text: hit rates and shares of the gap by policy and capacity, tenants, advice."""
+    rows = [*result["results"], *result["baselines"]]
+    parts = [
+        f"{result['scored_requests']} of {result['requests']} requests scored, "
+        f"blocks of {result['block_tokens']} tokens; an endless cache: {100 * result['endless_token_hit_rate']:.2f} %",
+        _matrix("token hit rate, %", rows, "token_hit_rate"),
+        _matrix("share of the gap from LRU to the optimum closed, %", result["results"], "share_of_gap"),
+    ]
+    if len(result["tenants"]) > 1:
+        parts += [
+            _matrix(f"tenant {name}: token hit rate, %", rows, "token_hit_rate", name)
+            for name in result["tenants"]
+        ]
+    return "\n\n".join([*parts, *result["advice"]])
+
+
+def _matrix(title: str, rows: list[dict[str, Any]], field: str, tenant: str | None = None) -> str:
+    cells: dict[str, dict[int, float | None]] = {}
+    for row in rows:
+        scores = row if tenant is None else row["tenants"][tenant]
+        cells.setdefault(row["policy"], {})[row["capacity"]] = scores[field]
+    sizes = sorted({row["capacity"] for row in rows})
+    width = max(len(name) for name in (*cells, "blocks"))
+    head = "blocks".ljust(width) + "".join(f"{size:>10,}" for size in sizes)
+    lines = [
+        name.ljust(width) + "".join(_percent(values[size]) for size in sizes)
+        for name, values in cells.items()
+    ]
+    return "\n".join([title, head, *lines])
+
+
+def _percent(value: float | None) -> str:
+    return f"{'–' if value is None else f'{100 * value:.2f}':>10}"

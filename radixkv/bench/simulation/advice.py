@@ -1,0 +1,107 @@
+"""Advice: what the rows of a simulation mean for who buys the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from radixkv.bench.simulation.score import BASELINES, LRU
+
+Row = Mapping[str, Any]
+
+_WORTH_SAYING = 0.01
+
+
+def advise(result: Mapping[str, Any]) -> list[str]:
+    """Sentences, the most useful first; from a result without them."""
+    lru = [row for row in result["baselines"] if row["policy"] == LRU]
+    online = [row for row in result["results"] if row["policy"] not in BASELINES]
+    best = {
+        row["capacity"]: max(_at(online, row["capacity"]), key=_rate)
+        for row in lru
+        if _at(online, row["capacity"])
+    }
+    said = [_less_memory(row, best[row["capacity"]], result) for row in lru if row["capacity"] in best]
+    return [*filter(None, said), *_best_overall(online), *_more_memory(lru, best), *_enough(lru, result)]
+
+
+def _at(rows: list[Row], capacity: int) -> list[Row]:
+    return [row for row in rows if row["capacity"] == capacity]
+
+
+def _rate(row: Row) -> float:
+    return float(row["token_hit_rate"])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
+
+
+def size(num_blocks: float, result: Mapping[str, Any]) -> str:
+    """Blocks, and what they weigh."""
+    gigabytes = num_blocks * result["block_bytes"] / 1e9
+    return f"{num_blocks:,.0f} blocks ({gigabytes:,.{0 if gigabytes >= 10 else 1}f} GB)"
+
+
+def _less_memory(lru: Row, best: Row, result: Mapping[str, Any]) -> str | None:
+    saved, capacity = best["memory_saved"], lru["capacity"]
+    if saved is None or saved < _WORTH_SAYING:
+        return f"At {size(capacity, result)} no policy that was tried beats LRU's {_percent(_rate(lru))}."
+    return (
+        f"At {size(capacity, result)}, {best['policy']} has the same hit rate as LRU "
+        f"with {100 * saved:.0f}\N{NO-BREAK SPACE}% less memory: "
+        f"{size(best['capacity_for_lru_rate'], result)} for {_percent(_rate(lru))}. "
+        f"With all of it, {_percent(_rate(best))}."
+    )
+
+
+def _best_overall(online: list[Row]) -> list[str]:
+    """The policy with the highest mean share of the gap, and where it dips deepest."""
+    shares: dict[str, list[float]] = {}
+    for row in online:
+        if row["share_of_gap"] is not None:
+            shares.setdefault(row["policy"], []).append(row["share_of_gap"])
+    if not shares:
+        return []
+    means = {name: sum(each) / len(each) for name, each in shares.items()}
+    name = max(means, key=means.__getitem__)
+    worst = min(
+        (row for row in online if row["policy"] == name), key=lambda row: row["worst_slice"]["above_lru"]
+    )
+    dip = worst["worst_slice"]
+    said = f"Over all capacities, {name} closes most of the gap: {_percent(means[name])} on average."
+    if dip["above_lru"] < 0:
+        said += (
+            f" In its worst stretch, {dip['from_s']:.0f}–{dip['to_s']:.0f} s at {worst['capacity']:,} blocks, "
+            f"it lies {-100 * dip['above_lru']:.1f} points below LRU."
+        )
+    return [said]
+
+
+def _more_memory(lru: list[Row], best: Mapping[int, Row]) -> list[str]:
+    """Where more memory brings most, against what the best policy brings there."""
+    steps = [(row, more) for row, more in pairwise(lru) if row["capacity"] in best]
+    if not steps:
+        return []
+    row, more = max(steps, key=lambda step: _rate(step[1]) - _rate(step[0]))
+    policy = best[row["capacity"]]
+    return [
+        f"Memory brings most from {row['capacity']:,} to {more['capacity']:,} blocks: "
+        f"{100 * (_rate(more) - _rate(row)):.1f} points with LRU; at {row['capacity']:,}, "
+        f"{policy['policy']} instead of LRU brings {100 * (_rate(policy) - _rate(row)):.1f}."
+    ]
+
+
+def _enough(lru: list[Row], result: Mapping[str, Any]) -> list[str]:
+    """From where on memory brings little."""
+    endless = result["endless_token_hit_rate"]
+    for row in lru:
+        if _rate(row) >= endless - _WORTH_SAYING:
+            return [
+                f"Beyond {size(row['capacity'], result)} little is left: LRU has {_percent(_rate(row))} there, "
+                f"an endless cache would have {_percent(endless)}."
+            ]
+    return [
+        f"An endless cache would have {_percent(endless)}, with {size(result['different_blocks'], result)}."
+    ]

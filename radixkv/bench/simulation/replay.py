@@ -1,0 +1,113 @@
+"""Replay: a trace through a live PrefixCache, one token standing for one block of the trace.
+
+There is no second implementation of the index or of any policy here: the same ``PrefixCache`` that serves is opened,
+committed and released, with ``block_size=1`` and the trace's block ids as token ids, on the trace's clock. So what
+a policy is told, and in which order, is what it is told in production. One difference: a live cache starts a new node
+every 8,192 tokens, here a node may be as long as a prompt; who ranks whole nodes may notice.
+
+A request opens with its prompt's blocks and one token more, the one that a cache always leaves to be computed; that
+one is given back at once, which is why the pool has one block more than the capacity. Its prompt is committed as
+it starts, its answer as it ends; in between it holds its lease. A request that finds no room is counted as
+refused and computes everything itself; an answer that finds none isn't kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from radixkv.bench.simulation.trace import Outcome, Trace, events
+from radixkv.cache import PrefixCache
+from radixkv.clock import ManualClock
+from radixkv.config import CacheConfig
+from radixkv.errors import CapacityError
+from radixkv.namespaces import Namespace
+from radixkv.sequence import Sequence
+from radixkv_policies import RequestHints
+from radixkv_policies.policy import SEGMENT_TOKENS
+
+_EXTRA: Final = np.array([2**32 - 1], "<u4").tobytes()
+
+
+def replay(trace: Trace, policy: str, capacity: int, seed: int = 0) -> Outcome:
+    """Hits of a cache of ``capacity`` blocks under this policy. O(nodes on the paths + evictions)."""
+    return _Replay(trace, policy, capacity, seed).run()
+
+
+def _hints(labels: Mapping[str, Any] | None) -> RequestHints | None:
+    """What a service would have told of the request."""
+    if not labels:
+        return None
+    priority = labels.get("priority")
+    return RequestHints(labels=labels, priority=priority if isinstance(priority, int) else None)
+
+
+class _Replay:
+    def __init__(self, trace: Trace, policy: str, capacity: int, seed: int) -> None:
+        self._clock = ManualClock()
+        segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1)  # a token stands for a block
+        config = CacheConfig(
+            num_blocks=capacity + 1, block_size=1, policy=policy, seed=seed, segment_tokens=segment_tokens
+        )
+        self._cache = PrefixCache(config, clock=self._clock)
+        self._namespaces = [Namespace(tenant=name, model="trace") for name in trace.tenants]
+        self._trace = trace
+        self._blocks = trace.blocks.astype("<u4")
+        self._starts = trace.starts.tolist()
+        self._prompts = trace.num_prompt_blocks.tolist()
+        self._tenants = trace.tenant.tolist()
+        self._times = trace.times.tolist()
+        self._running: dict[int, Sequence] = {}
+        self._hits = np.zeros(len(trace), np.int64)
+        self._refused = 0
+
+    def run(self) -> Outcome:
+        """All of the trace."""
+        ends_at = (self._trace.times + self._trace.durations).tolist()
+        maintain_at = 0.0
+        for number, ends in events(self._trace):
+            self._clock.now = max(self._clock.now, ends_at[number] if ends else self._times[number])
+            if self._clock.now >= maintain_at:
+                self._cache.maintain()
+                maintain_at = self._clock.now + 1.0
+            if ends:
+                self._end(number)
+            else:
+                self._start(number)
+        return Outcome(self._hits, self._refused, self._cache.stats().evicted_blocks)
+
+    def _start(self, number: int) -> None:
+        start, size = self._starts[number], self._prompts[number]
+        key = self._blocks[start : start + size].tobytes()
+        try:
+            sequence = self._cache.open(
+                self._namespaces[self._tenants[number]],
+                key + _EXTRA,
+                hints=_hints(self._trace.labels[number]),
+            )
+        except CapacityError:
+            self._refused += 1
+            return
+        self._hits[number] = sequence.num_cached_tokens
+        sequence.commit(size)
+        sequence.truncate(size)
+        self._running[number] = sequence
+
+    def _end(self, number: int) -> None:
+        sequence = self._running.pop(number, None)
+        if sequence is None:
+            return
+        start = self._starts[number] + self._prompts[number]
+        answer = self._blocks[start : self._starts[number + 1]]
+        with sequence:
+            if len(answer):
+                self._keep(sequence, answer.tobytes())
+
+    def _keep(self, sequence: Sequence, answer: bytes) -> None:
+        try:
+            sequence.extend(answer + _EXTRA)
+        except CapacityError:
+            return
+        sequence.commit(sequence.num_tokens - 1)

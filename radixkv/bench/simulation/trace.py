@@ -1,0 +1,325 @@
+"""Traces: what was asked of a cache, when and by whom. Two formats of JSON lines, told apart by their fields.
+
+**Mooncake's** (FAST'25): ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one chained
+id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
+
+**Plain**, one object a line, what ``radixkv serve --record`` and ``radixkv workload`` write:
+
+    time            seconds, any zero; required
+    hashes          strings or integers, one for each whole block of prompt and then answer, each standing for its
+                    block's content; or, in place of it,
+    token_ids       the prompt's token ids, with ``output_ids`` for the answer's
+    tokens          prompt tokens; required with ``hashes``
+    output_tokens   answer tokens, 0 by default
+    block_tokens    tokens a block; required with ``hashes``, and the same on every line; ignored with ``token_ids``
+    duration_s      seconds from the request's start to its end, while it holds its blocks; 0 by default
+    tenant          a name; by default the file's, if there are several files, otherwise "default"
+    labels          an object of what the service knew: session, turn, type, tool_pending, session_over, priority …
+
+Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. Several files make one trace, merged by time.
+
+In memory a trace is columns. A block's id stands for its *path*: the block, all before it, and the tenant. So
+equal ids mean equal prefixes, whatever the hashes of the file were chained over. Partial blocks at the end of a
+prompt are dropped, because a cache never keeps them; ``keep_tails`` keeps them as blocks of their own, as
+published studies of Mooncake's traces do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.errors import ConfigError, TokenError
+from radixkv.tokens import TOKEN_BYTES, encode
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens that one of Mooncake's hash ids stands for."""
+
+MAX_BLOCKS = 2**32 - 1
+"""Different blocks in a trace: ids are uint32, and the last one is not given out."""
+
+Labels = Mapping[str, Any]
+
+
+class Request(NamedTuple):
+    """One line of a trace. ``blocks``: a hashable value each; the first ``num_prompt_blocks`` are the prompt's."""
+
+    time_s: float
+    tenant: str
+    blocks: Sequence[int | str | bytes]
+    num_prompt_blocks: int
+    prompt_tokens: int
+    output_tokens: int = 0
+    duration_s: float = 0.0
+    labels: Labels | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """n requests in the order of their times, as columns.
+
+    blocks: uint32, the paths one after the other; request i's is ``blocks[starts[i]:starts[i + 1]]``, of which the
+    first ``num_prompt_blocks[i]`` are the prompt's. times: float64 seconds from the first request. durations: float64
+    seconds. prompt_tokens, output_tokens: int64. tenant: int32, an index of ``tenants``.
+    """
+
+    block_tokens: int
+    tenants: tuple[str, ...]
+    blocks: NDArray[np.uint32]
+    starts: NDArray[np.int64]
+    num_prompt_blocks: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    times: NDArray[np.float64]
+    durations: NDArray[np.float64]
+    tenant: NDArray[np.int32]
+    labels: tuple[Labels | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @property
+    def num_different_blocks(self) -> int:
+        """How many blocks an endless cache would hold at the end."""
+        return int(self.blocks.max()) + 1 if len(self.blocks) else 0
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return float(self.times[-1]) if len(self) else 0.0
+
+
+class Outcome(NamedTuple):
+    """What a run over a trace gave. ``hit_blocks``: int64 ``[requests]``. ``refused``: requests that found no room."""
+
+    hit_blocks: NDArray[np.int64]
+    refused: int
+    evicted_blocks: int
+
+
+def events(trace: Trace) -> Iterator[tuple[int, bool]]:
+    """(request, whether it ends), in the order of time; what ends when another starts ends first."""
+    running: list[tuple[float, int]] = []
+    for number, (time_s, duration_s) in enumerate(
+        zip(trace.times.tolist(), trace.durations.tolist(), strict=True)
+    ):
+        while running and running[0][0] <= time_s:
+            yield heappop(running)[1], True
+        yield number, False
+        if duration_s:
+            heappush(running, (time_s + duration_s, number))
+        else:
+            yield number, True
+    while running:
+        yield heappop(running)[1], True
+
+
+def read(
+    paths: Sequence[Path],
+    *,
+    block_tokens: int = 16,
+    keep_tails: bool = False,
+    tenants: Sequence[str] | None = None,
+) -> Trace:
+    """The trace of these files. ``block_tokens`` cuts lines of ``token_ids``; ``tenants`` leaves out everybody else's.
+
+    Raises ConfigError for a line that can't be read (naming file, line and field), for files whose blocks differ in
+    size, for an unknown tenant, and if nothing is left. O(blocks).
+    """
+    if not paths:
+        raise ConfigError("TRACE", None, "at least one file")
+    reader = _Reader(block_tokens, keep_tails)
+    requests: list[Request] = []
+    for path in paths:
+        requests += reader.read(path, path.stem if len(paths) > 1 else "default")
+    if tenants is not None:
+        requests = _only(requests, tenants)
+    if not requests:
+        raise ConfigError("TRACE", ", ".join(map(str, paths)), "files with at least one request")
+    return build(requests, reader.block_tokens or block_tokens)
+
+
+def _only(requests: list[Request], tenants: Sequence[str]) -> list[Request]:
+    known = sorted({request.tenant for request in requests})
+    for tenant in tenants:
+        if tenant not in known:
+            raise ConfigError("--tenants", tenant, f"tenants of the trace: {', '.join(known)}")
+    return [request for request in requests if request.tenant in tenants]
+
+
+def build(requests: Iterable[Request], block_tokens: int) -> Trace:
+    """The columns of some requests, in the order of their times."""
+    ordered = sorted(requests, key=lambda request: request.time_s)
+    names = tuple(dict.fromkeys(request.tenant for request in ordered))
+    index = {name: number for number, name in enumerate(names)}
+    ids: dict[tuple[int, int | str | bytes], int] = {}
+    blocks: list[int] = []
+    starts = [0]
+    for request in ordered:
+        parent = -1 - index[request.tenant]
+        for block in request.blocks:
+            parent = ids.setdefault((parent, block), len(ids))
+            blocks.append(parent)
+        starts.append(len(blocks))
+    if len(ids) > MAX_BLOCKS:
+        raise ConfigError("TRACE", f"{len(ids)} different blocks", f"at most {MAX_BLOCKS}")
+    first = ordered[0].time_s if ordered else 0.0
+    return Trace(
+        block_tokens=block_tokens,
+        tenants=names,
+        blocks=np.array(blocks, np.uint32),
+        starts=np.array(starts, np.int64),
+        num_prompt_blocks=np.array([request.num_prompt_blocks for request in ordered], np.int64),
+        prompt_tokens=np.array([request.prompt_tokens for request in ordered], np.int64),
+        output_tokens=np.array([request.output_tokens for request in ordered], np.int64),
+        times=np.array([request.time_s - first for request in ordered], np.float64),
+        durations=np.array([request.duration_s for request in ordered], np.float64),
+        tenant=np.array([index[request.tenant] for request in ordered], np.int32),
+        labels=tuple(request.labels for request in ordered),
+    )
+
+
+class _Line:
+    """A line's fields, each checked when it is taken."""
+
+    def __init__(self, place: str, fields: dict[str, Any]) -> None:
+        self._place, self._fields = place, fields
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def bad(self, name: str, allowed: str) -> ConfigError:
+        return ConfigError(f"{self._place}: {name}", self._fields.get(name), allowed)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number; ≥ 0 where there is a default."""
+        value = self._fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+            raise self.bad(name, "a finite number")
+        if default is not None and value < 0:
+            raise self.bad(name, "a number ≥ 0")
+        return float(value)
+
+    def count(self, name: str, default: int | None = None, low: int = 0) -> int:
+        value = self._fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**40:
+            raise self.bad(name, f"an integer ≥ {low}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._fields.get(name, default)
+        if not isinstance(value, str) or not value:
+            raise self.bad(name, "a string of at least one character")
+        return value
+
+    def labels(self) -> Labels | None:
+        value = self._fields.get("labels")
+        if value is not None and not isinstance(value, dict):
+            raise self.bad("labels", "an object")
+        return value or None
+
+    def hashes(self, name: str, at_least: int) -> list[int | str]:
+        value = self._fields.get(name)
+        if not isinstance(value, list) or not all(type(each) in (int, str) for each in value):
+            raise self.bad(name, "a list of integers or strings")
+        if len(value) < at_least:
+            raise self.bad(name, f"a hash for each of at least {at_least} blocks; there are {len(value)}")
+        return value
+
+    def key(self, name: str) -> bytes:
+        try:
+            return encode(self._fields.get(name, []))
+        except TokenError as error:
+            raise self.bad(name, str(error)) from error
+
+
+class _Reader:
+    """Reads files into requests; all must agree on the tokens of a block."""
+
+    def __init__(self, block_tokens: int, keep_tails: bool) -> None:
+        self.block_tokens: int | None = None
+        self._cut_tokens, self._keep_tails = block_tokens, keep_tails
+
+    def read(self, path: Path, tenant: str) -> Iterator[Request]:
+        try:
+            with path.open(encoding="utf-8") as lines:
+                for number, text in enumerate(lines, 1):
+                    if text.strip():
+                        yield self._request(_parse(f"{path} line {number}", text), tenant)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("TRACE", str(path), f"a readable file of JSON lines ({error})") from error
+
+    def _request(self, line: _Line, tenant: str) -> Request:
+        parse: Callable[[_Line], tuple[float, Sequence[int | str | bytes], int, int]]
+        if "hash_ids" in line:
+            parse = self._mooncake
+        elif "hashes" in line:
+            parse = self._hashed
+        elif "token_ids" in line:
+            parse = self._tokens
+        else:
+            raise line.bad("hashes", "hash_ids (Mooncake), hashes or token_ids")
+        time_s, blocks, prompt, output = parse(line)
+        assert self.block_tokens is not None
+        num_prompt_blocks = self._num_blocks(prompt)
+        return Request(
+            time_s,
+            line.text("tenant", tenant),
+            blocks,
+            min(num_prompt_blocks, len(blocks)),
+            prompt,
+            output,
+            line.number("duration_s", 0.0),
+            line.labels(),
+        )
+
+    def _num_blocks(self, tokens: int) -> int:
+        """Blocks kept of so many tokens."""
+        assert self.block_tokens is not None
+        return -(-tokens // self.block_tokens) if self._keep_tails else tokens // self.block_tokens
+
+    def _mooncake(self, line: _Line) -> tuple[float, Sequence[int | str | bytes], int, int]:
+        self._agree(line, "hash_ids", MOONCAKE_BLOCK_TOKENS)
+        prompt = line.count("input_length")
+        kept = self._num_blocks(prompt)
+        hashes = line.hashes("hash_ids", kept)
+        return line.number("timestamp") / 1e3, hashes[:kept], prompt, line.count("output_length", 0)
+
+    def _hashed(self, line: _Line) -> tuple[float, Sequence[int | str | bytes], int, int]:
+        self._agree(line, "block_tokens", line.count("block_tokens", low=1))
+        prompt, output = line.count("tokens"), line.count("output_tokens", 0)
+        assert self.block_tokens is not None
+        kept = (prompt + output) // self.block_tokens
+        return line.number("time"), line.hashes("hashes", prompt // self.block_tokens)[:kept], prompt, output
+
+    def _tokens(self, line: _Line) -> tuple[float, Sequence[int | str | bytes], int, int]:
+        self._agree(line, "token_ids", self._cut_tokens)
+        prompt, output = line.key("token_ids"), line.key("output_ids")
+        key, size = prompt + output, self._cut_tokens * TOKEN_BYTES
+        blocks = [key[at : at + size] for at in range(0, len(key) - size + 1, size)]
+        return line.number("time"), blocks, len(prompt) // TOKEN_BYTES, len(output) // TOKEN_BYTES
+
+    def _agree(self, line: _Line, name: str, block_tokens: int) -> None:
+        if self.block_tokens is None:
+            self.block_tokens = block_tokens
+        if block_tokens != self.block_tokens:
+            raise line.bad(
+                name, f"blocks of {self.block_tokens} tokens, as before; these have {block_tokens}"
+            )
+
+
+def _parse(place: str, text: str) -> _Line:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(place, text.strip()[:80], f"JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(place, text.strip()[:80], "a JSON object")
+    return _Line(place, fields)

@@ -1,0 +1,206 @@
+"""A run: its rows, its scores, its errors, as a library and as commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.bench.simulate import known_policies, run, table
+from radixkv.bench.simulation.profiles import PROFILES, profile_of
+from radixkv.bench.simulation.score import OPTIMUM_BYPASS, Curve
+from radixkv.config import policy_names
+from radixkv.errors import ConfigError
+from tests.bench.simulation.traces import mooncake, write
+from tests.cli.test_commands import complaint
+from tests.cli.test_commands import run as command
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty minutes of two tenants."""
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    done = command(
+        "workload", "--mix", "acme:chat=2", "--mix", "globex:rag=1,batch=1@5m-10m", "--duration", "20m",
+        "--output", str(path),
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stdout, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def result(trace: Path) -> dict[str, Any]:
+    return run([trace], capacities=[200, 1_000, 4_000], jobs=1)
+
+
+def test_a_row_for_each_policy_and_capacity(result: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(result)) == result
+    rows = [(row["policy"], row["capacity"]) for row in result["results"]]
+    assert rows == [(name, size) for name in known_policies() for size in (200, 1_000, 4_000)]
+    assert set(known_policies()) == {*policy_names(), "optimum", OPTIMUM_BYPASS}
+    for row in result["results"]:
+        assert 0 <= row["token_hit_rate"] <= result["endless_token_hit_rate"]
+        assert set(row["tenants"]) == {"acme", "globex"}
+
+
+def test_scores_are_what_they_are_called(result: dict[str, Any]) -> None:
+    by_key = {(row["policy"], row["capacity"]): row for row in result["results"]}
+    for (name, size), row in by_key.items():
+        lru, best = by_key["lru", size], by_key["optimum", size]
+        gap = best["token_hit_rate"] - lru["token_hit_rate"]
+        assert row["share_of_gap"] == pytest.approx((row["token_hit_rate"] - lru["token_hit_rate"]) / gap)
+        parts = row["tenants"].values()
+        tokens = sum(part["token_hit_rate"] * part["prompt_tokens"] for part in parts)
+        assert tokens == pytest.approx(row["token_hit_rate"] * row["prompt_tokens"])
+        seconds = sum(part["prefill_seconds_saved"] for part in parts)
+        assert seconds == pytest.approx(row["prefill_seconds_saved"]) and seconds > 0
+        assert row["worst_slice"]["above_lru"] == min(each["above_lru"] for each in row["slices"])
+        if name == "lru":
+            assert row["capacity_for_lru_rate"] == size and row["memory_saved"] == 0
+        if name == "optimum":
+            assert row["capacity_for_lru_rate"] < size
+
+
+def test_baselines_run_even_if_nobody_asked(trace: Path) -> None:
+    result = run([trace], policies=["lfu"], capacities=[500], jobs=1)
+    assert [row["policy"] for row in result["results"]] == ["lfu"]
+    assert [row["policy"] for row in result["baselines"]] == ["lru", "optimum"]
+    assert result["results"][0]["share_of_gap"] is not None
+
+
+def test_processes_change_nothing(trace: Path, result: dict[str, Any]) -> None:
+    seen: list[tuple[int, int]] = []
+    parallel = run([trace], capacities=[200, 1_000, 4_000], jobs=2, progress=lambda *done: seen.append(done))
+    assert parallel["results"] == result["results"]
+    assert seen == [(done + 1, len(seen)) for done in range(len(seen))]
+
+
+def test_scored_from_a_moment_on_but_run_from_the_start(tmp_path: Path) -> None:
+    path = mooncake(tmp_path / "t.jsonl", [1, 2], [1, 2], [1, 2])
+    (row,) = run([path], policies=["lru"], capacities=[10], score_from_s=2.0, jobs=1)["results"]
+    assert row["requests"] == 1 and row["token_hit_rate"] == 1.0
+    (row,) = run([path], policies=["lru"], capacities=[10], jobs=1)["results"]
+    assert row["requests"] == 3 and row["token_hit_rate"] == pytest.approx(2 / 3)
+
+
+def test_partial_blocks_count_only_if_wanted(tmp_path: Path) -> None:
+    path = mooncake(tmp_path / "t.jsonl", [1], [1], tokens=511)
+    assert run([path], policies=["lru"], capacities=[4], jobs=1)["results"][0]["token_hit_rate"] == 0
+    kept = run([path], policies=["lru"], capacities=[4], jobs=1, keep_tails=True)
+    assert kept["results"][0]["token_hit_rate"] == 0.5
+
+
+def test_a_request_larger_than_the_cache_is_refused_and_counted(tmp_path: Path) -> None:
+    path = mooncake(tmp_path / "t.jsonl", [1], [2, 3, 4], [1])
+    for row in run([path], policies=["all"], capacities=[2], jobs=1)["results"]:
+        refused = 0 if row["policy"] == OPTIMUM_BYPASS else 1
+        assert row["refused_requests"] == refused
+        assert row["token_hit_rate"] == pytest.approx(1 / 5)
+
+
+def test_curves() -> None:
+    curve = Curve({1_000: 0.1, 2_000: 0.2, 8_000: 0.2, 16_000: 0.4})
+    assert curve.capacity_for(0.05) == 500
+    assert curve.capacity_for(0.1) == 1_000
+    assert curve.capacity_for(0.15) == pytest.approx(1_000 * 2**0.5)
+    assert curve.capacity_for(0.2) == 2_000
+    assert curve.capacity_for(0.3) == pytest.approx(8_000 * 2**0.5)
+    assert curve.capacity_for(0.41) is None
+
+
+def test_profiles() -> None:
+    kib = {name: profile.kv_bytes_per_token / 1_024 for name, profile in PROFILES.items()}
+    assert kib["llama-3-8b"] == 128 and kib["llama-3-70b"] == 320 and kib["llama-2-13b"] == 800
+    assert (
+        kib["llama-3.1-405b"] == 504
+        and kib["qwen2.5-7b"] == 56
+        and kib["deepseek-v3"] == pytest.approx(68.6, abs=0.05)
+    )
+    seconds = profile_of("llama-3-8b", 100).prefill_seconds(np.array([0, 1_000, 2_000]))
+    assert seconds[0] == 0 and seconds[1] == pytest.approx(0.163, abs=0.001)
+    assert seconds[2] > 2 * seconds[1], "attention is quadratic"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policies": ["nonsense"]}, "optimum_bypass"),
+        ({"capacities": [0]}, "--capacity"),
+        ({"capacities": []}, "--capacity"),
+        ({"score_from_s": 99.0}, "--score-from"),
+        ({"tenants": ["nobody"]}, "--tenants"),
+    ],
+)
+def test_what_cant_be_run_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = mooncake(tmp_path / "t.jsonl", [1, 2], [1, 2])
+    with pytest.raises(ConfigError, match=said):
+        run([path], **{"policies": ["lru"], "capacities": [4], "jobs": 1, **options})
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = command(
+        "simulate", str(trace), "--policy", "lfu,optimum", "--capacity", "0.5k,2k", "--score-from", "5m",
+        "--tenants", "acme", "--json", "--html", str(page),
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    result = json.loads(done.stdout)
+    assert [(row["policy"], row["capacity"]) for row in result["results"]] == [
+        ("lfu", 500), ("lfu", 2_000), ("optimum", 500), ("optimum", 2_000),
+    ]  # fmt: skip
+    assert result["score_from_s"] == 300 and result["tenants"] == ["acme"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_text(result: dict[str, Any]) -> None:
+    text = table(result)
+    assert "token hit rate, %" in text and "tenant globex" in text
+    assert all(name in text for name in known_policies())
+    assert result["advice"][0] in text
+
+
+def test_a_trace_may_come_by_a_pipe(trace: Path) -> None:
+    generated = command("workload", "--mix", "rag=5", "--duration", "30s")
+    assert generated.returncode == 0 and not generated.stderr
+    (first, *_) = generated.stdout.splitlines()
+    assert json.loads(first)["tenant"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--policy", "lru,nope"), "--policy: 'nope' is not allowed"),
+        (("--capacity", "1x"), "--capacity: '1x' is not allowed"),
+        (("--capacity", "1.5"), "--capacity: '1.5' is not allowed"),
+        (("--capacity", "nan"), "--capacity"),
+        (("--capacity", "1e99"), "--capacity"),
+        (("--score-from", "soon"), "--score-from: 'soon' is not allowed"),
+        (("--profile", "gpt"), "llama-3-8b"),
+        (("--tflops", "0"), "--tflops"),
+        (("--tenants", "nobody"), "default"),
+    ],
+)
+def test_complaints(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in complaint(command("simulate", str(mooncake(tmp_path / "t.jsonl", [1])), *arguments))
+
+
+def test_complaints_about_files(tmp_path: Path) -> None:
+    assert "missing.jsonl" in complaint(command("simulate", str(tmp_path / "missing.jsonl")))
+    bad = write(tmp_path / "bad.jsonl", {"time": 0})
+    assert "bad.jsonl line 1: hashes" in complaint(command("simulate", str(bad)))
+    assert "--mix" in complaint(command("workload", "--mix", "talk=1"))
+    assert "--duration" in complaint(command("workload", "--duration", "-1m"))
+
+
+def test_the_progress_bar_goes_to_stderr(trace: Path) -> None:
+    done: subprocess.CompletedProcess[str] = command(
+        "simulate", str(trace), "--policy", "lru", "--capacity", "100"
+    )
+    assert done.returncode == 0 and not done.stderr and "simulating" not in done.stdout

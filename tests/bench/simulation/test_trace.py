@@ -1,0 +1,126 @@
+"""Both formats are read, equal prefixes are equal ids, and what can't be read is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.bench.simulation.trace import read
+from radixkv.errors import ConfigError
+from tests.bench.simulation.traces import mooncake, write
+
+LINE = {"time": 0, "tokens": 40, "block_tokens": 16, "hashes": ["a", "b"]}
+
+
+def test_mooncakes_format(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "trace.jsonl",
+        {"timestamp": 2_500, "input_length": 1_100, "output_length": 7, "hash_ids": [5, 6, 7]},
+        {"timestamp": 1_000, "input_length": 600, "output_length": 3, "hash_ids": [5, 9]},
+    )
+    trace = read([path])
+    assert trace.block_tokens == 512
+    assert trace.times.tolist() == [0.0, 1.5], "in order, from the first on"
+    assert trace.prompt_tokens.tolist() == [600, 1_100]
+    assert trace.output_tokens.tolist() == [3, 7]
+    assert trace.blocks.tolist() == [0, 0, 1], "partial blocks at the end are dropped"
+    assert trace.tenants == ("default",)
+    assert read([path], keep_tails=True).blocks.tolist() == [0, 1, 0, 2, 3]
+
+
+def test_the_plain_format(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "trace.jsonl",
+        {
+            **LINE,
+            "tokens": 20,
+            "output_tokens": 13,
+            "tenant": "acme",
+            "labels": {"turn": 1},
+            "duration_s": 2.5,
+        },
+        {**LINE, "time": 1, "hashes": ["a", "c"]},
+    )
+    trace = read([path])
+    assert trace.block_tokens == 16
+    assert trace.num_prompt_blocks.tolist() == [1, 2], "the second block of the first line is its answer's"
+    assert trace.tenants == ("acme", "default")
+    assert trace.blocks.tolist() == [0, 1, 2, 3], "tenants share nothing"
+    assert trace.durations.tolist() == [2.5, 0.0]
+    assert trace.labels == ({"turn": 1}, None)
+
+
+def test_token_ids_are_cut_into_blocks(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "trace.jsonl",
+        {"time": 0, "token_ids": list(range(10)), "output_ids": [1, 2, 3]},
+        {"time": 1, "token_ids": [*range(10), 1, 2, 3, 4, 5]},
+        {"time": 2, "token_ids": [9, 1, 2, 3, 4, 5, 6, 7]},
+    )
+    trace = read([path], block_tokens=4)
+    assert trace.blocks.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert trace.num_prompt_blocks.tolist() == [2, 3, 2]
+
+
+def test_equal_hashes_after_different_beginnings_are_different(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "trace.jsonl", LINE, {**LINE, "hashes": ["b", "a"]}, {**LINE, "hashes": ["a", "b"]}
+    )
+    assert read([path]).blocks.tolist() == [0, 1, 2, 3, 0, 1]
+
+
+def test_several_files_are_several_tenants(tmp_path: Path) -> None:
+    paths = [mooncake(tmp_path / "acme.jsonl", [1, 2]), mooncake(tmp_path / "globex.jsonl", [1, 2], [1, 2])]
+    trace = read(paths)
+    assert trace.tenants == ("acme", "globex")
+    assert trace.num_different_blocks == 4
+    assert len(read(paths, tenants=["globex"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"time": 0}, "line 2: hashes"),
+        ({**LINE, "hashes": ["a"]}, "line 2: hashes"),
+        ({**LINE, "hashes": [1.5, 2]}, "line 2: hashes"),
+        ({**LINE, "tokens": -1}, "line 2: tokens"),
+        ({**LINE, "tokens": True}, "line 2: tokens"),
+        ({**LINE, "time": "now"}, "line 2: time"),
+        ({**LINE, "time": float("nan")}, "line 2: time"),
+        ({**LINE, "tenant": ""}, "line 2: tenant"),
+        ({**LINE, "labels": [1]}, "line 2: labels"),
+        ({**LINE, "duration_s": -1}, "line 2: duration_s"),
+        ({**LINE, "block_tokens": 0}, "line 2: block_tokens"),
+        ({**LINE, "block_tokens": 32}, "blocks of 16 tokens"),
+        ({"timestamp": 0, "input_length": 512, "output_length": 0, "hash_ids": [1]}, "blocks of 16 tokens"),
+        ({"time": 0, "token_ids": [1, -2]}, "index 1"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read([write(tmp_path / "trace.jsonl", LINE, line)])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00", "3"])
+def test_what_is_no_object_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="line 1"):
+        read([path])
+
+
+def test_files_that_cant_be_traces(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("empty", "binary", "missing", "."):
+        with pytest.raises(ConfigError, match="TRACE"):
+            read([tmp_path / name])
+    with pytest.raises(ConfigError, match="at least one file"):
+        read([])
+
+
+def test_an_unknown_tenant_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="default"):
+        read([mooncake(tmp_path / "t.jsonl", [1])], tenants=["acme"])

@@ -1,0 +1,78 @@
+"""The benchmark of replicas: its figures are JSON, its fleet is deterministic, and routing gains what it should."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from radixkv.bench import fleet, replicas
+from radixkv.errors import ConfigError
+from tests.redis_server import RedisServer
+
+
+def small(**options: object) -> replicas.Options:
+    defaults = {"segments": 400, "requests": 120, "num_blocks": 600, "fleets": (3,), "lease_s": 0.5}
+    return replicas.Options(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+def test_every_figure_is_there_and_is_json(redis_server: RedisServer) -> None:
+    done: list[str] = []
+    result = replicas.run(small(redis=redis_server.url, progress=done.append))
+    assert json.loads(json.dumps(result))["figures"] == result["figures"]
+    assert set(replicas.FIGURES) <= set(done)
+    reaches = [each["reach"] for each in result["figures"] if each["reach"] is not None]
+    assert reaches == [0.15, 1e6, 24.0, 24.0, 3.0, 0.7, 1e6, 2.0, 1.5, 1.8, 1.2]
+    assert all({"name", "value", "unit", "reach"} <= set(each) for each in result["figures"])
+    assert "route decision" in replicas.table(result)
+
+
+def test_a_figure_is_met_on_its_side_of_the_bound() -> None:
+    assert replicas.Figure("a", 1.0, "s", 1.0).as_dict()["met"] is True
+    assert replicas.Figure("a", 2.0, "s", 1.0).as_dict()["met"] is False
+    assert replicas.Figure("a", 2.0, "s", 1.0, at_most=False).as_dict()["met"] is True
+    assert replicas.Figure("a", 0.5, "s", 1.0, at_most=False).as_dict()["met"] is False
+    assert replicas.Figure("a", 0.5, "s").as_dict()["met"] is None
+
+
+def test_an_unknown_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--figure"):
+        replicas.run(small(), ["speed"])
+
+
+def test_the_command_prints_json() -> None:
+    options = ["--figure", "cluster", "--requests", "40", "--num-blocks", "600", "--fleet", "2", "--json"]
+    command = [sys.executable, "-m", "radixkv.cli", "bench", "replicas", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "×" in {each["unit"] for each in json.loads(done.stdout)["figures"]} and done.stderr == ""
+
+
+def simulated(cost: str, requests: int = 700) -> fleet.Outcome:
+    return fleet.Simulation(4, 2_000, cost=cost, seed=1).run(fleet.trace_like(1, requests, requests_s=0.7))
+
+
+def test_linear_routing_hits_more_than_turns_and_keeps_the_balance() -> None:
+    linear, turns = simulated("linear"), simulated("round_robin")
+    assert linear.num_requests == turns.num_requests == 700
+    assert linear.hit_rate > 1.5 * turns.hit_rate
+    assert linear.imbalance < 1.3
+
+
+def test_a_simulation_depends_on_its_seed_alone() -> None:
+    first, second = simulated("linear", 100), simulated("linear", 100)
+    assert (first.hit_rate, first.imbalance) == (second.hit_rate, second.imbalance)
+
+
+def test_a_trace_file_is_read_and_a_bad_line_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 1500, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
+    path.write_text(json.dumps(line) + "\n{}\n")
+    (request,) = islice(fleet.trace_file(path, 1), 1)
+    assert request == fleet.Request(1.5, (0, 1), 700, 5)
+    assert len(fleet.Prompts(0).key(request)) == 4 * 700
+    with pytest.raises(ConfigError, match="line 2"):
+        list(fleet.trace_file(path, 10))

@@ -1,0 +1,82 @@
+"""The single figures of the index benchmark, small: all are there, all are JSON, all are checked."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from radixkv.bench import figures, index, shapes
+from radixkv.bench.drive import OPERATIONS
+from radixkv.errors import IntegrityError
+
+SMALL = figures.Sizes(
+    repeats=10, leaves=200, beam_tokens=520, caches=(40, 400), prompts=(100, 1_500), shapes=0.002
+)
+
+
+def test_each_figure_is_there_and_is_json() -> None:
+    result = index.run("thin", limit=250, num_blocks=5_000, figures=SMALL)
+    assert json.loads(json.dumps(result)) == result
+    found = {each["name"]: each for each in result["figures"]}
+    for part in (
+        "thin: p99 ÷ p50 of open", "thin: resident memory a block", "match of a resident prompt of 4,096 tokens",
+        "evict(1)", "evict(4)", "evict(256)", "fork of a sequence of 520 tokens into 8", "reorder of 8", "append to 8",
+    ):  # fmt: skip
+        assert any(part in name for name in found), part
+    fields = {"name", "value", "unit", "p99", "reach", "stretch", "floor", "floor_value", "ratio"}
+    for each in found.values():
+        assert set(each) == fields
+        assert math.isfinite(each["value"])
+        assert (each["floor"] is None) == (each["ratio"] is None)
+        if each["ratio"] is not None:
+            assert each["ratio"] == pytest.approx(each["value"] / each["floor_value"])
+
+
+def test_growth_of_cache_and_prompt() -> None:
+    scaling = figures.run(SMALL)["scaling"]
+    by_cache = [each for each in scaling if each["size"] == "resident blocks"]
+    assert [each["operation"] for each in by_cache] == ["match", "a request that evicts", "evict(1)"]
+    assert all(list(each["values"]) == ["40", "400"] and each["reach"] for each in by_cache)
+    by_prompt = {each["operation"]: each for each in scaling if each["size"] == "prompt tokens"}
+    assert {"open", "commit", "extend", "fork", "trim", "release", "match"} <= set(by_prompt)
+    for each in scaling:
+        first, last = each["values"].values()
+        assert each["ratio"] == pytest.approx(last / first)
+
+
+def test_the_matched_prompt_has_five_nodes() -> None:
+    cache = figures.PrefixCache(figures.CacheConfig(num_blocks=2_000))
+    keys = figures.five_node_keys(0)
+    for key in keys:
+        figures.publish(cache, key)
+    assert cache.stats().num_nodes == 9  # 5 on the path, and the rests of 4 others
+    assert cache.match(figures.NAMESPACE, keys[0]).num_tokens == 4_096
+
+
+@pytest.mark.parametrize("shape", shapes.shapes(0, 0.002), ids=lambda shape: shape.name)
+def test_a_shape_is_measured_and_audited(shape: shapes.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = shapes.measure(shape)
+    assert json.loads(json.dumps(found)) == found
+    assert found["shape"] == shape.name and set(found["operations"]) == set(OPERATIONS)
+    assert found["requests"] == shape.requests.most and found["nodes"] > 0
+
+    def broken(cache: object) -> None:
+        raise IntegrityError("planted")
+
+    monkeypatch.setattr(shapes.audit, "check", broken)
+    with pytest.raises(IntegrityError, match="planted"):
+        shapes.measure(shape)
+
+
+def test_text() -> None:
+    text = index.table(index.run("thin", limit=30, num_blocks=200, figures=SMALL))
+    for word in (
+        "match of a resident prompt",
+        "by resident blocks",
+        "by prompt tokens",
+        "diverging",
+        "last ÷ first",
+    ):
+        assert word in text
