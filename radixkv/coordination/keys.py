@@ -4,7 +4,7 @@
     tenant digest             HMAC-SHA256(fleet secret, ("tenant", id))               32
     namespace digest          HMAC-SHA256(fleet secret, ("namespace", ns, generation)) 32
     prefix digest             BLAKE2b-128(namespace's secret, chain)                  16
-      chain[i]                xxh3-128(chain[i-1] ‖ key bytes of segment i); chain[0] is 16 zero bytes
+      chain[i]                xxh3-128 of the key bytes up to the end of segment i, one stream over all of them
       namespace's secret      HMAC-SHA256(fleet secret, ("prefix", ns, generation)), never published
     canary                    the prefix digests of a fixed vector, hashed: equal where everything above is
     proof of an address       HMAC-SHA256(fleet secret, ("address", replica, epoch, nonce, address))
@@ -12,17 +12,18 @@
 Fields are framed with type and length, and every use has its own label, so that no two uses can meet. A
 reader of the store who guesses a prompt can't confirm it without the fleet secret. xxh3 is no cryptographic
 hash: a tenant could make two of its own prompts collide, and would mislead hints about itself. Hints never
-decide reuse.
+decide reuse. Since the chain is one stream, segments behind a long prefix cost one C call over that prefix; a
+digest costs about 0.5 µs, most of it the keyed BLAKE2b, whose keyed start is copied and not made anew (0.35
+against 0.63 µs).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128
 
 from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
@@ -36,7 +37,6 @@ NAMESPACE_BYTES = 32
 SEGMENT_BYTES = SEGMENT_TOKENS * TOKEN_BYTES
 MIN_SECRET_BYTES = 16
 
-_CHAIN_START = bytes(DIGEST_BYTES)
 _CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
 _MAX_KNOWN_NAMESPACES = 4096
 
@@ -71,12 +71,32 @@ def mac(secret: bytes, label: str, *fields: str | int | bytes) -> bytes:
     return hmac.digest(secret, frame(label, *fields), "sha256")
 
 
+class Scope(NamedTuple):
+    """What a namespace in one generation is digested with: its own digest, and the keyed start of its prefixes'."""
+
+    digest: bytes
+    keyed: hashlib.blake2b
+
+    def digests(self, key: bytes, first: int, stop: int) -> list[bytes]:
+        """Prefix digests of segments ``[first, stop)`` of ``key``, which are there. See ``FleetKeys.digests``."""
+        view = memoryview(key)
+        stream = xxh3_128(view[: first * SEGMENT_BYTES])
+        extend, chained, begun = stream.update, stream.digest, self.keyed.copy
+        found = []
+        for start in range(first * SEGMENT_BYTES, stop * SEGMENT_BYTES, SEGMENT_BYTES):
+            extend(view[start : start + SEGMENT_BYTES])
+            hashed = begun()
+            hashed.update(chained())
+            found.append(hashed.digest())
+        return found
+
+
 class FleetKeys:
     """Every digest of one fleet secret. Thread-safe; keeps the keys of the namespaces it met last."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = checked_secret(secret)
-        self._known: dict[tuple[Namespace, int], tuple[bytes, bytes]] = {}
+        self._known: dict[tuple[Namespace, int], Scope] = {}
         self.canary = self._canary()
 
     def tenant(self, tenant: str) -> bytes:
@@ -85,19 +105,19 @@ class FleetKeys:
 
     def namespace(self, namespace: Namespace, generation: int = 0) -> bytes:
         """The digest of a namespace in one generation of its tenant, 32 bytes."""
-        return self._of(namespace, generation)[0]
+        return self.scope(namespace, generation).digest
 
     def digests(
         self, namespace: Namespace, key: bytes, first: int = 0, stop: int | None = None, generation: int = 0
-    ) -> Iterator[bytes]:
-        """Prefix digests of segments ``[first, stop)`` of ``key``, 16 bytes each, lazily.
+    ) -> list[bytes]:
+        """Prefix digests of segments ``[first, stop)`` of ``key``, 16 bytes each.
 
         Segment ``i`` covers tokens ``[256 i, 256 (i + 1))``, its digest all tokens up to its end. ``stop``
-        defaults to the whole segments of ``key``. Cost: a hash of each segment from 0.
+        defaults to the whole segments of ``key``. Cost: 0.5 µs a digest, and one pass over what is before.
         """
         num_segments = len(key) // SEGMENT_BYTES
         stop = num_segments if stop is None else min(stop, num_segments)
-        return _chain(self._of(namespace, generation)[1], key, first, stop)
+        return self.scope(namespace, generation).digests(key, first, stop)
 
     def proof(self, replica_id: str, epoch: int, nonce: str, address: str) -> str:
         """What shows that a replica with the fleet secret stated this address: 64 hex digits."""
@@ -108,13 +128,14 @@ class FleetKeys:
         expected = self.proof(replica_id, epoch, nonce, address)
         return hmac.compare_digest(expected.encode(), proof.encode())
 
-    def _of(self, namespace: Namespace, generation: int) -> tuple[bytes, bytes]:
+    def scope(self, namespace: Namespace, generation: int = 0) -> Scope:
+        """What a namespace is digested with in one generation of its tenant."""
         known = self._known.get((namespace, generation))
         if known is None:
             framed = namespace.framed()
-            known = (
+            known = Scope(
                 mac(self._secret, "namespace", framed, generation),
-                mac(self._secret, "prefix", framed, generation),
+                _keyed(mac(self._secret, "prefix", framed, generation)),
             )
             if len(self._known) >= _MAX_KNOWN_NAMESPACES:
                 self._known = {}
@@ -122,14 +143,9 @@ class FleetKeys:
         return known
 
     def _canary(self) -> str:
-        digests = b"".join(_chain(mac(self._secret, "canary"), _CANARY_KEY, 0, 2))
+        digests = b"".join(Scope(b"", _keyed(mac(self._secret, "canary"))).digests(_CANARY_KEY, 0, 2))
         return hashlib.sha256(digests + frame(SEGMENT_TOKENS, DIGEST_BYTES)).hexdigest()
 
 
-def _chain(secret: bytes, key: bytes, first: int, stop: int) -> Iterator[bytes]:
-    link = _CHAIN_START
-    for index in range(stop):
-        start = index * SEGMENT_BYTES
-        link = xxh3_128_digest(link + key[start : start + SEGMENT_BYTES])
-        if index >= first:
-            yield hashlib.blake2b(link, digest_size=DIGEST_BYTES, key=secret).digest()
+def _keyed(secret: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES, key=secret)

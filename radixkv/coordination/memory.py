@@ -1,31 +1,42 @@
-"""Replicas of one process that share a plain object: the reference semantics, on a clock handed in.
+"""The store as a plain object, on a clock handed in: the specification that every other store is compared with.
 
-There is no log here and no snapshot, only what they add up to: for each replica its registration, its lease,
-and what it holds. A write is compared with the registration as a store's script would, and a read is always
-up to date. ``store.is_reachable = False`` is an outage: writes raise StoreUnavailable, and views run out.
-
-A coordinator without a shared store is alone. It needs no lease and no journal, and starts no thread.
+Replicas of one process share one, and find it always up to date. ``is_reachable = False`` is an outage. A
+coordinator without a shared store is alone: it needs no lease and no journal, and starts no thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
 from radixkv.clock import Clock, monotonic
-from radixkv.coordination.base import (
-    JOB_TTL_S,
-    BaseCoordinator,
-    Known,
-    Standing,
-    Verdict,
-    describe,
-)
+from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.protocol import JobPart, Load, ReplicaInfo, WarmJob
+from radixkv.coordination.reader import Known
 from radixkv.coordination.settings import Settings, check_published_block_size
+from radixkv.coordination.store import (
+    ENTRIES_A_READ,
+    JOB_TTL_S,
+    LISTED_S,
+    MAX_PARTS,
+    MAX_PURGES,
+    MAX_REPLICAS,
+    Durable,
+    Fetched,
+    Grant,
+    Logged,
+    SavedSnapshot,
+    Seen,
+    Share,
+    Standing,
+    TenantFacts,
+    Verdict,
+    Writer,
+)
 from radixkv.coordination.wire import Entry, Registration
 from radixkv.errors import StoreUnavailable
 from radixkv.types import Journal
@@ -35,35 +46,281 @@ _MAX_JOBS = 4096
 
 @dataclass(slots=True)
 class Record:
-    """One replica in the store."""
+    """One replica in the store. ``log`` has its entries by number, in order."""
 
     registration: Registration
-    holdings: Holdings
-    load: Load
+    load: Load = field(default_factory=Load)
     live_until: float = 0.0
+    listed_until: float = 0.0
+    log: OrderedDict[int, Entry] = field(default_factory=OrderedDict)
+    saved: SavedSnapshot | None = None
+
+
+@dataclass(slots=True)
+class Account:
+    """One tenant in the store; ``shares`` with the time at which each runs out."""
+
+    limit: int | None = None
+    generation: int = 0
+    shares: dict[str, tuple[float, Share]] = field(default_factory=dict)
+    confirmed: dict[str, int] = field(default_factory=dict)
 
 
 class MemoryStore:
-    """What replicas of one process share. Thread-safe; ``clock`` decides about leases and jobs."""
+    """See ``store.Store``. Thread-safe; ``clock`` decides about leases, shares and jobs."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self.clock = clock
         self.is_reachable = True
         self.records: dict[str, Record] = {}
+        self.accounts: dict[bytes, Account] = {}
+        self.announced: OrderedDict[bytes, int] = OrderedDict()
         self.jobs: OrderedDict[str, tuple[float, WarmJob]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def open(self) -> threading.Lock:
-        """The lock of everything in it. Raises StoreUnavailable during an outage."""
+    @contextmanager
+    def _open(self) -> Iterator[None]:
         if not self.is_reachable:
             raise StoreUnavailable("the memory store is switched off")
-        return self._lock
+        with self._lock:
+            yield
 
     def lose(self) -> None:
         """Forget everything, as a store does that restarts without having saved."""
         with self._lock:
-            self.records.clear()
-            self.jobs.clear()
+            for kept in (self.records, self.accounts, self.announced, self.jobs):
+                kept.clear()
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    # ---- a replica's own facts
+
+    def boot(self, registration: Registration) -> Durable:
+        """See the protocol."""
+        with self._open():
+            old = self.records.get(registration.replica_id)
+            before = 0 if old is None else old.registration.epoch
+            epoch = max(before + 1, registration.epoch + 1, int(self.clock() * 1000))
+            record = Record(replace(registration, epoch=epoch, last_seq=1, proof=""))
+            record.listed_until = 0.0 if old is None else old.listed_until
+            record.log[1] = Entry("clear", b"")
+            self.records[registration.replica_id] = record
+            return Durable(epoch, None)
+
+    def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
+        """See the protocol."""
+        with self._open():
+            record, standing = self._standing(writer)
+            if record is not None:
+                record.registration = replace(record.registration, proof=proof)
+                record.live_until = self.clock() + lease_s
+                record.listed_until = record.live_until + LISTED_S
+                record.load = load
+            return standing
+
+    def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
+        """See the protocol."""
+        with self._open():
+            record, standing = self._standing(writer)
+            if record is None:
+                return standing
+            if first_seq != standing.last_seq + 1:
+                return Standing("GAP", standing.last_seq)
+            record.log.update(enumerate(entries, first_seq))
+            return _advance(record, standing.last_seq + len(entries))
+
+    def snapshot(
+        self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
+    ) -> Standing:
+        """See the protocol."""
+        with self._open():
+            record, standing = self._standing(writer)
+            if record is None:
+                return standing
+            last = standing.last_seq
+            if not anew and seq != last:
+                return Standing("GAP", last)
+            if anew:
+                seq = max(seq, last) + 1
+                keep_from = last = seq + 1
+                record.log[last] = Entry("store", b"")
+            groups = [(namespace, tier, b"".join(held)) for namespace, tier, held in holdings.groups()]
+            record.saved = SavedSnapshot(writer.epoch, seq, groups)
+            record.log = OrderedDict((number, at) for number, at in record.log.items() if number >= keep_from)
+            return _advance(record, last)
+
+    def leave(self, writer: Writer) -> Standing:
+        """See the protocol."""
+        with self._open():
+            record, standing = self._standing(writer)
+            if record is not None:
+                record.live_until = record.listed_until = 0.0
+                record.load = Load()
+            return Standing(standing.verdict, 0)
+
+    def _standing(self, writer: Writer) -> tuple[Record | None, Standing]:
+        """The writer's record, or None with the verdict on who writes without one."""
+        record = self.records.get(writer.replica_id)
+        if record is None:
+            return None, Standing("LOST", 0)
+        stored = record.registration
+        if (stored.epoch, stored.nonce) == (writer.epoch, writer.nonce):
+            return record, Standing("OK", stored.last_seq)
+        verdict: Verdict = "LOST" if stored.epoch < writer.epoch else "FENCED"
+        return None, Standing(verdict, 0)
+
+    # ---- reading
+
+    def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
+        """See the protocol."""
+        with self._open():
+            now = self.clock()
+            if replica_ids is None:
+                found = [record for record in self.records.values() if record.listed_until > now]
+                found = sorted(found, key=lambda record: -record.live_until)[:MAX_REPLICAS]
+            else:
+                found = [self.records[name] for name in replica_ids if name in self.records]
+            seen = [Seen(each.registration, max(0.0, each.live_until - now), each.load) for each in found]
+            return Fetched(seen, [])
+
+    def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
+        """See the protocol; never waits."""
+        with self._open():
+            found = {}
+            for name, cursor in cursors.items():
+                record = self.records.get(name)
+                epoch = 0 if record is None else record.registration.epoch
+                log = {} if record is None else record.log
+                new = [Logged(epoch, seq, entry) for seq, entry in log.items() if (epoch, seq) > cursor]
+                if new:
+                    found[name] = new[:ENTRIES_A_READ]
+            return found
+
+    def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
+        """See the protocol."""
+        with self._open():
+            record = self.records.get(replica_id)
+            saved = None if record is None else record.saved
+            return saved if saved is not None and saved.epoch == epoch and saved.seq > after_seq else None
+
+    # ---- tenants
+
+    def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
+        """See the protocol."""
+        with self._open():
+            self._account(tenant).limit = blocks
+            return Durable(blocks or 0, None)
+
+    def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
+        """See the protocol."""
+        with self._open():
+            account, now = self._account(tenant), self.clock()
+            counted = {name: kept for name, kept in account.shares.items() if kept[0] > now}
+            mine = counted.pop(share.replica_id, None)
+            others = sum(each.blocks for _, each in counted.values() if each.fingerprint == share.fingerprint)
+            if mine is not None and mine[1].epoch > share.epoch:
+                return Grant("FENCED", 0, others, account.limit, account.generation)
+            left = share.blocks if account.limit is None else max(0, account.limit - others)
+            granted = min(share.blocks, left)
+            account.shares = counted
+            if granted:
+                account.shares[share.replica_id] = now + keep_s, share._replace(blocks=granted)
+            return Grant("OK", granted, others, account.limit, account.generation)
+
+    def raise_generation(self, tenant: bytes, above: int) -> Durable:
+        """See the protocol."""
+        with self._open():
+            account = self._account(tenant)
+            if account.generation <= above:
+                account.generation, account.confirmed = above + 1, {}
+            self.announced[tenant] = max(self.announced.values(), default=0) + 1
+            self.announced.move_to_end(tenant)
+            if len(self.announced) > MAX_PURGES:
+                self.announced.popitem(last=False)
+            return Durable(account.generation, None)
+
+    def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
+        """See the protocol."""
+        with self._open():
+            account = self.accounts.get(tenant)
+            if account is None or account.generation != generation or generation == 0:
+                return False
+            account.confirmed[replica_id] = max(epoch, account.confirmed.get(replica_id, 0))
+            return True
+
+    def tenant(self, tenant: bytes) -> TenantFacts:
+        """See the protocol."""
+        with self._open():
+            account, now = self.accounts.get(tenant, Account()), self.clock()
+            shares = tuple(share for until, share in account.shares.values() if until > now)
+            return TenantFacts(account.limit, account.generation, shares, dict(account.confirmed))
+
+    def purges(self, after: int) -> list[tuple[bytes, int]]:
+        """See the protocol."""
+        with self._open():
+            found = list(self.announced.items())
+            start = after if found and found[-1][1] >= after else 0
+            return [item for item in found if item[1] > start]
+
+    def _account(self, tenant: bytes) -> Account:
+        return self.accounts.setdefault(tenant, Account())
+
+    # ---- jobs
+
+    def save_job(self, job: WarmJob) -> WarmJob:
+        """See the protocol."""
+        with self._open():
+            known = self._job(job.id)
+            if known is None:
+                self.jobs[job.id] = (self.clock() + JOB_TTL_S, job)
+                while len(self.jobs) > _MAX_JOBS:
+                    self.jobs.popitem(last=False)
+            return known or job
+
+    def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
+        """See the protocol."""
+        with self._open():
+            job = self._job(job_id)
+            if job is None or job.owner != expected:
+                return False
+            self._put(replace(job, owner=owner))
+            return True
+
+    def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
+        """See the protocol."""
+        with self._open():
+            job = self._job(job_id)
+            if job is None or job.owner != owner:
+                return False
+            old = [each for each in job.parts if each.replica_id == part.replica_id]
+            if (old and old[0].epoch >= part.epoch) or (not old and len(job.parts) >= MAX_PARTS):
+                return False
+            parts = [each for each in job.parts if each.replica_id != part.replica_id]
+            self._put(replace(job, parts=tuple(sorted([*parts, part], key=lambda each: each.replica_id))))
+            return True
+
+    def save_part(self, job_id: str, part: JobPart) -> bool:
+        """See the protocol."""
+        with self._open():
+            job = self._job(job_id)
+            if job is None or all(each.replica_id != part.replica_id for each in job.parts):
+                return False
+            parts = tuple(part if each.replica_id == part.replica_id else each for each in job.parts)
+            self._put(replace(job, parts=parts))
+            return True
+
+    def load_job(self, job_id: str) -> WarmJob | None:
+        """See the protocol."""
+        with self._open():
+            return self._job(job_id)
+
+    def _job(self, job_id: str) -> WarmJob | None:
+        until, job = self.jobs.get(job_id, (0.0, None))
+        return job if until > self.clock() else None
+
+    def _put(self, job: WarmJob) -> None:
+        self.jobs[job.id] = (self.jobs[job.id][0], job)
 
 
 class MemoryCoordinator(BaseCoordinator):
@@ -73,8 +330,8 @@ class MemoryCoordinator(BaseCoordinator):
         if store is not None:
             check_published_block_size(settings.block_size)
         self._is_alone = store is None
-        self.store = MemoryStore() if store is None else store
-        super().__init__(settings, self.store.clock)
+        shared = MemoryStore() if store is None else store
+        super().__init__(settings, shared, shared.clock)
 
     @property
     def journal(self) -> Journal | None:
@@ -92,112 +349,16 @@ class MemoryCoordinator(BaseCoordinator):
         if not self._is_alone:
             super()._start_threads()
 
-    def _live_registrations(self) -> list[Registration]:
-        with self.store.open():
-            now = self.clock()
-            return [record.registration for record in self.store.records.values() if record.live_until > now]
-
-    def _boot(self, registration: Registration) -> int:
-        with self.store.open():
-            old = self.store.records.get(registration.replica_id)
-            before = 0 if old is None else old.registration.epoch
-            epoch = max(before + 1, registration.epoch + 1, int(self.clock() * 1000))
-            booted = replace(registration, epoch=epoch, last_seq=1, proof="")
-            self.store.records[registration.replica_id] = Record(booted, Holdings(), Load())
-            return epoch
-
-    def _send_beat(self, registration: Registration, load: Load) -> Standing:
-        with self.store.open():
-            record, standing = self._standing()
-            if record is not None:
-                record.registration = replace(record.registration, proof=registration.proof)
-                record.live_until = self.clock() + self.settings.lease_s
-                record.load = load
-            return standing
-
-    def _append(self, entries: list[Entry], first_seq: int) -> Standing:
-        with self.store.open():
-            record, standing = self._standing()
-            if record is None:
-                return standing
-            if first_seq != standing.last_seq + 1:
-                return Standing("GAP", standing.last_seq)
-            for entry in entries:
-                record.holdings.apply(entry)
-            return self._advance(record, standing.last_seq + len(entries))
-
-    def _replace(self, mirror: Holdings, seq: int) -> Standing:
-        with self.store.open():
-            record, standing = self._standing()
-            if record is None:
-                return standing
-            record.holdings = mirror.copy()
-            return self._advance(record, max(seq, standing.last_seq) + 1)
-
-    def _compact(self) -> None:
-        """There is no log."""
-
-    def _disconnect(self) -> None:
-        """There is no connection."""
-
-    def _retire(self) -> None:
-        with self.store.open():
-            record, _ = self._standing()
-            if record is not None:
-                record.live_until = 0.0
-
-    def _standing(self) -> tuple[Record | None, Standing]:
-        """This replica's record, or None with the verdict on who writes without one."""
-        record = self.store.records.get(self.replica_id)
-        if record is None:
-            return None, Standing("LOST", 0)
-        stored = record.registration
-        if stored.epoch == self._epoch and stored.nonce == self._nonce:
-            return record, Standing("OK", stored.last_seq)
-        verdict: Verdict = "LOST" if stored.epoch < self._epoch else "FENCED"
-        return None, Standing(verdict, 0)
-
-    def _advance(self, record: Record, seq: int) -> Standing:
-        record.registration = replace(record.registration, last_seq=seq)
-        return Standing("OK", seq)
-
     def _others(self) -> list[Known]:
-        if not self.store.is_reachable:
-            return []
-        with self.store.open():
-            others = [item for item in self.store.records.items() if item[0] != self.replica_id]
-            return [self._known(record) for _, record in others]
-
-    def _known(self, record: Record) -> Known:
-        remaining_s = record.live_until - self.clock()
-        info = describe(record.registration, self._registration(0), self.keys, remaining_s, record.load)
-        return Known(info, record.holdings if info.reachable else None)
-
-    def _save_job(self, job: WarmJob) -> None:
-        with self.store.open():
-            self.store.jobs[job.id] = (self.clock() + JOB_TTL_S, job)
-            while len(self.store.jobs) > _MAX_JOBS:
-                self.store.jobs.popitem(last=False)
-
-    def _save_part(self, job_id: str, part: JobPart) -> bool:
-        with self.store.open():
-            until, job = self._stored_job(job_id)
-            if job is None or all(known.replica_id != part.replica_id for known in job.parts):
-                return False
-            parts = tuple(part if known.replica_id == part.replica_id else known for known in job.parts)
-            self.store.jobs[job_id] = (until, replace(job, parts=parts))
-            return True
-
-    def _load_job(self, job_id: str) -> WarmJob | None:
-        with self.store.open():
-            return self._stored_job(job_id)[1]
-
-    def _stored_job(self, job_id: str) -> tuple[float, WarmJob | None]:
-        until, job = self.store.jobs.get(job_id, (0.0, None))
-        return (until, job) if until > self.clock() else (0.0, None)
+        """Always up to date: the store is an object of this process, and never waits."""
+        with suppress(StoreUnavailable):
+            self.reader.refresh()
+        return self.reader.known()
 
     def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        if self._is_alone:
-            return {self.replica_id: self._epoch}
-        live = {registration.replica_id: registration.epoch for registration in self._live_registrations()}
-        return {name: live[name] for name in replica_ids if name in live}
+        return {self.replica_id: self._epoch} if self._is_alone else super()._live_epochs(replica_ids)
+
+
+def _advance(record: Record, seq: int) -> Standing:
+    record.registration = replace(record.registration, last_seq=seq)
+    return Standing("OK", seq)

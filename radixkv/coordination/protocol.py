@@ -37,13 +37,15 @@ With the store gone everything local goes on; the views of others run out with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from radixkv.coordination.store import Durable, Grant
+    from radixkv.coordination.tenants import Purge
     from radixkv.namespaces import Namespace
     from radixkv.tokens import TokenIds
     from radixkv.types import Journal, Snapshot
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 SEGMENT_TOKENS = 256
 """Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of keys, entries and snapshots in the store. Replicas that differ don't share a fleet."""
 
 State = Literal["new", "ok", "unavailable", "refused", "fenced", "left", "failed"]
@@ -148,11 +150,21 @@ class WarmJob:
     namespace_digest: bytes
     num_tokens: int
     parts: tuple[JobPart, ...]
+    owner: tuple[str, int] = ("", 0)
+    """The registration ``(replica, epoch)`` that sees to it; another takes over when its lease is over."""
+    num_wanted: int = 0
+    """How many replicas are to hold the prefix in the end; a part that is lost or failed can be replaced."""
 
     @property
     def is_over(self) -> bool:
         """Nothing of it is queued or running."""
         return all(part.state in ("done", "failed", "lost") for part in self.parts)
+
+    @property
+    def num_missing(self) -> int:
+        """How many replicas more must be asked so that ``num_wanted`` can come to hold it."""
+        hopeful = sum(part.state in ("queued", "running", "done") for part in self.parts)
+        return max(0, self.num_wanted - hopeful)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +194,20 @@ class Health:
     """Times a log had a gap that a snapshot had to heal."""
     num_view_forgotten: int = 0
     """Segments left out of the view because its budget was spent."""
+    num_unreplicated: int = 0
+    """Writes that must not be lost (epoch, limit, generation) that no second copy of the store confirmed in time."""
+    queue_bytes: int = 0
+    """What the journal's queue takes, roughly; at most ``queue_bytes`` of the settings."""
+    mirror_bytes: int = 0
+    """What this replica remembers of what it published, roughly: it holds one digest for 256 resident tokens."""
+    log_bytes: int = 0
+    """What this replica's log takes in the store, roughly; at most about two snapshots."""
+    snapshot_bytes: int = 0
+    """What its snapshot takes in the store; at most 64 MiB."""
+    view_bytes: int = 0
+    """What the view of the others takes, roughly; at most ``view_digests`` of the settings."""
+    tenant_bytes: int = 0
+    """What shares and generations of tenants take, roughly."""
 
     @property
     def is_ok(self) -> bool:
@@ -195,6 +221,9 @@ class Resident(Protocol):
     def snapshot(self) -> Snapshot:
         """All that is resident, at one moment."""
 
+    def namespaces(self) -> Iterable[Namespace]:
+        """Those that hold something."""
+
 
 class Coordinator(Protocol):
     """See the module's docstring. Every method may be called from any thread."""
@@ -207,8 +236,12 @@ class Coordinator(Protocol):
     def journal(self) -> Journal | None:
         """What the cache reports its changes to; None where no other replica could ever read them."""
 
-    def attach(self, resident: Resident) -> None:
-        """Say where to rebuild from when the journal has overflowed. Without it the others only forget."""
+    def attach(self, resident: Resident, on_purge: Callable[[str, int], None] | None = None) -> None:
+        """Say where to rebuild from when the journal has overflowed. Without it the others only forget.
+
+        ``on_purge(tenant, generation)`` is called when the fleet purges a tenant that was met here: it returns
+        when nothing of the tenant can be matched any more. Without it such a purge is never confirmed.
+        """
 
     def register(self, address: str | None = None) -> ReplicaInfo:
         """Take the id with a new epoch, start beating and publishing. ``address`` replaces the setting.
@@ -253,8 +286,30 @@ class Coordinator(Protocol):
     def report_load(self, load: Load) -> None:
         """State the load that the next beat carries."""
 
-    def create_job(self, namespace: Namespace, num_tokens: int, replica_ids: Sequence[str]) -> WarmJob:
-        """Record a warm job with a part, queued, for each replica.
+    def create_job(
+        self,
+        namespace: Namespace,
+        num_tokens: int,
+        replica_ids: Sequence[str],
+        *,
+        job_id: str | None = None,
+        num_wanted: int | None = None,
+    ) -> WarmJob:
+        """Record a warm job with a part, queued, for each replica; this replica sees to it.
+
+        ``job_id`` (32 hex digits, random by default) makes it idempotent: a job that the tenant has under this
+        id already is returned as it is. ``num_wanted``: how many replicas are to hold the prefix in the end.
+        Raises ArgumentError for a replica that isn't live, StoreUnavailable.
+        """
+
+    def take_job(self, job_id: str, tenant: str) -> WarmJob | None:
+        """See to a job whose owner's lease is over, or this replica's own: the job, or None if another does.
+
+        Of all who try, one gets it. Raises StoreUnavailable.
+        """
+
+    def extend_job(self, job_id: str, replica_id: str) -> bool:
+        """Ask one more replica, or one that was restarted since: a queued part. False unless this replica sees to it.
 
         Raises ArgumentError for a replica that isn't live, StoreUnavailable.
         """
@@ -264,3 +319,26 @@ class Coordinator(Protocol):
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
         """The job, or None if there is none of that tenant. Raises StoreUnavailable."""
+
+    @property
+    def knows_generations(self) -> bool:
+        """The lease runs: no purge can be complete that this replica hasn't heard of. Local."""
+
+    def purge(self, tenant: str) -> Purge:
+        """Forget a tenant in the whole fleet: raises its generation, obeys, and says who has confirmed so far.
+
+        Repeat after StoreUnavailable. Raises StaleEpoch.
+        """
+
+    def purge_report(self, tenant: str) -> Purge:
+        """How far the tenant's last purge has come. Raises StoreUnavailable."""
+
+    def set_limit(self, tenant: str, blocks: int | None) -> Durable:
+        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
+
+    def reserve(self, tenant: str, blocks: int) -> Grant:
+        """State how many blocks this replica wants to hold of a tenant's quota; ``.blocks`` of them are granted.
+
+        Stated again with each beat; it counts for a lease. While the store is away the last grant holds.
+        Raises ArgumentError, CapacityError, StaleEpoch, StoreUnavailable.
+        """

@@ -1,66 +1,89 @@
-"""Coordination over Redis 6.2 or newer (or Valkey). The only importer of the client library.
+"""The store over Redis 6.2 or newer, or Valkey: single, Cluster or Sentinel. The only importer of the client library.
 
-    writer   one thread: beats, appends what the journal brought, writes snapshots     (base.py, scripts.py)
-    reader   one thread: discovers replicas, follows all their logs in one XREAD BLOCK (view.py)
-
-What stands where, under ``rk1:`` (``{…}`` is the hash tag, so that one replica's keys share a shard):
+What stands where, under ``rk1:`` (``{…}`` is the hash tag: the keys of one replica share a shard, so do
+those of one tenant, and of one job):
 
     {r:RID}:meta      hash     the registration: epoch, nonce, address, proof, canary, last_seq …
     {r:RID}:lease     string   the nonce, expiring: liveness
     {r:RID}:ev        stream   the log, at ids epoch-seq
     {r:RID}:snapmeta  hash     epoch, seq, count, checksum of the snapshot in {r:RID}:snap:0 …
     {r:RID}:load      hash     load, as of the last beat
-    replicas          zset     replica ids by live-until in ms: discovery only
+    {t:TD}:q          hash     a tenant: limit, generation, r:RID epoch:blocks:until:fingerprint, c:RID epoch
     {w:JOB}:job       hash     a warm job, kept for an hour
+    replicas          zset     replica ids by live-until in ms: discovery only
+    purges            zset     tenants in the order in which their generation was raised: discovery only
 
-Reading: the registrations are fetched at every beat's time, and at least every second. Liveness is the
-lease's remaining time, counted from before the fetch on the local clock, and compared at each question; so a
-replica is gone when its lease is, even if Redis is gone too. Only the logs of replicas that are live, proven
-and compatible are read. A registration that can't be parsed is nobody's.
-
-Bounded: 1,024 replicas, a budget of segments over all logs, snapshots of 4 M segments; a log holds at most
-twice ``snapshot_entries`` entries and what one write adds.
+Where a write goes is asked of the server: the shard of its tag, the master that Sentinel names, or the one
+there is. ``WAIT 1`` follows the writes that must not be lost (epoch, limit, generation), on the connection
+that wrote, where the server has had a replica. Bounded: 1,024 replicas, 65,536 announced purges, snapshots of
+4 M segments; a log ends behind the snapshot before the last one; a job holds 1,024 parts, for an hour.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha1
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import SSLConnection, parse_url
+from redis.exceptions import MovedError, NoScriptError, RedisClusterException, RedisError
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import scripts
-from radixkv.coordination.base import JOB_TTL_S, BaseCoordinator, Known, Standing, Verdict, describe
+from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
-from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.loop import Loop
-from radixkv.coordination.protocol import WIRE_VERSION, Health, JobPart, Load, ReplicaInfo, WarmJob
+from radixkv.coordination.protocol import JobPart, Load, ReplicaInfo, WarmJob
 from radixkv.coordination.settings import Settings, check_published_block_size, without_password
-from radixkv.coordination.view import Budget, RemoteLog
+from radixkv.coordination.store import (
+    ENTRIES_A_READ,
+    JOB_TTL_S,
+    LISTED_S,
+    MAX_PARTS,
+    MAX_PURGES,
+    MAX_REPLICAS,
+    Durable,
+    Fetched,
+    Grant,
+    Logged,
+    SavedSnapshot,
+    Seen,
+    Share,
+    Standing,
+    TenantFacts,
+    Verdict,
+    Writer,
+)
 from radixkv.coordination.wire import (
     LOAD_FIELDS,
     MAX_SNAPSHOT_CHUNKS,
+    PART_PREFIX,
     REGISTRATION_FIELDS,
     Entry,
+    Groups,
     Registration,
     WireError,
+    format_owner,
     format_part,
     job_fields,
     number,
+    pack_entries,
     pack_snapshot,
     parse_entry,
     parse_job,
     parse_load,
     parse_registration,
+    parse_tenant,
     registration_fields,
     unpack_snapshot,
 )
@@ -68,20 +91,30 @@ from radixkv.errors import ConfigError, StoreUnavailable
 
 PREFIX = "rk1:"
 REPLICAS_KEY = PREFIX + "replicas"
+PURGES_KEY = PREFIX + "purges"
 RETENTION_S = 7 * 24 * 3600
 """A registration, its log and its snapshot outlive the last beat by this much: epochs go on from it."""
 
-_LISTED_S = 3600
-"""A replica that is gone is listed, as not live, for this long."""
-_MAX_REPLICAS = 1024
-_FETCH_S = 1.0
-"""A new replica is seen after this long at the latest, or a beat's time if that is shorter."""
-_BLOCK_S = 0.25
-_ENTRIES_A_READ = 512
-_READS_A_POLL = 64
+_RETENTION_MS = RETENTION_S * 1000
 _SNAPSHOT_TRIES = 3
+_SERVER_BLOCK_S = 1.0
+_SWEEP_S = 0.005
 _ENTRY_ID = re.compile(rb"([0-9]{1,15})-([0-9]{1,15})")
 _REPLICA_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
+_FORMS = (
+    "redis://[user:password@]host[:port][/db], rediss://… (TLS), unix:///path, redis+cluster://host:port,host:port "
+    "or redis+sentinel://host:port,host:port/service; also rediss+cluster:// and rediss+sentinel://"
+)
+
+
+# What the library leaves untyped.
+_parse_url: Any = parse_url
+_cluster_client: Any = RedisCluster
+_cluster_node: Any = ClusterNode
+_sentinel_client: Any = Sentinel
+
+Args = Sequence[str | bytes | int]
 
 
 class ReplicaKeys:
@@ -94,259 +127,628 @@ class ReplicaKeys:
         self.load = tagged + "load"
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the servers are, from a URL. ``options`` go to every connection, TLS and credentials among them."""
+
+    kind: str
+    hosts: tuple[tuple[str, int], ...]
+    service: str
+    options: dict[str, Any]
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Raises ConfigError, without the password."""
+        try:
+            return cls._parse(url)
+        except (ValueError, TypeError) as error:
+            raise ConfigError("redis", without_password(url), f"{_FORMS} ({error})") from None
+
+    @classmethod
+    def _parse(cls, url: str) -> Address:
+        found = _URL.fullmatch(url)
+        if found is None:
+            raise ValueError("no such form")
+        scheme, user, hosts, path, query = (part or "" for part in found.groups())
+        plain, _, kind = scheme.partition("+")
+        names = [name for name in hosts.split(",") if name]
+        user = f"{user}@" if user else ""
+        service, _, database = path.strip("/").partition("/") if kind == "sentinel" else ("", "", path[1:])
+        options = dict(_parse_url(f"{plain}://{user}{names[0] if names else ''}/{database}{query}"))
+        if plain == "unix":
+            return cls("single", (), "", dict(_parse_url(url)))
+        if kind == "sentinel" and not service:
+            raise ValueError("the service's name is missing")
+        default = 26379 if kind == "sentinel" else 6379
+        listed = tuple(_host(f"{plain}://{name}", default) for name in names or ["localhost"])
+        if len(listed) > 1 and not kind:
+            raise ValueError("several hosts")
+        options.pop("host", None)
+        options.pop("port", None)
+        if options.pop("connection_class", None) is SSLConnection:
+            options["ssl"] = True
+        return cls(kind or "single", listed, service, options)
+
+
+def _host(url: str, default_port: int) -> tuple[str, int]:
+    options = _parse_url(url)
+    return options.get("host", "localhost"), int(options.get("port", default_port))
+
+
 class Connection:
-    """One client of one server: scripts by their digest, loaded again where the server lost them, and errors
-    as StoreUnavailable. Thread-safe."""
+    """Clients of one deployment, made when first needed; every error of theirs is StoreUnavailable. Thread-safe.
+
+    A Cluster's client is used for its map of slots alone: commands go to the node that has the key.
+    """
 
     def __init__(self, url: str, reply_timeout_s: float) -> None:
         self.num_script_reloads = 0
-        try:
-            self.client: Any = redis.Redis.from_url(
-                url,
-                socket_timeout=reply_timeout_s,
-                socket_connect_timeout=reply_timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-            )
-        except (ValueError, TypeError) as error:
-            allowed = f"redis://host:port/db, rediss://… or unix://… ({error})"
-            raise ConfigError("redis", without_password(url), allowed) from None
+        self._address = Address.parse(url)
+        self._reply_timeout_s = reply_timeout_s
+        self._options = self._address.options | {
+            "socket_timeout": reply_timeout_s,
+            "socket_connect_timeout": reply_timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+        }
+        self._client: Any = None
+        self._is_stale = False
+        self._had_replica = False
+        self._sentinel: Any = None
+        self._master: tuple[str, int] | None = None
+        self._opening = threading.Lock()
         self._digests: dict[str, str] = {}
+        if self._address.kind == "single":
+            self._client = self._plain()  # so that an option which can't work is refused at once
 
-    def run(self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+    def run(self, script: str, keys: Sequence[str], args: Args) -> Any:
         """The script's answer. Raises StoreUnavailable."""
-        digest = self._digests.setdefault(script, sha1(script.encode(), usedforsecurity=False).hexdigest())
-        with self.store() as client:
-            try:
-                return client.evalsha(digest, len(keys), *keys, *args)
-            except NoScriptError:
-                self.num_script_reloads += 1
-                client.script_load(script)
-                return client.evalsha(digest, len(keys), *keys, *args)
+        return self._at(keys[0], lambda node: self._evaluate(node, script, keys, args))
 
-    @contextmanager
-    def store(self) -> Iterator[Any]:
-        """The client; any error of it, or of the server, is StoreUnavailable."""
-        try:
-            yield self.client
-        except RedisError as error:
-            raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+    def run_durably(self, script: str, keys: Sequence[str], args: Args) -> tuple[Any, bool | None]:
+        """The script's answer, and whether a replica has what it wrote: None where the server has none."""
+
+        def act(node: Any) -> tuple[Any, bool | None]:
+            with node.client() as one:
+                answer = self._evaluate(one, script, keys, args)
+                num_replicas = int(one.info("replication").get("connected_slaves", 0))
+                self._had_replica = self._had_replica or num_replicas > 0
+                if not self._had_replica:
+                    return answer, None
+                wait_ms = max(1, int(self._reply_timeout_s * 500))
+                return answer, int(one.execute_command("WAIT", 1, wait_ms)) >= 1
+
+        found: tuple[Any, bool | None] = self._at(keys[0], act)
+        return found
+
+    def gather(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The replies to commands of one key each, ``(name, key, …)``: one round trip to each shard.
+
+        A reply may be an exception: that of its command, or of its shard. Raises StoreUnavailable if no shard
+        answers.
+        """
+        replies: list[Any] = [None] * len(commands)
+        failure: Exception | None = None
+        num_failed = 0
+        by_node = self._by_node([str(command[1]) for command in commands])
+        for node, indices in by_node:
+            pipeline = node.pipeline(transaction=False)
+            for index in indices:
+                pipeline.execute_command(*commands[index])
+            try:
+                answers = pipeline.execute(raise_on_error=False)
+            except (RedisError, RedisClusterException) as error:
+                answers, failure, num_failed = [error] * len(indices), error, num_failed + 1
+                self._is_stale = True
+            for index, answer in zip(indices, answers, strict=True):
+                replies[index] = answer
+                self._is_stale = self._is_stale or isinstance(answer, MovedError)
+        if failure is not None and num_failed == len(by_node):
+            raise _unavailable(failure)
+        return replies
+
+    def of(self, command: str, *args: Any) -> Any:
+        """The reply to one command of one key, which comes first."""
+        return self._at(str(args[0]), lambda node: node.execute_command(command, *args))
+
+    def slot(self, key: str) -> int:
+        """The slot of a key in a Cluster; 0 anywhere else. Keys of one slot can share a command."""
+        client = self._open()
+        return int(client.keyslot(key)) if isinstance(client, _cluster_client) else 0
+
+    def borrow(self, key: str) -> tuple[Any, Any]:
+        """A raw connection to the node of ``key``, and the pool that it goes back to."""
+        pool = self._node(key).connection_pool
+        return pool, pool.get_connection()
+
+    def check(self) -> None:
+        """Under Sentinel: leave a master that is none any more, even if it still answers."""
+        if self._sentinel is None:
+            return
+        with _translated():
+            master = self._sentinel.discover_master(self._address.service)
+            known, self._master = self._master, master
+            if known not in (None, master):
+                self._open().connection_pool.disconnect(inuse_connections=False)
+
+    def suspect(self) -> None:
+        """The map of slots may be behind: ask again before the next command."""
+        self._is_stale = True
 
     def close(self) -> None:
         """Close the connections."""
-        self.client.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        for each in self._sentinel.sentinels if self._sentinel else ():
+            each.close()
 
-
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """Another replica at the last fetch; ``log`` is None where it is not followed."""
-
-    registration: Registration
-    info: ReplicaInfo
-    live_until: float
-    log: RemoteLog | None
-
-    def known(self, now: float) -> Known:
-        """As of ``now``."""
-        remaining_s = max(0.0, self.live_until - now)
-        live = remaining_s > 0
-        if self.log is None:
-            return Known(replace(self.info, live=live, lease_remaining_s=remaining_s), None)
-        last_seq = max(self.info.last_seq, self.log.seq)
-        info = replace(self.info, live=live, lease_remaining_s=remaining_s, last_seq=last_seq)
-        return Known(info, self.log.holdings)
-
-
-class Reader:
-    """Discovers the other replicas and follows their logs. ``remotes`` is replaced, never changed."""
-
-    def __init__(self, settings: Settings, keys: FleetKeys, connection: Connection, clock: Clock) -> None:
-        self.budget = Budget(settings.view_digests)
-        self.remotes: dict[str, Remote] = {}
-        self._settings = settings
-        self._keys = keys
-        self._connection = connection
-        self._clock = clock
-        self._mine = Registration(
-            settings.replica_id, 0, "", "", "", settings.block_size, WIRE_VERSION, keys.canary
-        )
-        self._fetch_at = 0.0
-        self._failures = 0
-        self._lock = threading.Lock()
-
-    def step(self) -> float:
-        """What the reader's thread repeats."""
-        try:
-            self.poll(_BLOCK_S)
-        except StoreUnavailable:
-            self._failures += 1
-            return float(min(self._settings.beat_s, 2.0, 0.05 * 2 ** min(self._failures, 10)))
-        self._failures = 0
-        return 0.0 if any(self._followed()) else max(0.0, self._fetch_at - self._clock())
-
-    def poll(self, block_s: float = 0.0) -> None:
-        """Fetch the registrations if it is time, and read the logs; wait for news up to ``block_s``."""
-        with self._lock:
-            if self._clock() >= self._fetch_at:
-                self._refresh()
-                return
-            wait_s = min(block_s, self._fetch_at - self._clock())
-            self._read(max(1, int(wait_s * 1000)) if wait_s > 0 else None)
-
-    def refresh(self) -> None:
-        """Fetch the registrations now, and read all that is in the logs."""
-        with self._lock:
-            self._refresh()
-
-    def fetch(self) -> list[tuple[Registration, float, Load]]:
-        """All registrations that discovery names, with the seconds their leases run and their loads."""
-        with self._connection.store() as client:
-            names = client.zrevrangebyscore(REPLICAS_KEY, "+inf", "-inf", start=0, num=_MAX_REPLICAS)
-            ids = [name.decode() for name in names if _REPLICA_ID.fullmatch(name)]
-            pipeline = client.pipeline(transaction=False)
-            for keys in map(ReplicaKeys, ids):
-                pipeline.hmget(keys.meta, REGISTRATION_FIELDS)
-                pipeline.get(keys.lease)
-                pipeline.pttl(keys.lease)
-                pipeline.hmget(keys.load, LOAD_FIELDS)
-            replies = pipeline.execute(raise_on_error=False)
-        found = []
-        for index, name in enumerate(ids):
-            answers = replies[4 * index : 4 * index + 4]
-            if any(isinstance(answer, Exception) for answer in answers):
-                continue  # a key of another type: nobody of this version wrote it
+    def _at(self, key: str, act: Callable[[Any], Any]) -> Any:
+        with _translated():
             try:
-                found.append(_fetched(name, *answers))
-            except WireError:
-                continue
-        return found
+                return act(self._node(key))
+            except MovedError:
+                self._is_stale = True
+                return act(self._node(key))
+            except (RedisError, RedisClusterException):
+                self._is_stale = True
+                raise
 
-    def _refresh(self) -> None:
-        before = self._clock()
-        self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
-        old = self.remotes
-        fresh = {
-            registration.replica_id: self._remote(registration, remaining_s, load, before, old)
-            for registration, remaining_s, load in self.fetch()
-            if registration.replica_id != self._settings.replica_id
-        }
-        kept = {id(remote.log) for remote in fresh.values()}
-        self.remotes = fresh
-        for remote in old.values():
-            if remote.log is not None and id(remote.log) not in kept:
-                remote.log.forget(0)
-        for _ in range(_READS_A_POLL):
-            if not self._read(None):
-                self._catch_up()
-                break
-
-    def _remote(
-        self,
-        registration: Registration,
-        remaining_s: float,
-        load: Load,
-        before: float,
-        old: dict[str, Remote],
-    ) -> Remote:
-        info = describe(registration, self._mine, self._keys, remaining_s, load)
-        log = None
-        if info.live and info.proven and info.incompatible is None:
-            known = old.get(registration.replica_id)
-            log = None if known is None else known.log
-            if log is None or (log.epoch, log.nonce) != (registration.epoch, registration.nonce):
-                log = RemoteLog(registration.epoch, registration.nonce, self.budget)
-                self._load_snapshot(registration.replica_id, log)
-        return Remote(registration, info, before + remaining_s, log)
-
-    def _followed(self) -> Iterator[tuple[str, RemoteLog]]:
-        return ((name, remote.log) for name, remote in self.remotes.items() if remote.log is not None)
-
-    def _read(self, block_ms: int | None) -> bool:
-        """Take in what the logs have, in order. Whether there may be more."""
-        logs = {ReplicaKeys(name).log: (name, log) for name, log in self._followed()}
-        if not logs:
-            return False
-        cursors = {key: f"{log.epoch}-{log.seq}" for key, (_, log) in logs.items()}
-        with self._connection.store() as client:
-            streams = client.xread(cursors, count=_ENTRIES_A_READ, block=block_ms)
-        for key, entries in streams or ():
-            name, log = logs[key.decode()]
-            for entry_id, fields in entries:
-                if not self._take(name, log, entry_id, fields):
-                    break
-        return any(len(entries) >= _ENTRIES_A_READ for _, entries in streams or ())
-
-    def _take(self, name: str, log: RemoteLog, entry_id: bytes, fields: dict[bytes, bytes]) -> bool:
-        """Take in one entry; False if it belongs to a registration that isn't known yet."""
-        position = _ENTRY_ID.fullmatch(entry_id)
-        epoch, seq = (0, 0) if position is None else (int(position[1]), int(position[2]))
-        if epoch != log.epoch:
-            self._fetch_at = 0.0
-            return False
+    def _evaluate(self, node: Any, script: str, keys: Sequence[str], args: Args) -> Any:
+        digest = self._digests.setdefault(script, sha1(script.encode(), usedforsecurity=False).hexdigest())
         try:
-            entry = parse_entry(fields, epoch, seq)
-        except WireError:
-            self.budget.num_gaps += 1
-            log.forget(max(seq, log.seq))
-            return True
-        if log.offer(seq, entry) == "gap":
-            self.budget.num_gaps += 1
-            self._load_snapshot(name, log)
-            if log.offer(seq, entry) == "gap":
-                log.forget(seq - 1)
-                log.offer(seq, entry)
+            return node.evalsha(digest, len(keys), *keys, *args)
+        except NoScriptError:
+            self.num_script_reloads += 1
+            return node.eval(script, len(keys), *keys, *args)
+
+    def _by_node(self, keys: Sequence[str]) -> list[tuple[Any, list[int]]]:
+        found: dict[int, tuple[Any, list[int]]] = {}
+        for index, key in enumerate(keys):
+            node = self._node(key)
+            found.setdefault(id(node), (node, []))[1].append(index)
+        return list(found.values())
+
+    def _node(self, key: str) -> Any:
+        """The client of the server that ``key`` belongs on. Raises StoreUnavailable."""
+        client = self._open()
+        if not isinstance(client, _cluster_client):
+            return client
+        with _translated():
+            return client.get_redis_connection(client.get_node_from_key(key))
+
+    def _open(self) -> Any:
+        with self._opening, _translated():
+            if self._client is None:
+                self._client = self._make()
+            elif self._is_stale and isinstance(self._client, _cluster_client):
+                self._client.nodes_manager.initialize()
+            elif self._is_stale and self._address.kind == "single":
+                self._client = self._upgraded(self._client)
+            self._is_stale = False
+            return self._client
+
+    def _make(self) -> Any:
+        if self._address.kind == "cluster":
+            return self._cluster(self._address.hosts)
+        if self._address.kind == "sentinel":
+            return self._by_sentinel()
+        return self._plain()
+
+    def _plain(self) -> Any:
+        if not self._address.hosts:
+            return redis.Redis.from_pool(redis.ConnectionPool(**self._options))
+        host, port = self._address.hosts[0]
+        return redis.Redis(host=host, port=port, **self._options)
+
+    def _upgraded(self, client: Any) -> Any:
+        """A plain URL may lead to a node of a Cluster: it answers MOVED, and is asked for the others then."""
+        if client.info("server").get("redis_mode") != "cluster":
+            return client
+        return self._cluster(self._address.hosts)
+
+    def _cluster(self, hosts: Sequence[tuple[str, int]]) -> Any:
+        if self._options.get("db", 0):
+            raise ConfigError("redis", f"database {self._options['db']}", "database 0 in a Cluster")
+        options = {name: value for name, value in self._options.items() if name != "db"}
+        nodes = [_cluster_node(host, port) for host, port in hosts]
+        return _cluster_client(startup_nodes=nodes, require_full_coverage=False, **options)
+
+    def _by_sentinel(self) -> Any:
+        options = dict(self._options)
+        asked = {
+            name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry", "protocol")
+        }
+        asked |= {name: value for name, value in options.items() if name.startswith("ssl")}
+        for name in ("username", "password"):
+            if value := options.pop(f"sentinel_{name}", None):
+                asked[name] = value
+        self._sentinel = _sentinel_client(self._address.hosts, sentinel_kwargs=asked, **options)
+        return self._sentinel.master_for(self._address.service)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Any error of the client, or of the server, is StoreUnavailable."""
+    try:
+        yield
+    except (RedisError, RedisClusterException) as error:
+        raise _unavailable(error) from error
+
+
+def _unavailable(error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """One XREAD that waits in the server, on a connection of its own."""
+
+    streams: frozenset[str]
+    pool: Any
+    connection: Any
+    sent_at: float
+    failure: RedisError | None = None
+    """What was met when the connection was looked at. The client would connect anew, to no answer, if it were
+    looked at again."""
+
+    def is_ready(self, wait_s: float = 0.0) -> bool:
+        """Something can be received, be it that the connection is broken or that its server is silent."""
+        if self.failure is None:
+            try:
+                return bool(self.connection.can_read(wait_s)) or self._is_silent()
+            except RedisError as failure:
+                self.failure = failure
         return True
 
-    def _catch_up(self) -> None:
-        """A log that ends before its registration's last number was trimmed past us, down to nothing."""
-        for name, remote in self.remotes.items():
-            log = remote.log
-            if log is None or log.seq >= remote.registration.last_seq:
-                continue
-            self.budget.num_gaps += 1
-            self._load_snapshot(name, log)
-            if log.seq < remote.registration.last_seq:
-                log.forget(remote.registration.last_seq)
+    def receive(self) -> Any:
+        """The answer; waits for it. Raises RedisError."""
+        if self.failure is not None:
+            raise self.failure
+        return self.connection.read_response()
 
-    def _load_snapshot(self, name: str, log: RemoteLog) -> None:
-        """Put the replica's snapshot in the place of what is known, if there is one that is newer."""
-        keys = ReplicaKeys(name)
-        for _ in range(_SNAPSHOT_TRIES):
-            with self._connection.store() as client:
-                epoch, seq, count, checksum = client.hmget(
-                    keys.snapshot_meta, ["epoch", "seq", "count", "checksum"]
-                )
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self.sent_at > 2 * _SERVER_BLOCK_S
+
+    def end(self, *, is_broken: bool) -> None:
+        """Give the connection back; close it if an answer could still come over it."""
+        if is_broken:
+            self.connection.disconnect()
+        self.pool.release(self.connection)
+
+
+class StreamReads:
+    """XREAD over streams of any slots: one command a slot, and one thread that waits for all of them.
+
+    Streams of different slots can't share a command, so a Cluster needs a blocking connection for each slot
+    that has a log; a single server needs one. A slot whose server fails is left out of this read, and asked
+    again in the next: the others go on.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: dict[int, _UnderWay] = {}
+
+    def read(self, cursors: Mapping[str, str], block_s: float) -> list[tuple[str, list[Any]]]:
+        """``(stream, [[id, fields], …])``; waits up to ``block_s``. Raises StoreUnavailable if no slot answers."""
+        slots: dict[int, dict[str, str]] = {}
+        for key, cursor in cursors.items():
+            slots.setdefault(self._connection.slot(key), {})[key] = cursor
+        found: list[tuple[str, list[Any]]] = []
+        failures: list[StoreUnavailable] = []
+        for reading in self._sent(slots, block_s, failures):
             try:
-                if epoch is None or number(epoch) != log.epoch or number(seq) <= log.seq:
-                    return
-                log.load(self._groups(keys, number(count), checksum or b""), number(seq))
-                return
-            except WireError:
-                continue  # torn: the writer replaced it while it was read
+                found += [(key.decode(), entries) for key, entries in self._receive(reading) or ()]
+            except StoreUnavailable as failure:
+                failures.append(failure)
+        if slots and len(failures) >= len(slots):
+            raise failures[0]
+        return found
 
-    def _groups(self, keys: ReplicaKeys, count: int, checksum: bytes) -> list[tuple[bytes, bytes]]:
+    def close(self) -> None:
+        """End what is under way."""
+        for slot in list(self._waiting):
+            self._waiting.pop(slot).end(is_broken=True)
+
+    def _sent(
+        self, slots: Mapping[int, Mapping[str, str]], block_s: float, failures: list[StoreUnavailable]
+    ) -> list[_UnderWay]:
+        """The reads that can be received: without waiting those sent now, else those of which something came."""
+        sent = []
+        for slot, streams in slots.items():
+            try:
+                if block_s == 0:
+                    sent.append(self._send(streams, ()))
+                elif not self._is_waiting(slot, streams):
+                    self._waiting[slot] = self._send(streams, ("BLOCK", int(_SERVER_BLOCK_S * 1000)))
+            except StoreUnavailable as failure:
+                failures.append(failure)
+        if block_s == 0:
+            return sent
+        self._wait(block_s)
+        ready = [slot for slot, reading in self._waiting.items() if reading.is_ready() or slot not in slots]
+        return [self._waiting.pop(slot) for slot in ready]
+
+    def _is_waiting(self, slot: int, streams: Mapping[str, str]) -> bool:
+        reading = self._waiting.get(slot)
+        if reading is not None and reading.streams != streams.keys():
+            self._waiting.pop(slot).end(is_broken=True)
+            return False
+        return reading is not None
+
+    def _send(self, cursors: Mapping[str, str], block: tuple[Any, ...]) -> _UnderWay:
+        with _translated():
+            pool, connection = self._connection.borrow(next(iter(cursors)))
+            reading = _UnderWay(frozenset(cursors), pool, connection, time.monotonic())
+            try:
+                connection.send_command(
+                    "XREAD", "COUNT", ENTRIES_A_READ, *block, "STREAMS", *cursors, *cursors.values()
+                )
+            except RedisError:
+                self._give_up(reading)
+                raise
+        return reading
+
+    def _wait(self, block_s: float) -> None:
+        """Until an answer is there. One connection is waited for, several are looked at in turn."""
+        if len(self._waiting) == 1:
+            next(iter(self._waiting.values())).is_ready(block_s)
+            return
+        deadline = time.monotonic() + block_s
+        while time.monotonic() < deadline and not any(each.is_ready() for each in self._waiting.values()):
+            time.sleep(_SWEEP_S)
+
+    def _receive(self, reading: _UnderWay) -> Any:
+        with _translated():
+            try:
+                answer = reading.receive()
+            except RedisError:
+                self._give_up(reading)
+                raise
+        reading.end(is_broken=False)
+        return answer
+
+    def _give_up(self, reading: _UnderWay) -> None:
+        self._connection.suspect()
+        reading.end(is_broken=True)
+
+
+class RedisStore:
+    """See ``store.Store``. Reads wait on connections of their own, and one thread at a time may ``read``."""
+
+    def __init__(self, url: str, reply_timeout_s: float = 2.0) -> None:
+        self.connection = Connection(url, reply_timeout_s)
+        self._reading = Connection(url, reply_timeout_s + _SERVER_BLOCK_S)
+        self._streams = StreamReads(self._reading)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._streams.close()
+        self._reading.close()
+        self.connection.close()
+
+    # ---- a replica's own facts
+
+    def boot(self, registration: Registration) -> Durable:
+        """See the protocol."""
+        names = ReplicaKeys(registration.replica_id)
+        fields = [item for pair in registration_fields(registration).items() for item in pair]
+        epoch, replicated = self.connection.run_durably(
+            scripts.BOOT,
+            [names.meta, names.lease, names.log, names.snapshot_meta, names.load],
+            [registration.epoch, _RETENTION_MS, names.snapshot_prefix, *fields],
+        )
+        return Durable(int(epoch), replicated)
+
+    def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
+        """See the protocol."""
+        self.connection.check()
+        names = ReplicaKeys(writer.replica_id)
+        lease_ms = max(1, int(lease_s * 1000))
+        fields = [item for name in LOAD_FIELDS for item in (name, str(getattr(load, name)))]
+        verdict, last_seq, now_ms = self.connection.run(
+            scripts.BEAT,
+            [names.meta, names.lease, names.log, names.snapshot_meta, names.load],
+            [writer.epoch, writer.nonce, lease_ms, _RETENTION_MS, proof, names.snapshot_prefix, *fields],
+        )
+        if verdict == b"OK":
+            commands = [
+                ("ZADD", REPLICAS_KEY, int(now_ms) + lease_ms, writer.replica_id),
+                ("ZREMRANGEBYSCORE", REPLICAS_KEY, "-inf", int(now_ms) - int(LISTED_S * 1000)),
+            ]
+            _raise_first(self.connection.gather(commands))
+        return _standing(verdict, last_seq)
+
+    def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
+        """See the protocol."""
+        names = ReplicaKeys(writer.replica_id)
+        args: Args = [writer.epoch, writer.nonce, first_seq, pack_entries(entries)]
+        return _standing(*self.connection.run(scripts.APPEND, [names.meta, names.log], args))
+
+    def snapshot(
+        self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
+    ) -> Standing:
+        """See the protocol."""
+        names = ReplicaKeys(writer.replica_id)
+        snapshot = pack_snapshot(holdings.groups())
+        standing: list[str | bytes | int] = [writer.epoch, writer.nonce, seq, keep_from, 1 if anew else 0]
+        form: list[str | bytes | int] = [_RETENTION_MS, snapshot.checksum, names.snapshot_prefix]
+        keys = [names.meta, names.log, names.snapshot_meta]
+        return _standing(*self.connection.run(scripts.SNAPSHOT, keys, [*standing, *form, *snapshot.chunks]))
+
+    def leave(self, writer: Writer) -> Standing:
+        """See the protocol."""
+        names = ReplicaKeys(writer.replica_id)
+        keys = [names.meta, names.lease, names.load]
+        answer = self.connection.run(scripts.LEAVE, keys, [writer.epoch, writer.nonce])
+        if answer[0] == b"OK":
+            self.connection.of("ZREM", REPLICAS_KEY, writer.replica_id)
+        return _standing(*answer)
+
+    # ---- reading
+
+    def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
+        """See the protocol."""
+        ids = self._listed() if replica_ids is None else list(replica_ids)
+        commands: list[tuple[Any, ...]] = []
+        for names in map(ReplicaKeys, ids):
+            commands.append(("HMGET", names.meta, *REGISTRATION_FIELDS))
+            commands.append(("GET", names.lease))
+            commands.append(("PTTL", names.lease))
+            commands.append(("HMGET", names.load, *LOAD_FIELDS))
+        replies = self.connection.gather(commands) if commands else []
+        found = Fetched([], [])
+        for index, name in enumerate(ids):
+            answers = replies[4 * index : 4 * index + 4]
+            failure = next((answer for answer in answers if isinstance(answer, Exception)), None)
+            if failure is None:
+                with suppress(WireError):  # nobody of this version
+                    found.seen.append(_seen(name, *answers))
+            elif not str(failure).startswith("WRONGTYPE"):
+                found.unread.append(name)
+        return found
+
+    def _listed(self) -> list[str]:
+        self._reading.check()
+        self.connection.check()
+        reply = self.connection.of("ZREVRANGE", REPLICAS_KEY, 0, MAX_REPLICAS - 1)
+        return [name.decode() for name in reply if _REPLICA_ID.fullmatch(name)]
+
+    def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
+        """See the protocol."""
+        logs = {ReplicaKeys(name).log: name for name in cursors}
+        ids = {key: "{}-{}".format(*cursors[name]) for key, name in logs.items()}
+        news = self._streams.read(ids, block_s)
+        return {logs[key]: [_logged(*entry) for entry in entries] for key, entries in news if key in logs}
+
+    def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
+        """See the protocol."""
+        names = ReplicaKeys(replica_id)
+        for _ in range(_SNAPSHOT_TRIES):
+            found = self.connection.of("HMGET", names.snapshot_meta, "epoch", "seq", "count", "checksum")
+            with suppress(WireError):  # torn: the writer replaced it while it was read
+                if found[0] is None or number(found[0]) != epoch or number(found[1]) <= after_seq:
+                    return None
+                groups = self._groups(names, number(found[2]), found[3] or b"")
+                return SavedSnapshot(epoch, number(found[1]), groups)
+        return None
+
+    def _groups(self, names: ReplicaKeys, count: int, checksum: bytes) -> Groups:
         if not 0 < count <= MAX_SNAPSHOT_CHUNKS:
             raise WireError(f"a snapshot of {count} chunks")
-        with self._connection.store() as client:
-            chunks = client.mget([keys.snapshot_prefix + str(index) for index in range(count)])
+        chunks = self.connection.of("MGET", *(names.snapshot_prefix + str(index) for index in range(count)))
         if any(chunk is None for chunk in chunks):
             raise WireError("a snapshot that lacks a chunk")
         return unpack_snapshot(chunks, checksum.decode("ascii", "replace"))
 
+    # ---- tenants
+
+    def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
+        """See the protocol."""
+        stated = "" if blocks is None else str(blocks)
+        _, replicated = self.connection.run_durably(scripts.LIMIT, [_tenant_key(tenant)], [stated])
+        return Durable(blocks or 0, replicated)
+
+    def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
+        """See the protocol."""
+        args: Args = [
+            share.replica_id,
+            share.epoch,
+            share.fingerprint,
+            share.blocks,
+            int(keep_s * 1000),
+            _RETENTION_MS,
+        ]
+        answer = self.connection.run(scripts.RESERVE, [_tenant_key(tenant)], args)
+        verdict, granted, others, limit, generation = answer
+        return Grant(
+            "OK" if verdict == b"OK" else "FENCED",
+            int(granted),
+            int(others),
+            int(limit) if limit else None,
+            int(generation),
+        )
+
+    def raise_generation(self, tenant: bytes, above: int) -> Durable:
+        """See the protocol."""
+        answer, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], [above])
+        self.connection.run(scripts.ANNOUNCE, [PURGES_KEY], [tenant.hex(), MAX_PURGES])
+        return Durable(int(answer), replicated)
+
+    def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
+        """See the protocol."""
+        args: Args = [replica_id, epoch, generation]
+        return int(self.connection.run(scripts.CONFIRM, [_tenant_key(tenant)], args)) == 1
+
+    def tenant(self, tenant: bytes) -> TenantFacts:
+        """See the protocol. What has not the form of this version counts for nothing."""
+        now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
+        limit, generation, stated, confirmed = parse_tenant(dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        shares = tuple(
+            Share(name, epoch, model, blocks)
+            for name, (epoch, blocks, ends, model) in stated.items()
+            if ends > int(now_ms)
+        )
+        return TenantFacts(limit, generation, shares, confirmed)
+
+    def purges(self, after: int) -> list[tuple[bytes, int]]:
+        """See the protocol."""
+        reply = self.connection.run(scripts.ANNOUNCED, [PURGES_KEY], [after])
+        pairs = zip(reply[::2], reply[1::2], strict=True)
+        return [
+            (bytes.fromhex(name.decode()), int(position))
+            for name, position in pairs
+            if re.fullmatch(rb"[0-9a-f]{64}", name)
+        ]
+
+    # ---- jobs
+
+    def save_job(self, job: WarmJob) -> WarmJob:
+        """See the protocol."""
+        fields = [item for pair in job_fields(job).items() for item in pair]
+        is_new = self.connection.run(scripts.JOB, [_job_key(job.id)], [int(JOB_TTL_S * 1000), *fields])
+        return job if int(is_new) else self.load_job(job.id) or job
+
+    def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
+        """See the protocol."""
+        args: Args = [format_owner(owner), format_owner(expected)]
+        return int(self.connection.run(scripts.OWN, [_job_key(job_id)], args)) == 1
+
+    def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
+        """See the protocol."""
+        args: Args = [
+            format_owner(owner),
+            PART_PREFIX + part.replica_id,
+            part.epoch,
+            format_part(part),
+            MAX_PARTS,
+        ]
+        return int(self.connection.run(scripts.ADD, [_job_key(job_id)], args)) == 1
+
+    def save_part(self, job_id: str, part: JobPart) -> bool:
+        """See the protocol."""
+        args: Args = [PART_PREFIX + part.replica_id, format_part(part)]
+        return int(self.connection.run(scripts.PART, [_job_key(job_id)], args)) == 1
+
+    def load_job(self, job_id: str) -> WarmJob | None:
+        """See the protocol."""
+        fields = self.connection.of("HGETALL", _job_key(job_id))
+        try:
+            return parse_job(job_id, fields) if fields else None
+        except WireError:
+            return None
+
 
 class RedisCoordinator(BaseCoordinator):
-    """A coordinator over Redis. ``poll`` reads at once what the reader's thread would read soon."""
+    """A coordinator over Redis, with a thread that reads. ``poll`` reads at once what it would read soon."""
 
     def __init__(self, settings: Settings, url: str, clock: Clock = monotonic) -> None:
         check_published_block_size(settings.block_size)
-        super().__init__(settings, clock)
-        reply_timeout_s = min(2.0, max(0.5, settings.lease_s / 2))
-        self._connection = Connection(url, reply_timeout_s)
-        self._reading = Connection(url, reply_timeout_s + _BLOCK_S)
-        self._reader = Reader(settings, self.keys, self._reading, clock)
-        self._reader_loop = Loop(f"radixkv-reader-{settings.replica_id}", self._reader.step)
-        self._names = ReplicaKeys(settings.replica_id)
-        self._snapshot_seq = 0
+        # Two reads that meet a shard which is away must fit into a lease, or the others' would run out meanwhile.
+        reply_timeout_s = min(2.0, max(0.5, settings.lease_s / 4))
+        self._redis = RedisStore(url, reply_timeout_s)
+        super().__init__(settings, self._redis, clock)
+        self._reader_loop = Loop(f"radixkv-reader-{settings.replica_id}", self.reader.step)
 
     def register(self, address: str | None = None) -> ReplicaInfo:
         """See the protocol. The view of the others is there when it returns, if Redis is."""
@@ -357,174 +759,46 @@ class RedisCoordinator(BaseCoordinator):
 
     def poll(self) -> None:
         """Fetch the registrations and read all logs now, as far as Redis can be reached."""
-        try:
-            self._reader.refresh()
-        except StoreUnavailable:
-            return
+        with suppress(StoreUnavailable):
+            self.reader.refresh()
 
-    def health(self) -> Health:
-        """Standing and counters; local."""
-        budget = self._reader.budget
-        return replace(
-            super().health(),
-            num_script_reloads=self._connection.num_script_reloads,
-            num_view_digests=budget.num_digests,
-            num_view_gaps=budget.num_gaps,
-            num_view_forgotten=budget.num_forgotten,
-        )
+    def _num_script_reloads(self) -> int:
+        return self._redis.connection.num_script_reloads
 
     def _loops(self) -> list[Loop]:
         return [self._loop, self._reader_loop]
 
-    def _disconnect(self) -> None:
-        self._connection.close()
-        self._reading.close()
 
-    def _others(self) -> list[Known]:
-        now = self.clock()
-        return [remote.known(now) for remote in self._reader.remotes.values()]
-
-    # ---- the writer's store
-
-    def _live_registrations(self) -> list[Registration]:
-        return [registration for registration, remaining_s, _ in self._reader.fetch() if remaining_s > 0]
-
-    def _boot(self, registration: Registration) -> int:
-        names = self._names
-        fields = [item for pair in registration_fields(registration).items() for item in pair]
-        epoch = self._connection.run(
-            scripts.BOOT,
-            [names.meta, names.lease, names.log, names.snapshot_meta, names.load],
-            [registration.epoch, RETENTION_S * 1000, names.snapshot_prefix, *fields],
-        )
-        self._snapshot_seq = 0
-        return int(epoch)
-
-    def _send_beat(self, registration: Registration, load: Load) -> Standing:
-        names = self._names
-        lease_ms = max(1, int(self.settings.lease_s * 1000))
-        fields = [item for name in LOAD_FIELDS for item in (name, str(getattr(load, name)))]
-        verdict, last_seq, now_ms = self._connection.run(
-            scripts.BEAT,
-            [names.meta, names.lease, names.log, names.snapshot_meta, names.load],
-            [
-                *self._writer(),
-                lease_ms,
-                RETENTION_S * 1000,
-                registration.proof,
-                names.snapshot_prefix,
-                *fields,
-            ],
-        )
-        if verdict == b"OK":
-            with self._connection.store() as client:
-                pipeline = client.pipeline(transaction=False)
-                pipeline.zadd(REPLICAS_KEY, {self.replica_id: int(now_ms) + lease_ms})
-                pipeline.zremrangebyscore(REPLICAS_KEY, "-inf", int(now_ms) - _LISTED_S * 1000)
-                pipeline.execute()
-        return _standing(verdict, last_seq)
-
-    def _append(self, entries: list[Entry], first_seq: int) -> Standing:
-        args = [
-            item
-            for entry in entries
-            for item in (entry.op, entry.namespace, entry.parent, "device", entry.digests)
-        ]
-        answer = self._connection.run(
-            scripts.APPEND, [self._names.meta, self._names.log], [*self._writer(), first_seq, *args]
-        )
-        return _standing(*answer)
-
-    def _replace(self, mirror: Holdings, seq: int) -> Standing:
-        standing = self._write_snapshot(mirror, seq, 0, anew=True)
-        if standing.verdict == "OK":
-            self._snapshot_seq = standing.last_seq
-        return standing
-
-    def _compact(self) -> None:
-        """Once enough was appended: a snapshot of the mirror, and the log trimmed behind the one before it.
-
-        Readers that lag less than one snapshot behind never see a gap.
-        """
-        if self._seq - self._snapshot_seq < self.settings.snapshot_entries:
-            return
-        standing = self._write_snapshot(self._publisher.mirror, self._seq, self._snapshot_seq + 1, anew=False)
-        self._obey(standing)
-        if standing.verdict == "OK":
-            self._snapshot_seq = self._seq
-            self._num_replaced += 1
-
-    def _write_snapshot(self, mirror: Holdings, seq: int, keep_from: int, *, anew: bool) -> Standing:
-        names = self._names
-        snapshot = pack_snapshot(mirror.items())
-        standing: list[str | bytes | int] = [*self._writer(), seq, keep_from, 1 if anew else 0]
-        form: list[str | bytes | int] = [RETENTION_S * 1000, snapshot.checksum, names.snapshot_prefix]
-        answer = self._connection.run(
-            scripts.SNAPSHOT,
-            [names.meta, names.log, names.snapshot_meta],
-            [*standing, *form, *snapshot.chunks],
-        )
-        return _standing(*answer)
-
-    def _retire(self) -> None:
-        names = self._names
-        answer = self._connection.run(scripts.LEAVE, [names.meta, names.lease, names.load], self._writer())
-        if answer[0] == b"OK":
-            with self._connection.store() as client:
-                client.zrem(REPLICAS_KEY, self.replica_id)
-
-    def _writer(self) -> list[str | bytes | int]:
-        return [self._epoch, self._nonce]
-
-    # ---- jobs
-
-    def _save_job(self, job: WarmJob) -> None:
-        with self._connection.store() as client:
-            pipeline = client.pipeline(transaction=True)
-            pipeline.hset(_job_key(job.id), mapping=job_fields(job))
-            pipeline.pexpire(_job_key(job.id), int(JOB_TTL_S * 1000))
-            pipeline.execute()
-
-    def _save_part(self, job_id: str, part: JobPart) -> bool:
-        answer = self._connection.run(
-            scripts.PART, [_job_key(job_id)], [f"part:{part.replica_id}", format_part(part)]
-        )
-        return int(answer) == 1
-
-    def _load_job(self, job_id: str) -> WarmJob | None:
-        with self._connection.store() as client:
-            fields = client.hgetall(_job_key(job_id))
-        try:
-            return parse_job(job_id, fields) if fields else None
-        except WireError:
-            return None
-
-    def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        with self._connection.store() as client:
-            pipeline = client.pipeline(transaction=False)
-            for names in map(ReplicaKeys, replica_ids):
-                pipeline.hmget(names.meta, ["epoch", "nonce"])
-                pipeline.get(names.lease)
-            replies = pipeline.execute()
-        live = {}
-        for index, name in enumerate(replica_ids):
-            (epoch, nonce), lease = replies[2 * index : 2 * index + 2]
-            if lease is not None and lease == nonce:
-                live[name] = int(epoch)
-        return live
+def _raise_first(replies: Sequence[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise _unavailable(reply)
 
 
-def _fetched(
+def _seen(
     name: str, meta: list[bytes | None], nonce: bytes | None, pttl_ms: int, load: list[bytes | None]
-) -> tuple[Registration, float, Load]:
+) -> Seen:
     registration = parse_registration(name, meta)
     is_leased = nonce == registration.nonce.encode()
-    return registration, max(0.0, pttl_ms / 1000) if is_leased else 0.0, parse_load(load)
+    return Seen(registration, max(0.0, pttl_ms / 1000) if is_leased else 0.0, parse_load(load))
+
+
+def _logged(entry_id: bytes, fields: list[bytes]) -> Logged:
+    position = _ENTRY_ID.fullmatch(entry_id)
+    epoch, seq = (0, 0) if position is None else (int(position[1]), int(position[2]))
+    try:
+        return Logged(epoch, seq, parse_entry(dict(zip(fields[::2], fields[1::2], strict=True)), epoch, seq))
+    except WireError:
+        return Logged(epoch, seq, None)
 
 
 def _standing(verdict: bytes, last_seq: bytes) -> Standing:
     known: dict[bytes, Verdict] = {b"OK": "OK", b"GAP": "GAP", b"LOST": "LOST", b"FENCED": "FENCED"}
     return Standing(known[verdict], int(last_seq))
+
+
+def _tenant_key(tenant: bytes) -> str:
+    return f"{PREFIX}{{t:{tenant.hex()}}}:q"
 
 
 def _job_key(job_id: str) -> str:

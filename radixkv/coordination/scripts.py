@@ -6,21 +6,44 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
 
     boot      KEYS meta lease ev snapmeta load    ARGV epoch-before retention-ms snap-prefix field value …
               -> epoch. Fences the last registration, drops its lease and snapshot, begins the log anew.
-    append    KEYS meta ev                        ARGV epoch nonce first-seq (op ns parent tier digests) …
+    append    KEYS meta ev                        ARGV epoch nonce first-seq entries (see wire.pack_entries)
     beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms proof snap-prefix
               (field value) … of the load -> also Redis's time in ms
     snapshot  KEYS meta ev snapmeta               ARGV epoch nonce seq keep-from anew retention-ms checksum
               snap-prefix chunk … anew=1: the snapshot takes the place of all that was written. It stands at
               a number that nobody has read, and an empty entry behind it lets every reader see the gap.
     leave     KEYS meta lease load                ARGV epoch nonce
+
+    limit     KEYS q                              ARGV blocks, or empty for none
+    reserve   KEYS q                              ARGV replica epoch fingerprint blocks keep-ms retention-ms
+              -> {verdict, granted, others, limit or empty, generation}
+    raise     KEYS q                              ARGV above -> generation
+    confirm   KEYS q                              ARGV replica epoch generation -> 1 if that is the last one
+    tenant    KEYS q                              -> {now-ms, field value …}
+    announce  KEYS purges                         ARGV tenant max: at the position behind the last one
+    announced KEYS purges                         ARGV after -> {tenant, position …}
+
+    job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
+    own       KEYS job                            ARGV owner expected -> 1 if replaced
+    add       KEYS job                            ARGV owner field epoch value max-parts -> 1 if added
     part      KEYS job                            ARGV field value -> 1 if replaced
 
-All but ``boot`` and ``part`` answer ``{verdict, last_seq, …}``, the verdict being OK, GAP, LOST or FENCED.
+The first five but ``boot`` answer ``{verdict, last_seq, …}``, the verdict being OK, GAP, LOST or FENCED.
 """
 
 from __future__ import annotations
 
-_STANDING = """
+_COMMON = """
+local function whole(number) return string.format('%.0f', number) end
+local function now_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+"""
+
+_STANDING = (
+    _COMMON
+    + """
 local function standing(meta, epoch, nonce)
   local held = redis.call('HMGET', meta, 'epoch', 'nonce', 'last_seq')
   local stored, mine = tonumber(held[1] or ''), tonumber(epoch)
@@ -28,19 +51,17 @@ local function standing(meta, epoch, nonce)
   if stored > mine or held[2] ~= nonce then return 'FENCED', 0 end
   return 'OK', tonumber(held[3] or '0')
 end
-local function whole(number) return string.format('%.0f', number) end
 local function drop_chunks(prefix, first, count)
   for i = first, math.min(tonumber(count or '0') or 0, 4096) - 1 do redis.call('DEL', prefix .. i) end
 end
 """
+)
 
 BOOT = (
     _STANDING
     + """
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local old = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0') or 0
-local epoch = math.max(old + 1, tonumber(ARGV[1]) + 1, now)
+local epoch = math.max(old + 1, tonumber(ARGV[1]) + 1, now_ms())
 if redis.call('EXISTS', KEYS[3]) == 1 then
   local info = redis.call('XINFO', 'STREAM', KEYS[3])
   for i = 1, #info, 2 do
@@ -54,7 +75,7 @@ redis.call('DEL', KEYS[1], KEYS[2], KEYS[4], KEYS[5])
 redis.call('HSET', KEYS[1], 'epoch', whole(epoch), 'last_seq', '1')
 for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('XADD', KEYS[3], 'MINID', '=', whole(epoch) .. '-0', whole(epoch) .. '-1',
-           'e', whole(epoch), 's', '1', 'o', 'clear', 'n', '', 'p', '', 't', '', 'b', '')
+           'e', whole(epoch), 's', '1', 'o', 'clear', 'n', '', 'p', '', 't', 'device', 'b', '')
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 redis.call('PEXPIRE', KEYS[3], ARGV[2])
 return whole(epoch)
@@ -67,10 +88,19 @@ APPEND = (
 local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0'} end
 if tonumber(ARGV[3]) ~= last + 1 then return {'GAP', whole(last)} end
-for i = 4, #ARGV, 5 do
-  last = last + 1
+local ops = {s = 'store', r = 'remove', c = 'clear', t = 'tier'}
+local tiers = {[0] = 'device', [1] = 'host', [2] = 'disk'}
+local packed, at = ARGV[4], 1
+local function take(length)
+  at = at + length
+  return string.sub(packed, at - length, at - 1)
+end
+while at <= #packed do
+  local op, tier, named, parented, count = string.byte(packed, at, at + 4)
+  at, last = at + 5, last + 1
+  local namespace, parent = take(named), take(parented)
   redis.call('XADD', KEYS[2], ARGV[1] .. '-' .. whole(last), 'e', ARGV[1], 's', whole(last),
-             'o', ARGV[i], 'n', ARGV[i + 1], 'p', ARGV[i + 2], 't', ARGV[i + 3], 'b', ARGV[i + 4])
+             'o', ops[string.char(op)], 'n', namespace, 'p', parent, 't', tiers[tier], 'b', take(16 * count))
 end
 redis.call('HSET', KEYS[1], 'last_seq', whole(last))
 return {'OK', whole(last)}
@@ -90,8 +120,7 @@ for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end
 for i = 0, math.min(tonumber(redis.call('HGET', KEYS[4], 'count') or '0') or 0, 4096) - 1 do
   redis.call('PEXPIRE', ARGV[6] .. i, ARGV[4])
 end
-local time = redis.call('TIME')
-return {'OK', whole(last), whole(tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))}
+return {'OK', whole(last), whole(now_ms())}
 """
 )
 
@@ -115,7 +144,7 @@ redis.call('PEXPIRE', KEYS[3], ARGV[6])
 if anew then
   last = seq + 1
   redis.call('XADD', KEYS[2], ARGV[1] .. '-' .. whole(last), 'e', ARGV[1], 's', whole(last),
-             'o', 'store', 'n', '', 'p', '', 't', '', 'b', '')
+             'o', 'store', 'n', '', 'p', '', 't', 'device', 'b', '')
   redis.call('HSET', KEYS[1], 'last_seq', whole(last))
 end
 redis.call('XTRIM', KEYS[2], 'MINID', '=', ARGV[1] .. '-' .. whole(keep_from))
@@ -131,6 +160,122 @@ if verdict == 'OK' then redis.call('DEL', KEYS[2], KEYS[3]) end
 return {verdict, '0'}
 """
 )
+
+LIMIT = """
+if ARGV[1] == '' then redis.call('HDEL', KEYS[1], 'limit') else redis.call('HSET', KEYS[1], 'limit', ARGV[1]) end
+redis.call('PERSIST', KEYS[1])
+return 0
+"""
+
+RESERVE = (
+    _COMMON
+    + """
+local now, others, mine = now_ms(), 0, nil
+local all = redis.call('HGETALL', KEYS[1])
+for i = 1, #all, 2 do
+  local replica = string.match(all[i], '^r:(.*)$')
+  if replica then
+    local epoch, blocks, ends, model = string.match(all[i + 1], '^(%d+):(%d+):(%d+):(.*)$')
+    if not epoch or tonumber(ends) <= now then
+      redis.call('HDEL', KEYS[1], all[i])
+    elseif replica == ARGV[1] then
+      mine = tonumber(epoch)
+    elseif model == ARGV[3] then
+      others = others + tonumber(blocks)
+    end
+  end
+end
+local held = redis.call('HMGET', KEYS[1], 'limit', 'generation')
+local limit, generation = held[1] or '', held[2] or '0'
+if mine and mine > tonumber(ARGV[2]) then return {'FENCED', '0', whole(others), limit, generation} end
+local granted = tonumber(ARGV[4])
+if limit ~= '' then granted = math.min(granted, math.max(0, tonumber(limit) - others)) end
+if granted == 0 then
+  redis.call('HDEL', KEYS[1], 'r:' .. ARGV[1])
+else
+  local stated = ARGV[2] .. ':' .. whole(granted) .. ':' .. whole(now + tonumber(ARGV[5])) .. ':' .. ARGV[3]
+  redis.call('HSET', KEYS[1], 'r:' .. ARGV[1], stated)
+end
+if limit == '' and not held[2] then redis.call('PEXPIRE', KEYS[1], ARGV[6]) end
+return {'OK', whole(granted), whole(others), limit, generation}
+"""
+)
+
+RAISE = (
+    _COMMON
+    + """
+local generation = tonumber(redis.call('HGET', KEYS[1], 'generation') or '0') or 0
+if generation <= tonumber(ARGV[1]) then
+  generation = tonumber(ARGV[1]) + 1
+  redis.call('HSET', KEYS[1], 'generation', whole(generation))
+  for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.sub(field, 1, 2) == 'c:' then redis.call('HDEL', KEYS[1], field) end
+  end
+end
+redis.call('PERSIST', KEYS[1])
+return whole(generation)
+"""
+)
+
+ANNOUNCE = """
+local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')
+redis.call('ZADD', KEYS[1], string.format('%.0f', (tonumber(last[2] or '0') or 0) + 1), ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -tonumber(ARGV[2]) - 1)
+return 1
+"""
+
+ANNOUNCED = """
+local last, after = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES'), ARGV[1]
+if (tonumber(last[2] or '0') or 0) < tonumber(after) then after = '0' end
+return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. after, '+inf', 'WITHSCORES')
+"""
+
+CONFIRM = """
+local generation = tonumber(redis.call('HGET', KEYS[1], 'generation') or '0')
+if generation ~= tonumber(ARGV[3]) or generation == 0 then return 0 end
+local field = 'c:' .. ARGV[1]
+local known = tonumber(redis.call('HGET', KEYS[1], field) or '0') or 0
+if known < tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], field, ARGV[2]) end
+return 1
+"""
+
+TENANT = (
+    _COMMON
+    + """
+local answer = redis.call('HGETALL', KEYS[1])
+table.insert(answer, 1, whole(now_ms()))
+return answer
+"""
+)
+
+JOB = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return 1
+"""
+
+OWN = """
+if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'owner', ARGV[1])
+return 1
+"""
+
+ADD = """
+if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
+local old = redis.call('HGET', KEYS[1], ARGV[2])
+if old then
+  if tonumber(string.match(old, '^(%d+)')) >= tonumber(ARGV[3]) then return 0 end
+else
+  local parts = 0
+  for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.sub(field, 1, 5) == 'part:' then parts = parts + 1 end
+  end
+  if parts >= tonumber(ARGV[5]) then return 0 end
+end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[4])
+return 1
+"""
 
 PART = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end

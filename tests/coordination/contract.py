@@ -17,7 +17,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
 from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.coordination.protocol import SEGMENT_TOKENS, WIRE_VERSION
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 
 SECRET = b"the secret of the fleet under test"
@@ -377,7 +377,7 @@ class CoordinatorContract:
 
     def test_another_wire_version_is_refused(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         fleet.join("a")
-        monkeypatch.setattr("radixkv.coordination.base.WIRE_VERSION", 2)
+        monkeypatch.setattr("radixkv.coordination.base.WIRE_VERSION", WIRE_VERSION + 1)
         with pytest.raises(ConfigError, match="wire_version"):
             fleet.replica("b").register()
 
@@ -546,3 +546,174 @@ class CoordinatorContract:
             a.register()
         with pytest.raises(CoordinationError):
             a.beat()
+
+    def test_a_job_belongs_to_the_tenant_and_is_made_once(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        fleet.eventually(lambda: names(a.peers()) == ["b"])
+        job = a.create_job(ACME, 1000, ["a", "b"], job_id="1f" * 16, num_wanted=1)
+        assert job.owner == ("a", a.info().epoch) and job.num_wanted == 1 and job.num_missing == 0
+        a.report_job(job.id, "running", 7)
+        again = b.create_job(ACME, 5, ["b"], job_id="1f" * 16)
+        assert again.num_tokens == 1000 and again.owner == job.owner and len(again.parts) == 2
+        with pytest.raises(ArgumentError, match="job_id"):
+            b.create_job(OTHER, 1000, ["b"], job_id="1f" * 16)
+        with pytest.raises(ArgumentError, match="job_id"):
+            b.create_job(ACME, 1000, ["b"], job_id="my job")
+
+    def test_a_job_changes_hands_when_its_owner_is_gone(self, fleet: Fleet) -> None:
+        a, b, c = fleet.join("a"), fleet.join("b"), fleet.join("c")
+        fleet.eventually(lambda: names(a.peers()) == ["b", "c"] and names(b.peers()) == ["a", "c"])
+        job = a.create_job(ACME, 1000, ["a", "b"])
+        assert b.take_job(job.id, "acme") is None and not b.extend_job(job.id, "c"), "its owner lives"
+        assert a.take_job(job.id, "acme") == job and a.take_job(job.id, "other") is None
+        fleet.kill(a)
+        fleet.eventually(lambda: names(b.peers()) == ["c"] and names(c.peers()) == ["b"])
+        taken = [each.take_job(job.id, "acme") for each in (b, c)]
+        assert taken[0] is not None and taken[0].owner == ("b", b.info().epoch) and taken[1] is None
+        assert taken[0].num_missing == 1, "the part of the dead one is lost"
+        assert b.extend_job(job.id, "c") and not b.extend_job(job.id, "c")
+        assert c.report_job(job.id, "done", 1000) and b.report_job(job.id, "done", 1000)
+        seen = c.job(job.id, "acme")
+        assert seen is not None and seen.is_over and seen.num_missing == 0
+        assert [(p.replica_id, p.state) for p in seen.parts] == [("a", "lost"), ("b", "done"), ("c", "done")]
+        again = fleet.join("a")
+        fleet.eventually(lambda: "a" in names(b.peers()))
+        assert again.take_job(job.id, "acme") is None and b.extend_job(job.id, "a"), "it may be asked anew"
+        assert again.report_job(job.id, "done", 1000)
+        with pytest.raises(ArgumentError):
+            b.extend_job(job.id, "nobody")
+
+    def test_shares_of_a_quota_add_up_to_its_limit(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        alien = fleet.join("alien", fingerprint="fp:other")
+        assert a.reserve("acme", 6).blocks == 6, "without a limit all is granted"
+        assert a.set_limit("acme", 10).replicated is not False
+        granted = b.reserve("acme", 7)
+        assert (granted.blocks, granted.others, granted.limit) == (4, 6, 10)
+        assert alien.reserve("acme", 10).blocks == 10, "blocks of another model don't count"
+        assert b.reserve("other", 7).blocks == 7
+        assert a.reserve("acme", 1).blocks == 1
+        fleet.eventually(lambda: blocks(b, "acme") == 7)
+        a.reserve("acme", 0)
+        a.set_limit("acme", 5)
+        fleet.eventually(lambda: blocks(b, "acme") == 5)
+        assert a.tenants.granted("acme") is None
+        a.set_limit("acme", None)
+        fleet.eventually(lambda: blocks(b, "acme") == 7)
+        for bad in (-1, 10**15):
+            with pytest.raises(ArgumentError):
+                a.reserve("acme", bad)
+            with pytest.raises(ArgumentError):
+                a.set_limit("acme", bad)
+
+    def test_the_share_of_the_dead_is_free_after_its_lease(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        a.set_limit("acme", 10)
+        a.reserve("acme", 8)
+        assert b.reserve("acme", 8).blocks == 2
+        fleet.kill(a)
+        fleet.eventually(lambda: blocks(b, "acme") == 8)
+        with pytest.raises(StaleEpoch):
+            fleet.join("b").reserve("acme", 1)
+            b.reserve("acme", 1)
+
+    def test_a_grant_holds_while_the_store_is_away(self, fleet: Fleet) -> None:
+        a = fleet.join("a")
+        a.set_limit("acme", 10)
+        a.reserve("acme", 8)
+        fleet.go_down()
+        for act in (lambda: a.reserve("acme", 9), lambda: a.set_limit("acme", 1), lambda: a.purge("acme")):
+            with pytest.raises(StoreUnavailable):
+                act()
+        assert blocks(a, "acme") == 8
+        fleet.come_back()
+        fleet.eventually(lambda: a.health().is_ok)
+        assert a.reserve("acme", 9).blocks == 9
+
+    def test_shares_are_stated_again_to_a_store_that_lost_them(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        a.set_limit("acme", 10)
+        a.reserve("acme", 8)
+        fleet.lose()
+        digest = a.keys.tenant("acme")
+        fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+        fleet.eventually(lambda: [share.blocks for share in a.store.tenant(digest).shares] == [8])
+        b.set_limit("acme", 10)
+        assert b.reserve("acme", 10).blocks == 2
+
+    def test_a_purge_is_complete_when_all_have_confirmed(self, fleet: Fleet) -> None:
+        a, b, c = (Purged(fleet, name) for name in "abc")
+        ids = prompt(512)
+        for each in (a, b):
+            each.warm(ACME, ids)
+            each.warm(OTHER, ids)
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {"a": 512, "b": 512})
+        purge = a.replica.purge("acme")
+        assert purge.generation == 1 and "a" in purge.confirmed and not purge.unconfirmed
+        assert a.purged == [("acme", 1)]
+        fleet.eventually(lambda: hinted(a.replica, OTHER, ids) == {"b": 512})
+        fleet.eventually(lambda: c.replica.purge_report("acme").is_complete)
+        assert c.replica.purge_report("acme").confirmed == ("a", "b", "c")
+        assert b.purged == [("acme", 1)] and c.purged == [], "c had nothing of it"
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {})
+        assert hinted(c.replica, OTHER, ids) == {"a": 512, "b": 512}
+        b.warm(ACME, ids)
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == hinted(a.replica, ACME, ids) == {"b": 512})
+        late = Purged(fleet, "late")
+        late.warm(ACME, ids)
+        fleet.eventually(lambda: hinted(c.replica, ACME, ids) == {"b": 512, "late": 512})
+        assert late.purged == [] and "late" in c.replica.purge_report("acme").confirmed
+        assert c.replica.purge("acme").generation == 2
+        fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+        fleet.eventually(lambda: late.purged == [("acme", 2)] and hinted(a.replica, ACME, ids) == {})
+
+    def test_a_purge_names_who_was_cut_off(self, fleet: Fleet) -> None:
+        a, b = Purged(fleet, "a"), Purged(fleet, "b")
+        b.warm(ACME, prompt(512))
+        fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+        fleet.kill(b.replica)
+        purge = a.replica.purge("acme")
+        assert purge.pending == ("b",) and not purge.is_complete and b.replica.knows_generations
+        fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+        report = a.replica.purge_report("acme")
+        assert report.unconfirmed == ("b",) and report.confirmed == ("a",)
+        assert not b.replica.knows_generations, "it knew that by itself, by its clock"
+        assert hinted(a.replica, ACME, prompt(512)) == {} and b.purged == []
+        b.replica.register()
+        fleet.eventually(lambda: a.replica.purge_report("acme").unconfirmed == ())
+        fleet.eventually(lambda: b.purged == [("acme", 1)])
+
+    def test_who_cannot_purge_does_not_confirm(self, fleet: Fleet) -> None:
+        a, b = Purged(fleet, "a"), fleet.join("b")
+        store(b, ACME, prompt(512))
+        fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+        a.replica.purge("acme")
+        fleet.settle()
+        assert a.replica.purge_report("acme").pending == ("b",)
+        fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {})
+
+
+def blocks(coordinator: BaseCoordinator, tenant: str) -> int:
+    """What was granted last."""
+    grant = coordinator.tenants.granted(tenant)
+    return 0 if grant is None else grant.blocks
+
+
+class Purged:
+    """A replica with a cache, that clears a tenant's namespaces when the fleet purges it."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self.purged: list[tuple[str, int]] = []
+        self.replica = fleet.replica(name)
+        self.cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=self.replica.journal)
+        self.replica.attach(self.cache, self.purge)
+        self.replica.register()
+
+    def purge(self, tenant: str, generation: int) -> None:
+        self.purged.append((tenant, generation))
+        for namespace in self.cache.namespaces(tenant):
+            self.cache.clear(namespace)
+
+    def warm(self, namespace: Namespace, ids: list[int]) -> None:
+        with self.cache.open(namespace, ids) as sequence:
+            sequence.commit(len(ids))

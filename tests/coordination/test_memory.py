@@ -52,7 +52,10 @@ class MemoryFleet(Fleet):
     def forge(self, victim: str, name: str, address: str) -> None:
         record = self.store.records[victim]
         registration = replace(record.registration, replica_id=name, address=address)
-        self.store.records[name] = replace(record, registration=registration, live_until=self.clock() + 60)
+        until = self.clock() + 60
+        self.store.records[name] = replace(
+            record, registration=registration, live_until=until, listed_until=until
+        )
 
     def go_down(self) -> None:
         self.store.is_reachable = False
@@ -136,6 +139,9 @@ def test_a_thread_that_dies_of_a_bug_shows_in_the_health() -> None:
     class Broken:
         def snapshot(self) -> Any:
             raise RuntimeError("a bug")
+
+        def namespaces(self) -> Any:
+            return []
 
     heard: list[Any] = []
     hook, threading.excepthook = threading.excepthook, heard.append

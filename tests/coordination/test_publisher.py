@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, PrefixCache
-from radixkv.coordination.holdings import Holdings, leading
+from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.publisher import Publisher
 from radixkv.coordination.wire import Entry
@@ -37,7 +37,7 @@ def drained(journal: Publisher) -> Holdings:
 
 
 def contents(holdings: Holdings) -> dict[bytes, set[bytes]]:
-    return {namespace: set(held) for namespace, held in holdings.items()}
+    return {namespace: set(held) for namespace, _, held in holdings.groups()}
 
 
 def model_of(held: dict[tuple[int, int], set[int]]) -> dict[bytes, set[bytes]]:
@@ -195,23 +195,70 @@ def test_entries_applied_again_change_nothing() -> None:
             holdings.apply(entry)
         assert contents(holdings) == {b"n" * 32: {b"b" * 16}, b"m" * 32: {b"d" * 16}}
         assert holdings.num_digests == 2
-    copy = holdings.copy()
     holdings.apply(Entry("clear", b""))
-    assert contents(holdings) == {} and holdings.num_digests == 0 and copy.num_digests == 2
+    assert contents(holdings) == {} and holdings.num_digests == 0
 
 
-def test_room_limits_what_is_added_only() -> None:
+def test_a_segment_is_in_one_tier() -> None:
     holdings = Holdings()
-    run = b"".join(bytes([i]) * 16 for i in range(5))
-    assert holdings.apply(Entry("store", b"n" * 32, b"", run), room=3) == 2
-    assert holdings.apply(Entry("store", b"n" * 32, b"", run[:48]), room=0) == 0
-    assert holdings.num_digests == 3
-    assert holdings.apply(Entry("store", b"m" * 32, b"", run), room=0) == 5
-    assert contents(holdings).keys() == {b"n" * 32}
+    name, a, b, c = b"n" * 32, b"a" * 16, b"b" * 16, b"c" * 16
+    holdings.apply(Entry("store", name, b"", a + b))
+    holdings.apply(Entry("store", name, b"", c, "disk"))
+    assert list(holdings.groups()) == [(name, "device", {a, b}), (name, "disk", {c})]
+    holdings.apply(Entry("tier", name, b"", b + b"unheld" + b" " * 10, "host"))
+    assert dict(holdings.of(name)) == {a: "device", b: "host", c: "disk"} and holdings.num_digests == 3
+    packed = [(namespace, tier, b"".join(found)) for namespace, tier, found in holdings.groups()]
+    other = Holdings()
+    other.store(b"m" * 32, [a])
+    other.load(packed)
+    assert dict(other.of(name)) == dict(holdings.of(name)) and other.num_digests == 3
+    holdings.apply(Entry("store", name, b"", c))
+    assert holdings.of(name)[c] == "device"
 
 
-def test_leading_counts_end_at_the_first_hole() -> None:
-    digests = [bytes([i]) * 16 for i in range(6)]
-    sets = [set(digests), set(digests[:3]), {digests[0], digests[2]}, {digests[1]}, set()]
-    assert leading(sets, digests) == [6, 3, 1, 0, 0]
-    assert leading(sets[3:], iter(digests)) == [0, 0] and leading([], digests) == []
+def test_too_many_namespaces_are_published_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.coordination.publisher._MAX_NAMESPACES", 3)
+    journal = publisher()
+    cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=journal)
+    for index in range(9):
+        with cache.open(Namespace("acme", "m", salt=str(index)), list(range(300))) as sequence:
+            sequence.commit(300)
+    while journal.num_queued or journal.is_lost:
+        if journal.drain().lost:
+            journal.rebuild(cache, lambda: None)
+    expected = {
+        KEYS.namespace(namespace): set(KEYS.digests(namespace, np.arange(256, dtype="<u4").tobytes()))
+        for namespace in cache.namespaces()
+    }
+    assert contents(journal.mirror) == expected
+
+
+def test_a_raised_generation_divides_what_is_published() -> None:
+    journal = publisher()
+    for namespace in NAMESPACES:
+        journal.stored(namespace, PROMPTS[0], 0, 1500)
+    journal.raised("acme", 2)
+    journal.stored(NAMESPACES[0], PROMPTS[1], 0, 300)
+    journal.raised("acme", 1)
+    view = drained(journal)
+    assert (
+        contents(view)
+        == contents(journal.mirror)
+        == {
+            KEYS.namespace(NAMESPACES[0], 2): set(KEYS.digests(NAMESPACES[0], PROMPTS[1], 0, 1, 2)),
+            KEYS.namespace(NAMESPACES[1]): set(KEYS.digests(NAMESPACES[1], PROMPTS[0])),
+        }
+    )
+    journal.suspend()
+    journal.raised("acme", 3)
+    assert journal.drain().lost
+    journal.stored(NAMESPACES[0], PROMPTS[1], 0, 300)
+    assert contents(drained(journal)).keys() == {KEYS.namespace(NAMESPACES[0], 3)}
+
+
+def test_a_tenant_met_first_is_asked_for_its_generation() -> None:
+    journal = Publisher(
+        KEYS, max_records=9, max_bytes=1 << 20, wake=lambda: None, generation_of=lambda tenant: len(tenant)
+    )
+    journal.stored(NAMESPACES[0], PROMPTS[0], 0, 300)
+    assert contents(drained(journal)).keys() == {KEYS.namespace(NAMESPACES[0], 4)}

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import random
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
+import trustme
 
 from radixkv import CacheConfig, Namespace, PrefixCache
-from radixkv.coordination import Settings, connect
+from radixkv.coordination import Load, Settings, connect
 from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.redis import RedisCoordinator
-from radixkv.errors import ConfigError, StaleEpoch
+from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore
+from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
     OTHER,
@@ -35,7 +37,8 @@ from tests.coordination.contract import (
     remove,
     store,
 )
-from tests.redis_server import RedisServer
+from tests.redis_server import ClusterServers, RedisServer, SentinelServers, find_binary
+from tests.tcp_proxy import TcpProxy
 
 DEADLINE_S = 20.0
 ROOT = Path(__file__).parents[2]
@@ -51,12 +54,12 @@ def eventually(holds: Callable[[], object]) -> None:
 
 
 class RedisFleet(Fleet):
-    """Coordinators with their threads, on one server."""
+    """Coordinators with their threads, on one server, or on several that make one store."""
 
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server: RedisServer | ClusterServers | SentinelServers) -> None:
         super().__init__()
         self.server = server
-        self.client: Any = redis.Redis.from_url(server.url, protocol=2)
+        self.client: Any = client_of(server)
 
     def make(self, settings: dict[str, Any]) -> BaseCoordinator:
         return RedisCoordinator(Settings(**settings), self.server.url)
@@ -98,15 +101,40 @@ class RedisFleet(Fleet):
         return found
 
 
+def client_of(server: RedisServer | ClusterServers | SentinelServers) -> Any:
+    """A client of the test's own."""
+    if isinstance(server, ClusterServers):
+        return redis.RedisCluster(host=server.nodes[0].host, port=server.nodes[0].port, protocol=2)
+    single = server.master if isinstance(server, SentinelServers) else server
+    return redis.Redis.from_url(single.url, protocol=2)
+
+
 @pytest.fixture
 def fleet(redis_server: RedisServer) -> Iterator[RedisFleet]:
-    fleet = RedisFleet(redis_server)
-    yield fleet
-    fleet.close()
+    with closing(RedisFleet(redis_server)) as fleet:
+        yield fleet
 
 
 class TestRedisCoordinator(CoordinatorContract):
     """The same promises over a server."""
+
+
+class TestClusterCoordinator(CoordinatorContract):
+    """The same promises over three primaries."""
+
+    @pytest.fixture
+    def fleet(self, redis_cluster: ClusterServers) -> Iterator[RedisFleet]:
+        with closing(RedisFleet(redis_cluster)) as fleet:
+            yield fleet
+
+
+class TestSentinelCoordinator(CoordinatorContract):
+    """The same promises over a master that sentinels name."""
+
+    @pytest.fixture
+    def fleet(self, redis_sentinel: SentinelServers) -> Iterator[RedisFleet]:
+        with closing(RedisFleet(redis_sentinel)) as fleet:
+            yield fleet
 
 
 def reader_only(fleet: RedisFleet, name: str = "reader", **overrides: Any) -> RedisCoordinator:
@@ -183,9 +211,18 @@ def test_no_ids_names_or_contents_in_the_server(fleet: RedisFleet) -> None:
     fleet.eventually(lambda: hinted(b, namespace, ids) == {"a": 1024})
     job = a.create_job(namespace, 1024, ["a"])
     a.report_job(job.id, "failed", 512, error="out_of_blocks")
+    a.set_limit(tenant, 100)
+    assert a.reserve(tenant, 64).blocks == b.reserve(tenant, 36).blocks + 28
+    assert a.purge(tenant).generation == 1
+    with cache.open(namespace, ids) as sequence:
+        sequence.commit(len(ids))
+    a.report_load(Load(1, 2, 3))
     cache.evict(30)
     fleet.settle()
     a.publish()
+    a.beat()
+    kinds = {key.decode().rpartition(":")[2] for key in fleet.client.scan_iter("*")}
+    assert kinds >= {"meta", "lease", "ev", "snapmeta", "0", "load", "q", "job", "replicas", "purges"}
     dump = b"\n".join(everything(fleet.client))
     assert len(dump) > 1000 and job.id.encode() in dump
     for text in (tenant, salt, adapter, "secret-model", SECRET.decode()):
@@ -565,6 +602,283 @@ def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet)
     with pytest.raises(StaleEpoch):
         older.publish()
     assert [fields[b"e"] for _, fields in fleet.log("a")] == [b"%d" % younger.info().epoch]
+
+
+# ---- writes that must not be lost
+
+
+def test_without_a_replica_nothing_waits(fleet: RedisFleet) -> None:
+    a = fleet.join("a")
+    assert a.set_limit("acme", 5).replicated is None and a.purge("acme").replicated is None
+    assert a.health().num_unreplicated == 0
+    assert "cmdstat_wait" not in fleet.server.text("INFO commandstats")  # type: ignore[union-attr]
+
+
+def test_what_must_not_be_lost_waits_for_a_replica(redis_sentinel: SentinelServers) -> None:
+    with closing(RedisFleet(redis_sentinel)) as fleet:
+        master, replica = redis_sentinel.master, redis_sentinel.replica
+        master.command("CONFIG RESETSTAT")
+        a = fleet.join("a", lease_s=30.0)
+        assert a.set_limit("acme", 5).replicated is True and a.purge("acme").replicated is True
+        assert a.health().num_unreplicated == 0
+        store(a, ACME, prompt(512))
+        a.publish()
+        a.beat()
+        assert "cmdstat_wait:calls=3," in master.text("INFO commandstats"), "epoch, limit and generation only"
+        replica.pause()
+        try:
+            assert a.set_limit("acme", 6).replicated is False
+            assert a.health().num_unreplicated == 1 and a.health().is_ok
+        finally:
+            replica.resume()
+
+
+def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
+    """The master dies; the sentinels make the replica the master; nobody is told but by them.
+
+    Servers of its own: sentinels that were stopped for a while, as other tests do, act on nothing for 30 s.
+    """
+    binary = find_binary()
+    assert binary is not None
+    servers = SentinelServers(binary, tmp_path, down_after_ms=500)
+    try:
+        with closing(RedisFleet(servers)) as fleet:
+            old = servers.master
+            a, b = fleet.join("a"), fleet.join("b")
+            kept, gone = prompt(512), prompt(512, seed=1)
+            store(a, ACME, kept)
+            store(a, ACME, gone)
+            a.set_limit("acme", 7)
+            generation = a.purge("other").generation
+            fleet.eventually(lambda: hinted(b, ACME, kept) and hinted(b, ACME, gone))
+            old.kill()
+            remove(a, ACME, gone, 0)
+            fleet.eventually(lambda: servers.master is not old)
+            fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+            fleet.eventually(lambda: hinted(b, ACME, kept) == {"a": 512} and not hinted(b, ACME, gone))
+            assert a.store.tenant(a.keys.tenant("acme")).limit == 7
+            assert a.store.tenant(a.keys.tenant("other")).generation == generation
+    finally:
+        servers.kill()
+
+
+# ---- Redis is not on the path of a match
+
+
+def test_a_paused_server_delays_nobody(fleet: RedisFleet) -> None:
+    """While Redis is stopped every local answer goes on; the state says so, and all heals when it goes on."""
+    a, b = fleet.replica("a"), fleet.join("b")
+    cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
+    a.attach(cache)
+    a.register()
+    fleet.server.pause()
+    fleet.eventually(lambda: a.health().state == b.health().state == "unavailable")
+    longest_s = 0.0
+    for seed in range(200):
+        ids = prompt(512, seed)
+        start = time.perf_counter()
+        with cache.open(ACME, ids) as sequence:
+            sequence.commit(512)
+        cache.match(ACME, ids)
+        a.hints(ACME, ids)
+        a.peers()
+        a.health()
+        longest_s = max(longest_s, time.perf_counter() - start)
+    assert longest_s < 0.5, "the client's timeout is 0.5 s: nothing may have waited for it"
+    fleet.eventually(lambda: not a.info().live and not a.knows_generations)
+    assert a.peers() == [] and a.hints(ACME, prompt(512)) == []
+    fleet.server.resume()
+    fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+    last = prompt(512, 199)
+    fleet.eventually(lambda: hinted(b, ACME, last) == {"a": cache.match(ACME, last).num_tokens})
+
+
+# ---- the way in: TLS, users, passwords
+
+
+def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -> None:
+    documented = (ROOT / "docs" / "coordination.md").read_text()
+    rules = documented.split("```acl\n")[1].split("```")[0].replace("\n", " ").strip()
+    server = fleet.server
+    assert isinstance(server, RedisServer)
+    server.command(rules.replace(">PASSWORD", ">a-password"))
+    try:
+        url = f"redis://radixkv:a-password@{server.host}:{server.port}/0"
+        a, b = (
+            RedisCoordinator(Settings(**fleet.settings(name, {"snapshot_entries": 2})), url) for name in "ab"
+        )
+        fleet.members += [a, b]
+        cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=a.journal)
+        a.attach(cache)
+        a.register()
+        b.register()
+        fleet.client.script_flush()
+        for seed in range(6):
+            with cache.open(ACME, prompt(512, seed)) as sequence:
+                sequence.commit(512)
+        fleet.eventually(lambda: hinted(b, ACME, prompt(512, 5)) == {"a": 512})
+        a.set_limit("acme", 5)
+        assert a.reserve("acme", 6).blocks == 5 and a.purge("other").generation == 1
+        job = a.create_job(ACME, 512, ["a"])
+        fleet.eventually(lambda: names(a.peers()) == ["b"])
+        assert a.report_job(job.id, "done", 512) and a.extend_job(job.id, "b")
+        assert a.job(job.id, "acme") is not None
+        assert a.health().is_ok and b.health().is_ok and a.health().num_outages == 0
+        a.leave()
+        wrong = RedisCoordinator(Settings(**fleet.settings("c", {})), url.replace("a-password", "wrong"))
+        fleet.members.append(wrong)
+        wrong.register()
+        assert wrong.health().state == "unavailable" and "wrong" not in wrong.health().reason
+    finally:
+        server.command("ACL DELUSER radixkv")
+
+
+def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_server: RedisServer) -> None:
+    with (
+        closing(TcpProxy(redis_server.host, redis_server.port)) as proxy,
+        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0")) as store,
+    ):
+        assert store.read({"one": (1, 0)}, 0.01) == {}, "a read waits in the server"
+        proxy.reset = proxy.refuse = True
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                while True:
+                    store.read({"one": (1, 0)}, 0.2)
+        proxy.reset = proxy.refuse = False
+        assert store.read({"one": (1, 0)}, 0.01) == {}
+
+
+@pytest.fixture
+def tls_proxy(redis_server: RedisServer, tmp_path: Path) -> Iterator[tuple[TcpProxy, str]]:
+    """TLS in front of the server, which was built without, and the file of the authority behind it."""
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1", "localhost").configure_cert(context)
+    trusted = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(trusted)
+    proxy = TcpProxy(redis_server.host, redis_server.port, context)
+    yield proxy, str(trusted)
+    proxy.close()
+
+
+def test_tls_with_a_user_and_a_password(
+    fleet: RedisFleet, tls_proxy: tuple[TcpProxy, str], tmp_path: Path
+) -> None:
+    proxy, trusted = tls_proxy
+    server = fleet.server
+    assert isinstance(server, RedisServer)
+    server.command("ACL SETUSER with-tls on >p%40ss ~* +@all".replace("%40", "@"))
+    try:
+        url = f"rediss://with-tls:p%40ss@127.0.0.1:{proxy.port}/0?ssl_ca_certs={trusted}"
+        a, b = (RedisCoordinator(Settings(**fleet.settings(name, {})), url) for name in "ab")
+        fleet.members += [a, b]
+        a.register()
+        b.register()
+        store(a, ACME, prompt(512))
+        fleet.eventually(lambda: hinted(b, ACME, prompt(512)) == {"a": 512})
+        assert "user=with-tls" in server.text("CLIENT LIST")
+        for wrong in (
+            f"rediss://with-tls:p%40ss@127.0.0.1:{proxy.port}/0",  # nobody vouches for the certificate
+            url.replace("p%40ss", "other"),
+            url.replace("rediss", "redis").split("?")[0],
+        ):
+            stranger = RedisCoordinator(Settings(**fleet.settings("c", {"background": False})), wrong)
+            fleet.members.append(stranger)
+            stranger.register()
+            assert stranger.health().state == "unavailable" and "p@ss" not in stranger.health().reason
+    finally:
+        server.command("ACL DELUSER with-tls")
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "hosts", "service", "options"),
+    [
+        ("redis://h", "single", [("h", 6379)], "", {}),
+        ("redis://u:p%20w@h:1/3", "single", [("h", 1)], "", {"username": "u", "password": "p w", "db": 3}),
+        ("rediss://h:1", "single", [("h", 1)], "", {"ssl": True}),
+        ("redis://[::1]:7", "single", [("::1", 7)], "", {}),
+        ("redis+cluster://h:1,i:2", "cluster", [("h", 1), ("i", 2)], "", {}),
+        ("rediss+cluster://:w@h:1,i", "cluster", [("h", 1), ("i", 6379)], "", {"password": "w", "ssl": True}),
+        ("redis+sentinel://h,i:2/main/4", "sentinel", [("h", 26379), ("i", 2)], "main", {"db": 4}),
+        (
+            "rediss+sentinel://u:w@h/main?sentinel_password=x&ssl_ca_certs=/ca",
+            "sentinel",
+            [("h", 26379)],
+            "main",
+            {"username": "u", "password": "w", "ssl": True, "sentinel_password": "x", "ssl_ca_certs": "/ca"},
+        ),
+    ],
+)
+def test_urls_of_every_form(
+    url: str, kind: str, hosts: list[tuple[str, int]], service: str, options: dict[str, Any]
+) -> None:
+    address = Address.parse(url)
+    assert (address.kind, list(address.hosts), address.service) == (kind, hosts, service)
+    assert {name: value for name, value in address.options.items() if value is not None} == options
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h,i",
+        "redis+sentinel://h:1",
+        "redis+cluster://h:port",
+        "redis+nothing://h",
+        "redis://u:secret@h:x",
+        "ftp://h",
+        "",
+    ],
+)
+def test_urls_that_cannot_be_one(url: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Address.parse(url)
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_plain_url_finds_a_cluster(redis_cluster: ClusterServers) -> None:
+    with closing(RedisFleet(redis_cluster)) as fleet:
+        stores = [RedisStore(node.url) for node in redis_cluster.nodes]
+        try:
+            for index in range(30):
+                tenant = bytes([index]) * 32
+                with suppress(StoreUnavailable):
+                    stores[0].set_limit(tenant, index)
+                stores[0].set_limit(tenant, index)
+                assert [each.tenant(tenant).limit for each in stores] == [index] * 3
+            sizes = [int(node.command("DBSIZE")[1:]) for node in redis_cluster.nodes]
+            assert sum(sizes) == 30 and min(sizes) > 0
+        finally:
+            for each in stores:
+                each.close()
+        assert fleet.members == []
+
+
+def test_one_shard_that_is_away_leaves_the_others(redis_cluster: ClusterServers) -> None:
+    """The logs and registrations of other shards are still read; who stands on the lost one runs out of lease."""
+    with closing(RedisFleet(redis_cluster)) as fleet:
+        homes = {fleet.client.get_node_from_key(key).port for key in ("rk1:replicas", "rk1:purges")}
+        names_of = {
+            node.port: [
+                name
+                for name in (f"replica-{index}" for index in range(60))
+                if fleet.client.get_node_from_key(f"rk1:{{r:{name}}}:meta").port == node.port
+            ]
+            for node in redis_cluster.nodes
+        }
+        lost = next(node for node in redis_cluster.nodes if node.port not in homes)
+        staying = [name for node in redis_cluster.nodes if node is not lost for name in names_of[node.port]]
+        a, c = fleet.join(staying[0], lease_s=4.0), fleet.join(names_of[lost.port][0], lease_s=4.0)
+        reader = fleet.join(staying[-1], lease_s=4.0)
+        fleet.eventually(lambda: set(names(reader.peers())) == {a.replica_id, c.replica_id})
+        lost.pause()
+        try:
+            fleet.eventually(lambda: names(reader.peers()) == [a.replica_id])
+            store(a, ACME, prompt(512))
+            fleet.eventually(lambda: hinted(reader, ACME, prompt(512)) == {a.replica_id: 512})
+            assert a.health().is_ok
+        finally:
+            lost.resume()
+        fleet.eventually(lambda: set(names(reader.peers())) == {a.replica_id, c.replica_id})
 
 
 # ---- the door

@@ -10,35 +10,68 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_hexdigest
 
 from radixkv.coordination import wire
+from radixkv.coordination.holdings import split
 from radixkv.coordination.protocol import JobPart, WarmJob
 from radixkv.coordination.wire import Registration, WireError
 
 REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof")
 
-groups = st.dictionaries(
-    st.binary(min_size=32, max_size=32), st.sets(st.binary(min_size=16, max_size=16), min_size=1), max_size=5
+digests = st.binary(min_size=16, max_size=16)
+namespaces = st.binary(min_size=32, max_size=32)
+held_by_tier = st.dictionaries(
+    st.tuples(namespaces, st.sampled_from(wire.TIERS)), st.sets(digests, min_size=1), max_size=5
+)
+Held = dict[tuple[bytes, str], set[bytes]]
+
+
+def packed_snapshot(held: Held) -> wire.Snapshot:
+    return wire.pack_snapshot((name, tier, found) for (name, tier), found in held.items())
+
+
+@given(held_by_tier)
+def test_snapshots_go_around(held: Held) -> None:
+    snapshot = packed_snapshot(held)
+    found = wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)
+    assert {(name, tier): set(split(run)) for name, tier, run in found} == held
+    assert sum(len(run) // 16 for *_, run in found) == sum(map(len, held.values()))
+
+
+entries = st.builds(
+    wire.Entry,
+    st.sampled_from(wire.OPS),
+    namespaces,
+    st.one_of(st.just(b""), digests),
+    st.lists(digests, max_size=64).map(b"".join),
+    st.sampled_from(wire.TIERS),
 )
 
 
-@given(groups)
-def test_snapshots_go_around(held: dict[bytes, set[bytes]]) -> None:
-    snapshot = wire.pack_snapshot(held.items())
-    found = wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)
-    assert {name: {run[at : at + 16] for at in range(0, len(run), 16)} for name, run in found} == held
-    assert sum(len(run) // 16 for _, run in found) == sum(map(len, held.values()))
+@given(st.lists(entries, max_size=5))
+def test_packed_entries_say_all_of_them(some: list[wire.Entry]) -> None:
+    packed, at = wire.pack_entries(some), 0
+    for entry in some:
+        op, tier, named, parented, count = packed[at : at + 5]
+        lengths = (named, parented, 16 * count)
+        at += 5
+        assert entry.op.startswith(chr(op)) and wire.TIERS[tier] == entry.tier
+        for field, length in zip(entry[1:4], lengths, strict=True):
+            assert packed[at : at + length] == field
+            at += length
+    assert at == len(packed)
 
 
 def test_large_snapshots_go_in_chunks_and_the_largest_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {
-        bytes([n]) * 32: {f"{n}-{i:013}".encode()[:16].ljust(16) for i in range(2000)} for n in range(1, 4)
+        (bytes([n]) * 32, "device"): {f"{n}-{i:013}".encode()[:16].ljust(16) for i in range(2000)}
+        for n in range(1, 4)
     }
     monkeypatch.setattr(wire, "SNAPSHOT_CHUNK_BYTES", 1000)
-    snapshot = wire.pack_snapshot(held.items())
+    snapshot = packed_snapshot(held)
     assert len(snapshot.chunks) > 3 and max(map(len, snapshot.chunks)) == 1000
     assert len(wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)) == 3
     monkeypatch.setattr(wire, "MAX_SNAPSHOT_DIGESTS", 2500)
-    snapshot = wire.pack_snapshot(held.items())
-    assert [len(run) // 16 for _, run in wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)] == [
+    snapshot = packed_snapshot(held)
+    assert [len(run) // 16 for *_, run in wire.unpack_snapshot(snapshot.chunks, snapshot.checksum)] == [
         2000,
         500,
     ]
@@ -56,15 +89,15 @@ def test_a_snapshot_of_anything_is_refused_by_name(body: bytes) -> None:
     with pytest.raises(WireError):
         wire.unpack_snapshot([body], xxh3_128_hexdigest(body))
     with pytest.raises(WireError):
-        wire.unpack_snapshot(*packed(b"RKS2" + body))
+        wire.unpack_snapshot(*packed(b"RKS1" + body))
     with pytest.raises(WireError):
-        wire.unpack_snapshot(*packed(b"RKS1" + b"n" * 32 + (100).to_bytes(4, "little") + body))
+        wire.unpack_snapshot(*packed(b"RKS2" + b"n" * 32 + b"\x00" + (100).to_bytes(4, "little") + body))
 
 
 def test_a_snapshot_that_inflates_too_far_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_MAX_SNAPSHOT_BYTES", 10_000)
     with pytest.raises(WireError, match="too large"):
-        wire.unpack_snapshot(*packed(b"RKS1" + bytes(1_000_000)))
+        wire.unpack_snapshot(*packed(b"RKS2" + bytes(1_000_000)))
 
 
 def entry_fields(**changes: bytes) -> dict[bytes, bytes]:
@@ -74,8 +107,14 @@ def entry_fields(**changes: bytes) -> dict[bytes, bytes]:
 
 def test_entries_are_read_at_their_place() -> None:
     entry = wire.parse_entry(entry_fields(), 7, 3)
-    assert entry == ("store", b"n" * 32, b"", b"d" * 32)
-    assert wire.parse_entry(entry_fields(o=b"clear", n=b"", b=b""), 7, 3) == ("clear", b"", b"", b"")
+    assert entry == ("store", b"n" * 32, b"", b"d" * 32, "device")
+    assert wire.parse_entry(entry_fields(o=b"clear", n=b"", b=b""), 7, 3) == (
+        "clear",
+        b"",
+        b"",
+        b"",
+        "device",
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,15 +129,16 @@ def test_entries_are_read_at_their_place() -> None:
         {"n": b""},
         {"b": b"d" * 17},
         {"b": b"d" * 16 * 65},
+        {"t": b"tape"},
+        {"p": b"d" * 15},
     ],
 )
 def test_malformed_entries_are_refused(changes: dict[str, bytes]) -> None:
     with pytest.raises(WireError):
         wire.parse_entry(entry_fields(**changes), 7, 3)
     for name in entry_fields():
-        if name != b"t":
-            with pytest.raises(WireError):
-                wire.parse_entry({key: value for key, value in entry_fields().items() if key != name}, 7, 3)
+        with pytest.raises(WireError):
+            wire.parse_entry({key: value for key, value in entry_fields().items() if key != name}, 7, 3)
 
 
 def test_registrations_go_around() -> None:
@@ -139,7 +179,8 @@ job_parts = st.builds(
 
 @given(st.lists(job_parts, max_size=4, unique_by=lambda part: part.replica_id))
 def test_jobs_go_around(parts: list[JobPart]) -> None:
-    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, tuple(sorted(parts, key=lambda part: part.replica_id)))
+    named = tuple(sorted(parts, key=lambda part: part.replica_id))
+    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, named, ("owner-1", 9), 3)
     fields = {name.encode(): value.encode() for name, value in wire.job_fields(job).items()}
     assert wire.parse_job("1f", fields) == job
 
@@ -149,6 +190,8 @@ def test_jobs_go_around(parts: list[JobPart]) -> None:
     [
         (b"tenant", b"no hex"),
         (b"num_tokens", b"many"),
+        (b"wanted", b"all"),
+        (b"owner", b"me"),
         (b"part:a", b"7 done 1"),
         (b"part:a", b"7 lost? 1 "),
         (b"part:a", b"x done 1 "),
@@ -160,6 +203,21 @@ def test_malformed_jobs_are_refused(name: bytes, value: bytes) -> None:
     fields = {key.encode(): text.encode() for key, text in wire.job_fields(job).items()}
     with pytest.raises(WireError):
         wire.parse_job("1f", fields | {name: value})
-    for missing in (b"tenant", b"namespace", b"num_tokens"):
+    for missing in (b"tenant", b"namespace", b"num_tokens", b"wanted", b"owner"):
         with pytest.raises(WireError):
             wire.parse_job("1f", {key: text for key, text in fields.items() if key != missing})
+
+
+def test_a_tenant_is_read_as_far_as_it_has_the_form() -> None:
+    fields = {
+        b"limit": b"10",
+        b"generation": b"3",
+        b"r:a": b"7:5:99:fp:model",
+        b"r:b": b"7:5",
+        b"c:a": b"7",
+        b"c:b": b"-7",
+        b"x": b"7",
+    }
+    assert wire.parse_tenant(fields) == (10, 3, {"a": (7, 5, 99, "fp:model")}, {"a": 7})
+    assert wire.parse_tenant({}) == (None, 0, {}, {})
+    assert wire.parse_tenant({b"limit": b"many", b"generation": b"x"}) == (None, 0, {}, {})

@@ -1,0 +1,244 @@
+"""Discovers the other replicas, and follows their logs, over any store.
+
+The registrations are fetched at every beat's time, and at least every second. Liveness is the lease's
+remaining time, counted from before the fetch on the local clock, and compared at each question; so a replica
+is gone when its lease is, even if the store is gone too. Only the logs of replicas that are live, proven and
+compatible are read, each behind its cursor ``(epoch, seq)``; ``view.RemoteLog`` says what a gap means.
+
+A registration that can't be read for a moment (one shard of a Cluster is away) is kept as it was until its
+lease is over: other shards go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from radixkv.clock import Clock
+from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo
+from radixkv.coordination.settings import Settings
+from radixkv.coordination.store import ENTRIES_A_READ, Logged, Seen, Store
+from radixkv.coordination.view import RemoteLog, View
+from radixkv.coordination.wire import Registration
+from radixkv.errors import StoreUnavailable
+
+BLOCK_S = 0.25
+_FETCH_S = 1.0
+"""A new replica is seen after this long at the latest, or a beat's time if that is shorter."""
+_MIN_FETCH_S = 0.05
+_READS_A_POLL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Another replica as the local view has it: its registration, when it runs out, its column if it has one."""
+
+    info: ReplicaInfo
+    column: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Another replica at the last fetch; ``log`` is None where it is not followed."""
+
+    registration: Registration
+    info: ReplicaInfo
+    live_until: float
+    log: RemoteLog | None
+
+    def known(self, now: float) -> Known:
+        """As of ``now``."""
+        remaining_s = max(0.0, self.live_until - now)
+        live = remaining_s > 0
+        if self.log is None:
+            return Known(replace(self.info, live=live, lease_remaining_s=remaining_s), None)
+        last_seq = max(self.info.last_seq, self.log.seq)
+        info = replace(self.info, live=live, lease_remaining_s=remaining_s, last_seq=last_seq)
+        return Known(info, self.log.column)
+
+
+class Reader:
+    """Keeps ``remotes``, which is replaced, never changed. One poll at a time; the rest from any thread.
+
+    any_block_size: follow replicas of any block size, not of the settings' alone. ``fetched_at``: when the
+    registrations were last read; ``is_lost``: the store didn't answer the last time; ``failed_at``: nor then.
+    """
+
+    def __init__(
+        self, settings: Settings, keys: FleetKeys, store: Store, clock: Clock, *, any_block_size: bool = False
+    ) -> None:
+        self.view = View(settings.view_digests)
+        self.remotes: dict[str, Remote] = {}
+        self.fetched_at = float("-inf")
+        self.failed_at = float("-inf")
+        self.is_lost = False
+        self._settings = settings
+        self._keys = keys
+        self._store = store
+        self._clock = clock
+        block_size = 0 if any_block_size else settings.block_size
+        self._mine = Registration(settings.replica_id, 0, "", "", "", block_size, WIRE_VERSION, keys.canary)
+        self._fetch_at = 0.0
+        self._failures = 0
+        self._lock = threading.Lock()
+
+    def step(self) -> float:
+        """What the reader's thread repeats."""
+        try:
+            self.poll(BLOCK_S)
+        except StoreUnavailable:
+            self._failures += 1
+            return float(min(self._settings.beat_s, 2.0, 0.05 * 2 ** min(self._failures, 10)))
+        self._failures = 0
+        return 0.0 if any(self._followed()) else max(0.0, self._fetch_at - self._clock())
+
+    def poll(self, block_s: float = 0.0) -> None:
+        """Fetch the registrations if it is time, and read the logs; wait for news up to ``block_s``."""
+        with self._asking():
+            if self._clock() >= self._fetch_at:
+                self._refresh()
+                return
+            self._read(max(0.0, min(block_s, self._fetch_at - self._clock())))
+
+    def refresh(self) -> None:
+        """Fetch the registrations now, and read all that is in the logs."""
+        with self._asking():
+            self._refresh()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """One thread at a time; what was read is in the view at the end."""
+        with self._lock:
+            try:
+                yield
+            except StoreUnavailable:
+                self.is_lost, self.failed_at = True, self._clock()
+                raise
+            finally:
+                self.view.flush()
+            self.is_lost = False
+
+    def known(self) -> list[Known]:
+        """All other replicas as of now; local."""
+        now = self._clock()
+        return [remote.known(now) for remote in self.remotes.values()]
+
+    def _refresh(self) -> None:
+        before = self._clock()
+        self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
+        old = self.remotes
+        fetched = self._store.fetch()
+        self.fetched_at = before
+        self._fetch_at = before + self._pause_s(fetched.seen)
+        fresh = {
+            seen.registration.replica_id: self._remote(seen, before, old)
+            for seen in fetched.seen
+            if seen.registration.replica_id != self._settings.replica_id
+        }
+        self._replace(fresh | {name: old[name] for name in fetched.unread if name in old})
+        for name, log in self._followed():
+            if log.seq == 0:
+                self._load_snapshot(name, log)
+        for _ in range(_READS_A_POLL):
+            if not self._read(0.0):
+                self._catch_up()
+                break
+
+    def _pause_s(self, seen: Iterable[Seen]) -> float:
+        """Until the next fetch: no lease that is extended in time may seem to be over before."""
+        shortest_s = min((each.remaining_s for each in seen if each.remaining_s > 0), default=_FETCH_S)
+        return max(_MIN_FETCH_S, min(self._settings.beat_s, _FETCH_S, shortest_s / 2))
+
+    def _replace(self, fresh: dict[str, Remote]) -> None:
+        kept = {id(remote.log) for remote in fresh.values()}
+        old, self.remotes = self.remotes, fresh
+        for remote in old.values():
+            if remote.log is not None and id(remote.log) not in kept:
+                remote.log.forget(0)
+
+    def _remote(self, seen: Seen, before: float, old: dict[str, Remote]) -> Remote:
+        registration, remaining_s, load = seen
+        info = describe(registration, self._mine, self._keys, remaining_s, load)
+        log = None
+        if info.live and info.proven and info.incompatible is None:
+            known = old.get(registration.replica_id)
+            log = None if known is None else known.log
+            if log is None or (log.epoch, log.nonce) != (registration.epoch, registration.nonce):
+                log = RemoteLog(registration.epoch, registration.nonce, self.view)
+        return Remote(registration, info, before + remaining_s, log)
+
+    def _followed(self) -> Iterator[tuple[str, RemoteLog]]:
+        return ((name, remote.log) for name, remote in self.remotes.items() if remote.log is not None)
+
+    def _read(self, block_s: float) -> bool:
+        """Take in what the logs have, in order. Whether there may be more."""
+        logs = dict(self._followed())
+        if not logs:
+            return False
+        news = self._store.read({name: (log.epoch, log.seq) for name, log in logs.items()}, block_s)
+        for name, entries in news.items():
+            for logged in entries:
+                if not self._take(name, logs[name], logged):
+                    break
+        return any(len(entries) >= ENTRIES_A_READ for entries in news.values())
+
+    def _take(self, name: str, log: RemoteLog, logged: Logged) -> bool:
+        """Take in one entry; False if it belongs to a registration that isn't known yet."""
+        epoch, seq, entry = logged
+        if epoch != log.epoch:
+            self._fetch_at = 0.0
+            return False
+        if entry is None:
+            self.view.num_gaps += 1
+            log.forget(max(seq, log.seq))
+        elif log.offer(seq, entry) == "gap":
+            self.view.num_gaps += 1
+            self._load_snapshot(name, log)
+            if log.offer(seq, entry) == "gap":
+                log.forget(seq - 1)
+                log.offer(seq, entry)
+        return True
+
+    def _catch_up(self) -> None:
+        """A log that ends before its registration's last number was trimmed past us, down to nothing."""
+        for name, remote in self.remotes.items():
+            log = remote.log
+            if log is None or log.seq >= remote.registration.last_seq:
+                continue
+            self.view.num_gaps += 1
+            self._load_snapshot(name, log)
+            if log.seq < remote.registration.last_seq:
+                log.forget(remote.registration.last_seq)
+
+    def _load_snapshot(self, name: str, log: RemoteLog) -> None:
+        """Put the replica's snapshot in the place of what is known, if there is one that is newer."""
+        saved = self._store.load(name, log.epoch, log.seq)
+        if saved is not None:
+            log.load(saved.groups, saved.seq)
+
+
+def describe(
+    registration: Registration, mine: Registration, keys: FleetKeys, remaining_s: float, load: Load
+) -> ReplicaInfo:
+    """Another replica's registration, judged by the one who reads it."""
+    difference = mine.difference(registration)
+    address = registration.address
+    return ReplicaInfo(
+        id=registration.replica_id,
+        epoch=registration.epoch,
+        address=address or None,
+        fingerprint=registration.fingerprint,
+        block_size=registration.block_size,
+        wire_version=registration.wire_version,
+        live=remaining_s > 0,
+        last_seq=registration.last_seq,
+        lease_remaining_s=max(0.0, remaining_s),
+        proven=keys.is_proof(
+            registration.proof, registration.replica_id, registration.epoch, registration.nonce, address
+        ),
+        incompatible=None if difference is None else "another {}: {} here, {} there".format(*difference),
+        load=load,
+    )

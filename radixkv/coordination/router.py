@@ -1,0 +1,367 @@
+"""Which replica should get a prompt: a scored list with reasons; the caller picks.
+
+    source ──▶ members (who lives, with which load) ─┐
+           ──▶ view (who holds what)                 ├─▶ rank ─▶ [Candidate], best first ─▶ the gateway picks
+    routed ──▶ predicted index (what was just sent) ─┘                                      └─▶ routed
+
+A decision is local: it digests the prompt, looks its segments up, and computes one array of costs. No store is
+asked. Liveness is compared at the moment of the question, so a replica that is gone is in no answer after its
+lease. When the store is lost and all leases are over, those last known are ranked by their load alone.
+
+The **predicted index** keeps siblings together before the first event arrives: for ``predict_s`` seconds what
+``routed`` said counts as held, and its tokens as queued until the replica reports a newer load.
+
+Ties are broken at random. With a ``temperature`` the order is drawn from the softmax of
+``−(cost − least) ÷ (temperature × (greatest − least))`` without replacement, so it has no unit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv import tokens
+from radixkv.coordination.costs import COSTS, CostName, Facts, Floats
+from radixkv.coordination.protocol import SEGMENT_TOKENS, Load, ReplicaInfo
+from radixkv.coordination.sources import Member, Observer, Source
+from radixkv.coordination.wire import TIERS
+from radixkv.errors import ArgumentError, ConfigError
+from radixkv.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from radixkv.namespaces import Namespace
+
+TIER_WEIGHTS: Mapping[str, float] = {"device": 1.0, "host": 0.75, "disk": 0.25}
+PREDICT_S = 5.0
+_LOAD_AGE_S = 1.0
+"""A load is measured up to this long before the beat that brings it."""
+_MAX_PREDICTED = 262_144
+"""Segments in the predicted index."""
+
+Tokens = NDArray[np.int64]
+
+
+class Candidate(NamedTuple):
+    """One replica that a prompt may be sent to."""
+
+    replica: ReplicaInfo
+    """As of the last fetch of the registrations."""
+    matched_tokens: dict[str, int]
+    """Leading tokens by the tier that holds them; ``predicted``: those that were just sent there."""
+    load: Load
+    """As reported, and what was sent there since."""
+    cost: float
+    why: str
+
+
+class Router:
+    """Ranks replicas for prompts. Thread-safe.
+
+    cost: a name of ``costs.COSTS``. temperature: 0 for the best first. tier_weights: what a token held in a
+    tier is worth beside one on the device. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        cost: str = "linear",
+        temperature: float = 0.0,
+        tier_weights: Mapping[str, float] = TIER_WEIGHTS,
+        predict_s: float = PREDICT_S,
+        seed: int | None = None,
+    ) -> None:
+        self.source = source
+        self.is_blind = False
+        """The last ranking was by load alone, as the store is lost."""
+        self.cost = _checked_cost(cost)
+        self.temperature = _checked_temperature(temperature)
+        if set(tier_weights) != set(TIERS) or not all(0 <= each <= 1 for each in tier_weights.values()):
+            raise ConfigError("tier_weights", dict(tier_weights), f"0 to 1 for each of {', '.join(TIERS)}")
+        self._weights = np.array([tier_weights[tier] for tier in TIERS])
+        self._predicted = Predicted(predict_s)
+        self._random = np.random.default_rng(seed)
+        self._lock = threading.Lock()
+        self._roster = _Roster(())
+        self._turn = 0
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        fleet_secret: bytes,
+        max_segments: int = 2_000_000,
+        background: bool = True,
+        **options: Any,
+    ) -> Router:
+        """A router over the Redis at ``url``, beside any number of replicas; ``close`` it when done.
+
+        When it returns, the view is complete, if Redis can be reached. ``max_segments``: most different
+        segments in the view, about 20 bytes each. ``options`` are those of ``Router``. Raises ConfigError.
+        """
+        try:
+            from radixkv.coordination.redis import RedisStore
+        except ModuleNotFoundError as error:
+            allowed = f"only with the extra radixkv[redis] installed ({error})"
+            raise ConfigError("redis", "a URL", allowed) from None
+        source = Observer(RedisStore(url), fleet_secret, max_segments=max_segments, background=background)
+        return cls(source, **options)
+
+    def close(self) -> None:
+        """Close the source. Idempotent."""
+        self.source.close()
+
+    def rank(
+        self,
+        namespace: Namespace,
+        token_ids: tokens.TokenIds,
+        *,
+        cost: str | None = None,
+        temperature: float | None = None,
+        limit: int | None = None,
+    ) -> list[Candidate]:
+        """The replicas that serve the namespace's model, best first, at most ``limit``; local.
+
+        Empty if there are none. Tells nobody: ``routed`` does. Raises TokenError, ConfigError, ArgumentError.
+        O(tokens + segments + replicas log replicas); a digest a segment.
+        """
+        name = self.cost if cost is None else _checked_cost(cost)
+        heat = self.temperature if temperature is None else _checked_temperature(temperature)
+        if limit is not None and limit < 1:
+            raise ArgumentError("limit", limit, "at least 1, or None")
+        key = tokens.encode(token_ids)
+        now = self.source.clock()
+        roster, by_load = self._living(namespace.model, now)
+        self.is_blind = by_load
+        if not roster.members:
+            return []
+        if by_load:
+            name, known = "least_loaded", self._unknown(roster, now)
+        else:
+            known = self._known(namespace, key, roster, now)
+        return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, limit)
+
+    def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
+        """Say that a prompt was sent to a replica, for the predicted index. O(tokens)."""
+        key, now = tokens.encode(token_ids), self.source.clock()
+        member = next((each for each in self.source.members() if each.info.id == replica_id), None)
+        if member is None:
+            return
+        digests, roster = self._digests(namespace, key), _Roster((member,))
+        held = int(self._held(namespace, key, digests, roster).sum())
+        with self._lock:
+            held = max(held, self._predicted.leading(digests, now).get(replica_id, 0))
+            self._predicted.add(digests, replica_id, len(key) // TOKEN_BYTES - held, now)
+
+    def _digests(self, namespace: Namespace, key: bytes) -> list[bytes]:
+        generation = self.source.generation(namespace.tenant)
+        return self.source.keys.digests(namespace, key, generation=generation)
+
+    def _living(self, model: str, now: float) -> tuple[_Roster, bool]:
+        """Who may be ranked, and whether by load alone."""
+        members, known = self.source.members(), self._roster
+        if members is not known.source:
+            known = self._roster = _Roster(members)
+        roster = known.of(model)
+        living = roster.live_until > now
+        if living.all():
+            return roster, False
+        if self.source.is_lost and not living.any():
+            return roster, True
+        return roster.only(np.flatnonzero(living)), False
+
+    def _known(self, namespace: Namespace, key: bytes, roster: _Roster, now: float) -> _Known:
+        """What is known of the members that concerns this prompt."""
+        digests = self._digests(namespace, key)
+        held = self._held(namespace, key, digests, roster)
+        known = self._unknown(roster, now)
+        with self._lock:
+            sent = self._predicted.leading(digests, now)
+        if not sent:
+            return known._replace(held=held)
+        ahead = np.array([sent.get(member.info.id, 0) for member in roster.members]) - held.sum(axis=1)
+        return known._replace(held=held, predicted=np.maximum(ahead, 0))
+
+    def _unknown(self, roster: _Roster, now: float) -> _Known:
+        """The same of a prompt that nobody holds."""
+        num_members = len(roster.members)
+        with self._lock:
+            self._turn += 1
+            queued = self._predicted.queued(roster.members, now)
+            turn = self._turn - 1
+        nothing = np.zeros((num_members, len(TIERS)), np.int64)
+        return _Known(nothing, np.zeros(num_members, np.int64), queued, turn)
+
+    def _held(self, namespace: Namespace, key: bytes, digests: list[bytes], roster: _Roster) -> Tokens:
+        """Leading tokens by member and tier: int64 ``[members, 3]``."""
+        counts = self.source.view.leading(b"".join(digests)).counts()
+        columns = np.array([member.column for member in roster.members])
+        held: Tokens = counts[np.minimum(columns, len(counts) - 1)] * SEGMENT_TOKENS
+        for place in np.flatnonzero(columns < 0).tolist():
+            match = roster.members[place].match
+            held[place, 0] = 0 if match is None else match(namespace, key)
+        return held
+
+    def _scored(
+        self, roster: _Roster, known: _Known, prompt: int, name: CostName, heat: float, limit: int | None
+    ) -> list[Candidate]:
+        credit = known.held @ self._weights + known.predicted
+        costs = COSTS[name](Facts(prompt, credit, roster.queued + known.queued, roster.decode, known.turn))
+        order = self._order(costs, heat)[:limit].tolist()
+        held, predicted, queued = known.held.tolist(), known.predicted.tolist(), known.queued.tolist()
+        values = costs.tolist()
+        return [
+            _candidate(roster.members[at].info, held[at], predicted[at], queued[at], values[at], name, prompt)
+            for at in order
+        ]
+
+    def _order(self, costs: Floats, heat: float) -> NDArray[np.intp]:
+        with self._lock:
+            chance = self._random.random(len(costs))
+        spread = float(costs.max() - costs.min())
+        if heat > 0 and spread > 0:
+            gumbel = -np.log(-np.log(np.maximum(chance, np.finfo(float).tiny)))
+            return np.argsort(costs / (heat * spread) - gumbel)
+        return np.lexsort((chance, costs))
+
+
+class _Known(NamedTuple):
+    """Tokens held by member and tier, further ones predicted, and those sent since the load was reported."""
+
+    held: Tokens
+    predicted: Tokens
+    queued: Floats
+    turn: int
+
+
+class _Roster:
+    """Members as arrays, for one state of a source."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.source = members
+        self.members = tuple(members)
+        self.live_until = np.array([each.live_until for each in members], np.float64)
+        self.queued = np.array([each.info.load.queued_prefill_tokens for each in members], np.float64)
+        self.decode = np.array([each.info.load.decode_blocks for each in members], np.float64)
+        self._by_model: dict[str, _Roster] = {}
+
+    def of(self, model: str) -> _Roster:
+        """Those that serve a model."""
+        known = self._by_model.get(model)
+        if known is None:
+            known = _Roster([each for each in self.members if each.info.fingerprint == model])
+            if known.members:
+                self._by_model[model] = known
+        return known
+
+    def only(self, places: NDArray[np.intp]) -> _Roster:
+        """Some of them."""
+        return _Roster([self.members[place] for place in places.tolist()])
+
+
+class Predicted:
+    """What was sent where during the last ``keep_s`` seconds. Not thread-safe.
+
+    Bounded: beyond 262,144 segments the oldest go first.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        if not 0 <= keep_s < float("inf"):
+            raise ConfigError("predict_s", keep_s, "0 seconds or more")
+        self._keep_s = keep_s
+        self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        self._sent: dict[str, _Sent] = {}
+
+    def add(self, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float) -> None:
+        """A prompt was sent to a replica, which has ``num_tokens`` of it to compute."""
+        self._expire(now)
+        until = now + self._keep_s
+        for digest in digests:
+            self._held.setdefault(digest, {})[replica_id] = until
+            self._held.move_to_end(digest)
+        while len(self._held) > _MAX_PREDICTED:
+            self._held.popitem(last=False)
+        self._sent.setdefault(replica_id, _Sent()).add(now, num_tokens)
+
+    def leading(self, digests: Sequence[bytes], now: float) -> dict[str, int]:
+        """How many leading tokens were sent to each replica, in whole segments."""
+        counts: dict[str, int] = {}
+        for place, digest in enumerate(digests):
+            found = self._held.get(digest)
+            if found is None:
+                break
+            for replica_id, until in found.items():
+                if until > now and counts.get(replica_id, 0) == place:
+                    counts[replica_id] = place + 1
+        return {replica_id: count * SEGMENT_TOKENS for replica_id, count in counts.items()}
+
+    def queued(self, members: Sequence[Member], now: float) -> Floats:
+        """Tokens that were sent to each member since its load was measured: float64 ``[members]``."""
+        queued = np.zeros(len(members))
+        if self._sent:
+            oldest = now - self._keep_s
+            for place, member in enumerate(members):
+                sent = self._sent.get(member.info.id)
+                if sent is not None:
+                    queued[place] = sent.since(max(oldest, member.loaded_at - _LOAD_AGE_S))
+        return queued
+
+    def _expire(self, now: float) -> None:
+        while self._held and max(next(iter(self._held.values())).values()) <= now:
+            self._held.popitem(last=False)
+        for replica_id in [name for name, sent in self._sent.items() if not sent.since(now - self._keep_s)]:
+            del self._sent[replica_id]
+
+
+class _Sent:
+    """Times and tokens of what was sent to one replica."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[float, int]] = deque()
+        self._num_tokens = 0
+
+    def add(self, at: float, num_tokens: int) -> None:
+        self._items.append((at, num_tokens))
+        self._num_tokens += num_tokens
+
+    def since(self, start: float) -> int:
+        """Tokens sent after ``start``; what is older is forgotten. Amortised O(1)."""
+        while self._items and self._items[0][0] <= start:
+            self._num_tokens -= self._items.popleft()[1]
+        return self._num_tokens
+
+
+def _candidate(
+    info: ReplicaInfo, held: list[int], predicted: int, queued: float, cost: float, name: str, prompt: int
+) -> Candidate:
+    matched = {"device": held[0], "host": held[1], "disk": held[2]}
+    if predicted:
+        matched["predicted"] = predicted
+    load = info.load
+    if queued:
+        load = replace(load, queued_prefill_tokens=load.queued_prefill_tokens + int(queued))
+    why = (
+        f"{name}: holds {sum(held)} of {prompt} tokens, {predicted} more predicted; "
+        f"{load.queued_prefill_tokens} tokens queued, {load.decode_blocks} decode blocks"
+    )
+    return Candidate(info, matched, load, cost, why)
+
+
+def _checked_cost(cost: str) -> CostName:
+    for name in COSTS:
+        if name == cost:
+            return name
+    raise ConfigError("cost", cost, f"one of {', '.join(COSTS)}")
+
+
+def _checked_temperature(temperature: float) -> float:
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError("temperature", temperature, "0 or more")
+    return float(temperature)

@@ -1,0 +1,212 @@
+"""What a metadata store does for replicas: the operations, each of them atomic, and the types they answer with.
+
+``memory.MemoryStore`` is the specification; ``redis.RedisStore`` is compared with it operation by operation.
+
+    a replica's own facts     boot, beat, append, snapshot, leave         refused unless (epoch, nonce) are the last
+    reading                   fetch, read, load
+    a tenant                  set_limit, reserve, raise_generation, confirm, tenant, purges
+    a warm job                save_job, own_job, add_part, save_part, load_job
+
+Every operation but ``fetch`` and ``read`` concerns one replica, one tenant or one job, so that a store can
+place these anywhere. Each may raise StoreUnavailable; then it isn't known whether it happened. All writes
+may be repeated: what was done already is done once, or answered by a verdict (``GAP``) that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from radixkv.coordination.protocol import JobPart, Load, WarmJob
+from radixkv.coordination.wire import Entry, Groups, Registration
+
+if TYPE_CHECKING:
+    from radixkv.coordination.holdings import Holdings
+
+JOB_TTL_S = 3600.0
+LISTED_S = 3600.0
+"""A replica that is gone is listed, as not live, for this long."""
+MAX_REPLICAS = 1024
+MAX_PARTS = 1024
+MAX_PURGES = 65_536
+"""Raised generations that are announced. Who boots later than so many purges misses hints of the oldest."""
+ENTRIES_A_READ = 512
+
+Verdict = Literal["OK", "GAP", "LOST", "FENCED"]
+
+
+class Writer(NamedTuple):
+    """One registration, as it signs its writes."""
+
+    replica_id: str
+    epoch: int
+    nonce: str
+
+
+class Standing(NamedTuple):
+    """The answer to a write, and the last sequence number of the log after it.
+
+    ``GAP``: the log isn't where the writer thinks. ``LOST``: the store knows no registration, or an older
+    one only. ``FENCED``: a younger one has the id. Nothing was written unless ``OK``; ``last_seq`` is 0 for
+    LOST and FENCED.
+    """
+
+    verdict: Verdict
+    last_seq: int
+
+
+class Seen(NamedTuple):
+    """A registration as read: the seconds that its lease still runs, and its load."""
+
+    registration: Registration
+    remaining_s: float
+    load: Load
+
+
+class Fetched(NamedTuple):
+    """Registrations as read, and the ids of those that could not be: the shard they stand on is away."""
+
+    seen: list[Seen]
+    unread: list[str]
+
+
+class Logged(NamedTuple):
+    """One position of a log; ``entry`` is None where it has not the form of this version."""
+
+    epoch: int
+    seq: int
+    entry: Entry | None
+
+
+class SavedSnapshot(NamedTuple):
+    """All that a replica held at number ``seq`` of its log: reading goes on behind it."""
+
+    epoch: int
+    seq: int
+    groups: Groups
+
+
+class Share(NamedTuple):
+    """Absolute blocks, in the blocks of ``fingerprint``, that one registration holds of a tenant's quota."""
+
+    replica_id: str
+    epoch: int
+    fingerprint: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The answer to ``reserve``: ``blocks`` may be used until the share is stated again or runs out."""
+
+    verdict: Literal["OK", "FENCED"]
+    blocks: int
+    """0 if fenced."""
+    others: int
+    """Blocks that the other replicas hold, of the same fingerprint."""
+    limit: int | None
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantFacts:
+    """What the store says of a tenant: ``confirmed`` are the epochs, by replica, that keep ``generation``."""
+
+    limit: int | None = None
+    generation: int = 0
+    shares: tuple[Share, ...] = ()
+    confirmed: Mapping[str, int] = field(default_factory=dict)
+
+
+class Durable(NamedTuple):
+    """A write that must not be lost. ``replicated``: a second copy has it; None where there is no second."""
+
+    value: int
+    replicated: bool | None
+
+
+class Store(Protocol):
+    """See the module's docstring. Every method may be called from any thread."""
+
+    def boot(self, registration: Registration) -> Durable:
+        """Register with an epoch greater than ``registration.epoch`` and all before it; its ``value``.
+
+        Fences the last registration, drops its lease, load and snapshot, and begins the log anew: a
+        ``clear`` at number 1. No lease yet: that comes with the first beat.
+        """
+
+    def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
+        """Extend the lease, state the proof of the address and the load, and be listed."""
+
+    def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
+        """Append to the log; GAP unless ``first_seq`` is the next number."""
+
+    def snapshot(
+        self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
+    ) -> Standing:
+        """Keep ``holdings`` as of number ``seq``, and trim the log before ``keep_from``.
+
+        GAP unless ``seq`` is the last number.
+
+        ``anew``: they take the place of all that was written. The snapshot then stands at a number after
+        ``seq`` and the log's last, which nobody has read, and the log holds one empty entry behind it, so
+        that every reader meets the gap.
+        """
+
+    def leave(self, writer: Writer) -> Standing:
+        """Give the lease back, and be listed no more."""
+
+    def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
+        """The registrations of these replicas; by default the listed ones, at most 1,024."""
+
+    def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
+        """What the logs have behind the ``(epoch, seq)`` of each: at most 512 entries of each, in order.
+
+        Waits up to ``block_s`` for news.
+        """
+
+    def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
+        """The snapshot of that epoch, if there is one behind ``after_seq`` and it is whole."""
+
+    def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
+        """The tenant's limit over all replicas; None: no limit."""
+
+    def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
+        """State the blocks that a replica wants to hold, absolute; grants what the limit leaves beside the others.
+
+        The grant counts until it is stated again, or ``keep_s`` are over. FENCED by a share of a greater epoch.
+        """
+
+    def raise_generation(self, tenant: bytes, above: int) -> Durable:
+        """A generation greater than ``above``, announced to all; the same one again if it is repeated."""
+
+    def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
+        """State that a replica has nothing of before ``generation``; False if that isn't the last one."""
+
+    def tenant(self, tenant: bytes) -> TenantFacts:
+        """All that is known; of shares those that count."""
+
+    def purges(self, after: int) -> list[tuple[bytes, int]]:
+        """The tenants whose generation was raised, in this order, each with its position; those behind ``after``.
+
+        All of them if the last one's position is before ``after``: then the store has lost some. At most 65,536.
+        """
+
+    def save_job(self, job: WarmJob) -> WarmJob:
+        """Keep a new job for an hour; what is kept already if the id is known."""
+
+    def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
+        """Hand a job from one ``(replica, epoch)`` to another, if it is still ``expected`` who owns it."""
+
+    def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
+        """Add a part for a replica that has none, or whose part's epoch is older; only for the owner."""
+
+    def save_part(self, job_id: str, part: JobPart) -> bool:
+        """Replace the part of that replica; False if there is no such job or part."""
+
+    def load_job(self, job_id: str) -> WarmJob | None:
+        """The job as stored."""
+
+    def close(self) -> None:
+        """Let go of connections."""

