@@ -1,28 +1,30 @@
 """``create_app``: the service as a Starlette application, and the table of its endpoints.
 
 Who may call what: prompts and caches are for tenants' keys (the operator owns no namespace and gets 403), counts
-and replicas for either (a tenant sees its own), ``/metrics`` for the operator (a tenant gets 403); health and
-the interface's description need no key; ``/internal/warm`` takes only requests that the fleet's secret signed.
-What a tenant may not know of answers 404, byte for byte like what doesn't exist.
+and replicas for either (a tenant sees its own), ``/metrics``, keys and tenants for the operator (a tenant gets
+403); health and the interface's description need no key; ``/internal/warm`` takes only requests that the fleet's
+secret signed. What a tenant may not know of answers 404, byte for byte like what doesn't exist.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixkv.metrics import CONTENT_TYPE
-from radixkv.service import handlers
+from radixkv.service import administration, handlers, routing
 from radixkv.service.completions import completions
 from radixkv.service.core import Service
-from radixkv.service.endpoint import Call, Endpoint, serve
+from radixkv.service.endpoint import Call, Endpoint, Host, serve
 from radixkv.service.fleet import WARM_PATH
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
@@ -31,17 +33,26 @@ from radixkv.service.schemas import (
     CompletionReply,
     CompletionRequest,
     FleetWarmReply,
-    HealthReply,
     JobAccepted,
     JobReply,
     LookupReply,
     LookupRequest,
     OperatorStatsReply,
-    ReplicasReply,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
 )
+
+SECURITY_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
@@ -101,33 +112,8 @@ ENDPOINTS: Sequence[Endpoint] = (
         {200: TenantStatsReply | OperatorStatsReply},
         errors=(422,),
     ),
-    Endpoint(
-        "GET",
-        "/v1/replicas",
-        handlers.replicas,
-        "Replicas",
-        "either",
-        {200: ReplicasReply},
-        query={"all": "true: those whose lease ran out too"},
-        errors=(422,),
-    ),
-    Endpoint("GET", "/metrics", handlers.metrics, "Prometheus metrics", "operator", {200: CONTENT_TYPE}),
-    Endpoint(
-        "GET",
-        "/healthz",
-        handlers.healthz,
-        "Is it well",
-        "anyone",
-        {200: HealthReply, 503: HealthReply},
-    ),
-    Endpoint(
-        "GET",
-        "/readyz",
-        handlers.readyz,
-        "Is it ready",
-        "anyone",
-        {200: HealthReply, 503: HealthReply},
-    ),
+    *routing.ENDPOINTS,
+    *administration.ENDPOINTS,
     Endpoint(
         "POST",
         WARM_PATH,
@@ -143,7 +129,6 @@ ENDPOINTS: Sequence[Endpoint] = (
 
 def create_app(service: Service, *, version: str = "0") -> Starlette:
     """The application that serves ``service``, and closes it when the application ends."""
-    endpoints = [*ENDPOINTS, _openapi(version)]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -154,27 +139,57 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
             reporting.cancel()
             await service.close()
 
+    return make_app(service, ENDPOINTS, version, lifespan)
+
+
+def make_app(
+    host: Host, endpoints: Sequence[Endpoint], version: str, lifespan: Lifespan | None = None
+) -> Starlette:
+    """An application of some endpoints, and ``/openapi.json`` about them."""
     app = Starlette(
-        routes=[_route(service, endpoint) for endpoint in endpoints],
+        routes=[_route(host, endpoint) for endpoint in [*endpoints, _openapi(endpoints, version)]],
         exception_handlers={
             404: handlers.unknown_path,
             405: handlers.wrong_method,
             Exception: handlers.crashed,
         },
+        middleware=[Middleware(SecurityHeaders)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     return app
 
 
-def _route(service: Service, endpoint: Endpoint) -> Route:
+class SecurityHeaders:
+    """Puts SECURITY_HEADERS on every answer that doesn't have its own: a browser may be what asks."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does, with the headers."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
+                if scope["scheme"] == "https":
+                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def _route(host: Host, endpoint: Endpoint) -> Route:
     async def answer(request: Request) -> Response:
-        return await serve(service, endpoint, request)
+        return await serve(host, endpoint, request)
 
-    return Route(endpoint.path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
+    path = endpoint.path.replace("{tenant}", "{tenant:path}")  # a name may have slashes
+    return Route(path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
 
 
-def _openapi(version: str) -> Endpoint:
+def _openapi(endpoints: Sequence[Endpoint], version: str) -> Endpoint:
     described: list[dict[str, Any]] = []
 
     async def openapi(call: Call) -> Response:
@@ -182,5 +197,5 @@ def _openapi(version: str) -> Endpoint:
         return Json(described[0])
 
     endpoint = Endpoint("GET", "/openapi.json", openapi, "The interface", "anyone", {200: dict})
-    described.append(document([*ENDPOINTS, endpoint], version))
+    described.append(document([*endpoints, endpoint], version))
     return endpoint

@@ -3,10 +3,12 @@
 A Keyring maps SHA-256 digests of keys to principals: the operator, or one tenant. Keys themselves are not
 kept. A presented key is hashed and compared with *every* digest in constant time, so the time it takes tells
 neither how much of a key was right nor whose it is. The tenant of a request comes from here and from nowhere
-else.
+else, and so do a tenant's own settings.
 
-The file is JSON: ``{"operator": "…", "tenants": {"acme": "…"}}``; each value is a key or ``sha256:`` and the
-64 hex digits of its digest. ``operator`` may be left out: then nobody may use the operator's endpoints.
+The file is JSON: ``{"operator": ENTRY, "tenants": {"acme": ENTRY}}``. An entry is a key, or an object with a list
+of ``keys`` and, for a tenant, its settings (``schemas.TenantSettings``). A key is its text, ``sha256:`` and the 64
+hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``: that is how radixkv writes it.
+``operator`` may be left out: then nobody may use the operator's endpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from radixkv.errors import ConfigError
+from radixkv.service.schemas import TenantSettings
 
 DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
 """Keys of the two demo tenants. Public knowledge: served on loopback only."""
@@ -29,7 +34,10 @@ DEMO_OPERATOR_KEY = "demo-operator"
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}\Z")
 _KEY_ALLOWED = "a key of 1 to 512 visible ASCII characters without spaces, or sha256: and 64 hex digits"
+_NOTE = re.compile(r"[\x21-\x7e]{0,40}\Z")
+_NOTE_ALLOWED = "an object with sha256 (64 hex digits), and prefix and created as up to 40 ASCII characters"
 _MAX_TENANT_BYTES = 256
+TENANT_ALLOWED = f"tenant names of 1 to {_MAX_TENANT_BYTES} bytes of printable text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +51,45 @@ class Principal:
         """Whether this is the operator."""
         return self.tenant is None
 
+    @property
+    def place(self) -> str:
+        """Where its entry stands in a keys file."""
+        return "operator" if self.tenant is None else f"tenants.{self.tenant}"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key without the key: its digest, whose it is, how it begins and when it was made, if that is known."""
+
+    digest: bytes
+    principal: Principal
+    prefix: str | None = None
+    created: str | None = None
+
+    @classmethod
+    def of(cls, text: str, principal: Principal, created: str | None = None) -> Key:
+        """What is kept of a key. No more than a quarter of it is its prefix."""
+        digest = hashlib.sha256(text.encode("ascii")).digest()
+        return cls(digest, principal, text[: min(8, len(text) // 4)], created)
+
+    @property
+    def id(self) -> str:
+        """What the operator calls it: 16 hex digits from which neither key nor digest follows."""
+        return hashlib.blake2b(self.digest, digest_size=8, person=b"radixkv key id").hexdigest()
+
+    def document(self) -> dict[str, str | None]:
+        """The key as a keys file holds it."""
+        return {"sha256": self.digest.hex(), "prefix": self.prefix, "created": self.created}
+
 
 class Keyring:
-    """Digests of keys and whom they stand for. Immutable; ``authenticate`` is O(keys)."""
+    """Keys and tenants. Immutable; ``authenticate`` is O(keys). Raises ConfigError for a key that two have."""
 
-    def __init__(self, digests: Iterable[tuple[bytes, Principal]]) -> None:
-        self._digests = tuple(digests)
+    def __init__(
+        self, keys: Iterable[Key], settings: Mapping[str, TenantSettings], place: str = "keys"
+    ) -> None:
+        self.keys, self.settings = tuple(keys), dict(settings)
+        _refuse_shared_keys(self.keys, place)
 
     @classmethod
     def demo(cls) -> Keyring:
@@ -74,33 +115,53 @@ class Keyring:
         """The keyring of a parsed keys file; ``place`` is where errors say it came from. Raises ConfigError."""
         if not isinstance(document, dict):
             raise ConfigError("keys", place, "a JSON object with operator and tenants")
-        unknown = sorted(set(document) - {"operator", "tenants"})
-        if unknown:
-            raise ConfigError("keys", place, f"the names operator and tenants only; it has {unknown[0]!r}")
+        _refuse_unknown(document, ("operator", "tenants"), place)
         tenants = document.get("tenants")
-        if not isinstance(tenants, dict) or not tenants:
+        if not isinstance(tenants, dict) or not (tenants or "operator" in document):
             raise ConfigError("keys", f"{place}: tenants", "an object that names at least one tenant")
-        entries = [
-            (_digest(key, f"{place}: tenants.{name}"), _tenant(name, place)) for name, key in tenants.items()
-        ]
+        keys: list[Key] = []
+        settings: dict[str, TenantSettings] = {}
+        for name, entry in tenants.items():
+            principal = tenant_named(name, f"{place}: tenants")
+            found, rest = _entry(entry, principal, f"{place}: {principal.place}")
+            keys += found
+            settings[name] = _settings(rest, f"{place}: {principal.place}")
         if "operator" in document:
-            entries.append((_digest(document["operator"], f"{place}: operator"), Principal(None)))
-        _refuse_shared_keys(entries, place)
-        return cls(entries)
+            found, rest = _entry(document["operator"], Principal(None), f"{place}: operator")
+            _refuse_unknown(rest, (), f"{place}: operator")
+            keys += found
+        return cls(keys, settings, place)
+
+    def document(self) -> dict[str, Any]:
+        """The keys file that holds this keyring: digests, no keys."""
+        return {
+            "operator": {"keys": [key.document() for key in self.of(Principal(None))]},
+            "tenants": {
+                name: {
+                    "keys": [key.document() for key in self.of(Principal(name))],
+                    **settings.model_dump(exclude_defaults=True),
+                }
+                for name, settings in self.settings.items()
+            },
+        }
 
     @property
     def tenants(self) -> tuple[str, ...]:
         """Names of all tenants, in the file's order."""
-        return tuple(principal.tenant for _, principal in self._digests if principal.tenant is not None)
+        return tuple(self.settings)
+
+    def of(self, principal: Principal) -> list[Key]:
+        """The keys of one principal. O(keys)."""
+        return [key for key in self.keys if key.principal == principal]
 
     def authenticate(self, authorization: str | None) -> Principal | None:
         """Whom an ``Authorization`` header stands for, or None. Looks at every digest, whatever it finds."""
         scheme, _, key = (authorization or "").partition(" ")
         presented = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found: Principal | None = None
-        for digest, principal in self._digests:
-            if hmac.compare_digest(digest, presented):
-                found = principal
+        for each in self.keys:
+            if hmac.compare_digest(each.digest, presented):
+                found = each.principal
         return found if scheme.lower() == "bearer" and key.strip() else None
 
 
@@ -126,24 +187,67 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _digest(key: object, place: str) -> bytes:
-    if isinstance(key, str) and _DIGEST.match(key):
-        return bytes.fromhex(key.removeprefix("sha256:"))
-    if not isinstance(key, str) or key.startswith("sha256:") or not _KEY.match(key):
+def _entry(entry: object, principal: Principal, place: str) -> tuple[list[Key], dict[str, Any]]:
+    """The keys of an entry, and what else it has."""
+    if not isinstance(entry, dict):
+        return [_key(entry, principal, place)], {}
+    keys = entry.get("keys")
+    if not isinstance(keys, list):
+        raise ConfigError("keys", f"{place}.keys", "a list of keys")
+    found = [_key(key, principal, f"{place}.keys[{index}]") for index, key in enumerate(keys)]
+    return found, {name: value for name, value in entry.items() if name != "keys"}
+
+
+def _key(value: object, principal: Principal, place: str) -> Key:
+    if isinstance(value, dict):
+        return _written_key(value, principal, place)
+    if isinstance(value, str) and _DIGEST.match(value):
+        return Key(bytes.fromhex(value.removeprefix("sha256:")), principal)
+    if not isinstance(value, str) or value.startswith("sha256:") or not _KEY.match(value):
         raise ConfigError("keys", place, _KEY_ALLOWED)
-    return hashlib.sha256(key.encode("ascii")).digest()
+    return Key.of(value, principal)
 
 
-def _tenant(name: str, place: str) -> Principal:
-    if not name or not name.isprintable() or len(name.encode("utf-8")) > _MAX_TENANT_BYTES:
-        raise ConfigError("keys", f"{place}: tenants", "tenant names of 1 to 256 bytes of printable text")
+def _written_key(value: Mapping[str, Any], principal: Principal, place: str) -> Key:
+    _refuse_unknown(value, ("sha256", "prefix", "created"), place)
+    digest, notes = value.get("sha256"), (value.get("prefix"), value.get("created"))
+    is_digest = isinstance(digest, str) and _DIGEST.match(f"sha256:{digest}")
+    if not is_digest or not all(
+        note is None or (isinstance(note, str) and _NOTE.match(note)) for note in notes
+    ):
+        raise ConfigError("keys", place, _NOTE_ALLOWED)
+    return Key(bytes.fromhex(str(digest)), principal, *notes)
+
+
+def _settings(values: Mapping[str, Any], place: str) -> TenantSettings:
+    try:
+        return TenantSettings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join((place, *map(str, first["loc"])))
+        raise ConfigError("keys", where, f"settings of a tenant ({first['msg']})") from None
+
+
+def tenant_named(name: str, place: str) -> Principal:
+    """The tenant of that name. Raises ConfigError if none can be called so."""
+    if not name or not name.isprintable() or len(name.encode("utf-8", "replace")) > _MAX_TENANT_BYTES:
+        raise ConfigError("keys", place, TENANT_ALLOWED)
     return Principal(name)
 
 
-def _refuse_shared_keys(entries: list[tuple[bytes, Principal]], place: str) -> None:
+def _refuse_unknown(document: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
+    unknown = sorted(set(document) - set(known))
+    if unknown:
+        names = " and ".join(known) or "keys"
+        raise ConfigError("keys", place, f"the names {names} only; it has {unknown[0]!r}")
+
+
+def _refuse_shared_keys(keys: Iterable[Key], place: str) -> None:
     owners: dict[bytes, str] = {}
-    for digest, principal in entries:
-        who = "operator" if principal.tenant is None else f"tenants.{principal.tenant}"
-        if digest in owners:
-            raise ConfigError("keys", f"{place}: {who}", f"a key of its own; {owners[digest]} has the same")
-        owners[digest] = who
+    for key in keys:
+        who = key.principal.place
+        if key.digest in owners:
+            raise ConfigError(
+                "keys", f"{place}: {who}", f"a key of its own; {owners[key.digest]} has the same"
+            )
+        owners[key.digest] = who

@@ -6,19 +6,25 @@ coordinator's journal, so the engine comes last. Nothing here listens, registers
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.config import CacheConfig
 from radixkv.coordination import connect
-from radixkv.errors import ConfigError
-from radixkv.service.auth import Keyring
-from radixkv.service.core import Limits, Service
+from radixkv.errors import ArgumentError, ConfigError
+from radixkv.service.core import Service
 from radixkv.service.fleet import Fleet
+from radixkv.service.keys import KeyStore
+from radixkv.service.limits import Limits
+from radixkv.service.recording import Recorder
 from radixkv.service.settings import ServeSettings
+from radixkv.service.tenancy import Tenancy
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from radixkv.cache import PrefixCache
 
 DEMO_MODEL = "radixkv-demo"
 
@@ -26,9 +32,9 @@ DEMO_MODEL = "radixkv-demo"
 def build_service(settings: ServeSettings, address: str | None, limits: Limits | None = None) -> Service:
     """Load everything that ``settings`` name. Seconds, and the model's memory. Raises ConfigError.
 
-    ``address`` is the base URL at which other replicas reach this one.
+    ``address`` is the base URL at which other replicas reach this one; ``limits`` stand for those of ``settings``.
     """
-    keyring = Keyring.demo() if settings.keys is None else Keyring.load(settings.keys)
+    keys = KeyStore.open(settings.keys)
 
     import torch
 
@@ -54,12 +60,29 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         layout=layout_of(model),
         device=settings.device,
         policy=settings.policy,
+        default_tenant=None,
     )
     cache = PrefixCache(config, journal=coordinator.journal)
-    coordinator.attach(cache)
+    coordinator.attach(cache, partial(_purge, cache))
+    keys.on_change = Tenancy(cache, coordinator).take
+    try:
+        keys.on_change(keys.ring)
+    except ArgumentError as error:
+        raise ConfigError("keys", str(settings.keys), f"promises that can be kept: {error}") from None
     engine = HFEngine(model, cache, tokenizer_digest=tokenizer.digest)
     fleet = Fleet(coordinator, settings.fleet_secret)
-    return Service(engine, tokenizer, keyring, fleet, model_name=model_name(settings), limits=limits)
+    recorder = None
+    if settings.record is not None:
+        recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size)
+    return Service(
+        engine,
+        tokenizer,
+        keys,
+        fleet,
+        model_name=model_name(settings),
+        limits=limits or settings.limits,
+        recorder=recorder,
+    )
 
 
 def model_name(settings: ServeSettings) -> str:
@@ -86,3 +109,8 @@ def _check_device(device: str) -> None:
     kind = torch.device(device).type
     if kind != "cpu" and not getattr(torch, kind).is_available():
         raise ConfigError("--device", device, f"a device that torch finds here; it finds no {kind}")
+
+
+def _purge(cache: PrefixCache, tenant: str, generation: int) -> None:
+    """The fleet raised a tenant's generation: what this replica has of it is of an older one."""
+    cache.purge(tenant)

@@ -7,6 +7,7 @@ A file is one prompt, its text; a ``.jsonl`` file is a prompt a line: a JSON str
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,13 @@ class Client:
             raise ConfigError("--key", None, "a key of that service")
         headers = {"Authorization": f"Bearer {key}"}
         timeout = httpx.Timeout(None, connect=5.0)
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=not is_local)
+        self._http = httpx.Client(
+            base_url=url,
+            headers=headers,
+            timeout=timeout,
+            trust_env=not is_local,
+            verify=ssl.create_default_context(),
+        )
 
     def __enter__(self) -> Client:
         return self

@@ -26,8 +26,9 @@ from starlette.types import Receive, Scope, Send
 
 from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
-from radixkv.service.problems import ApiError, Json, invalid
+from radixkv.service.problems import ApiError, Json, invalid, timed_out
 from radixkv.service.prompts import Ids, tokenized
+from radixkv.service.recording import Recorder
 from radixkv.service.schemas import (
     Choice,
     CompletionReply,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 64
 _GREEDY_BELOW = 1e-3
+_READING_S = 5.0
+"""What a stream's reader has beyond the time of the answer, to read how it ended."""
 FinishReason = Literal["stop", "length"]
 
 
@@ -67,16 +70,29 @@ async def completions(call: Call) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of some work, which is cancelled when the response ends, even if it never began."""
+    """Server-sent events of some work, which is cancelled when the response ends, even if it never began.
 
-    def __init__(self, events: AsyncIterator[bytes], work: Work[Any], headers: dict[str, str]) -> None:
+    A client that reads too slowly to be done in ``timeout_s`` finds its connection closed.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        work: Work[Any],
+        headers: dict[str, str],
+        timeout_s: float | None = None,
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._work = work
+        self._work, self._timeout_s = work, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(self._timeout_s) as timeout:
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
         finally:
             self._work.cancel()
 
@@ -124,8 +140,11 @@ class Run:
         except BaseException:
             work.cancel()
             raise
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return EventStream(self._events(work, steps), work, headers)
+        headers = {"X-Accel-Buffering": "no"}
+        return EventStream(self._events(work, steps), work, headers, self._time_left() + _READING_S)
+
+    def _time_left(self) -> float:
+        return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
 
     async def _events(self, work: Work[Generation], steps: asyncio.Queue[None]) -> AsyncIterator[bytes]:
         try:
@@ -136,13 +155,20 @@ class Run:
             while not work.future.done():
                 if pieces := self._pieces():
                     yield self._chunk(pieces)
-                await steps.get()
+                await self._next(steps)
             generation = await finished(work)
             self._finish(generation)
             for event in self._last_events(generation):
                 yield event
         except Exception as error:  # noqa: BLE001 too late for a status: the stream says it
             yield _event({"error": self.service.problem(error).body})
+
+    async def _next(self, steps: asyncio.Queue[None]) -> None:
+        """Wait for a step. Raises ApiError when the answer's time is over."""
+        try:
+            await asyncio.wait_for(steps.get(), self._time_left())
+        except TimeoutError:
+            raise timed_out(self.service.limits.timeout_s) from None
 
     def _last_events(self, generation: Generation) -> list[bytes]:
         rest = [text.take(final=True) for text in self.texts]
@@ -172,7 +198,7 @@ class Run:
                 text.push(ids)
             on_progress()
 
-        return self.service.engine.generate(
+        generation = self.service.engine.generate(
             namespace,
             [prompt.ids.tolist() for prompt in self.prompts],
             self.body.max_tokens,
@@ -180,6 +206,15 @@ class Run:
             stop=lambda: work.stopping or all(text.stopped for text in self.texts),
             **self._sampling(),
         )
+        if self.service.recorder is not None:
+            self._record(self.service.recorder, namespace, generation)
+        return generation
+
+    def _record(self, recorder: Recorder, namespace: Namespace, generation: Generation) -> None:
+        rows = len(generation.token_ids) // len(self.prompts)
+        seconds = self.service.clock() - self.began_at
+        for number, prompt in enumerate(self.prompts):
+            recorder.record(namespace, prompt.ids, generation.token_ids[number * rows], seconds, "completion")
 
     def _sampling(self) -> dict[str, Any]:
         body = self.body

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
 from radixkv.clock import Clock, monotonic
-from radixkv.coordination import Load
+from radixkv.coordination import Load, ReplicaInfo, Router
+from radixkv.coordination.sources import Beside
 from radixkv.errors import IntegrityError
 from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
 from radixkv.service.endpoint import problem_of
 from radixkv.service.fleet import Fleet
 from radixkv.service.jobs import JobTable
+from radixkv.service.keys import KeyStore
+from radixkv.service.limits import Gate, Limits
 from radixkv.service.problems import ApiError
-from radixkv.service.prompts import PromptRules
+from radixkv.service.prompts import Ids, PromptRules, prefix_of
+from radixkv.service.recording import Recorder
+from radixkv.service.schemas import RouteRequest
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
@@ -35,16 +39,6 @@ if TYPE_CHECKING:
 _LOAD_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of what clients may ask. Queues and jobs are counted for each tenant by itself."""
-
-    max_body_bytes: int = 4 * 2**20
-    max_queued: int = 32
-    max_jobs: int = 256
-    job_ttl_s: float = 600.0
-
-
 class Service:
     """Everything that handlers use. ``close`` it when done."""
 
@@ -52,22 +46,26 @@ class Service:
         self,
         engine: HFEngine,
         tokenizer: Tokenizer,
-        keyring: Keyring,
+        keys: KeyStore,
         fleet: Fleet,
         *,
         model_name: str,
         limits: Limits | None = None,
         clock: Clock = monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.engine, self.tokenizer, self.keyring, self.fleet = engine, tokenizer, keyring, fleet
+        self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
+        self.gate = Gate(self.limits.max_concurrent, clock)
         self.rules = PromptRules(self._vocab_size(), self._max_prompt_tokens(), self.cache.config.block_size)
         self.has_broken_laws = False
         self.worker = ModelWorker(self.limits.max_queued, self._note)
-        self.warmer = Warmer(engine, self.worker)
+        self.recorder = recorder
+        self.warmer = Warmer(engine, self.worker, recorder)
         self.jobs = JobTable(clock, self.problem, ttl_s=self.limits.job_ttl_s, max_jobs=self.limits.max_jobs)
-        self.metrics = Metrics(self.cache, keyring.tenants, fleet.coordinator, self._levels())
+        self.metrics = Metrics(self.cache, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
+        self.router = Router(Beside(fleet.coordinator, self._resident))
         self.is_stopping = False
 
     @property
@@ -75,9 +73,27 @@ class Service:
         """The engine's cache."""
         return self.engine.cache
 
+    @property
+    def keyring(self) -> Keyring:
+        """Who may call now."""
+        return self.keys.ring
+
     def namespace(self, tenant: str, salt: str, adapter: str | None) -> Namespace:
         """The key space of a request."""
         return self.engine.namespace(tenant, adapter=adapter, salt=salt)
+
+    def replicas(self) -> list[ReplicaInfo]:
+        """This replica, and all others that are known."""
+        return self.fleet.coordinator.replicas()
+
+    async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
+        """The namespace and the ids of a prompt that is to be routed. Raises ApiError."""
+        prefix = await prefix_of(body, self.tokenizer, self.rules)
+        namespace = self.namespace(tenant, body.salt, body.adapter)
+        return namespace._replace(model=body.model or namespace.model), prefix.ids
+
+    def _resident(self, namespace: Namespace, key: bytes) -> int:
+        return self.cache.match(namespace, key).num_tokens
 
     def problem(self, error: Exception) -> ApiError:
         """The answer to an error; remembers broken laws, which make this process unhealthy."""
@@ -122,6 +138,8 @@ class Service:
         await self.jobs.close()
         await anyio.to_thread.run_sync(self.worker.close)
         await self.fleet.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _levels(self) -> list[tuple[str, str, Callable[[], float]]]:
         return [

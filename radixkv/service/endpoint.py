@@ -1,18 +1,22 @@
 """An endpoint as a value: what routes are made of, and what OpenAPI is generated from.
 
-    body read (bounded) ──▶ who is calling (401, 403) ──▶ body validated (400, 415, 422) ──▶ handler ──▶ reply
+    who is calling (401, 403) ──▶ gate (429) ──▶ body read, bounded (408, 413) ──▶ validated (400, 415, 422)
+      ──▶ handler (504) ──▶ reply
 
 Authentication comes before anything that looks at the body, so that nobody without a key can tell what a
-good body is. Every error leaves as ``problems.ApiError`` says.
+good body is. Every error leaves as ``problems.ApiError`` says. Logs name endpoints, statuses, types and places in the
+code; no text that a client sent, and no message of an unforeseen error, as it may quote one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -21,11 +25,21 @@ from starlette.responses import Response
 from radixkv.errors import IntegrityError, RadixKVError
 from radixkv.service import problems
 from radixkv.service.auth import Principal
+from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
+from radixkv.service.schemas import TenantSettings
 from radixkv.service.worker import Busy, Cancelled, Closed
 
 if TYPE_CHECKING:
+    from radixkv.clock import Clock
+    from radixkv.coordination import ReplicaInfo, Router
+    from radixkv.metrics import RequestMetrics
+    from radixkv.namespaces import Namespace
+    from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
+    from radixkv.service.limits import Gate, Limits
+    from radixkv.service.prompts import Ids
+    from radixkv.service.schemas import RouteRequest
 
 Who = Literal["anyone", "tenant", "operator", "either", "replica"]
 B = TypeVar("B", bound=BaseModel)
@@ -34,16 +48,64 @@ T = TypeVar("T")
 log = logging.getLogger("radixkv.service")
 
 
+class Host(Protocol):
+    """What every HTTP process has: a replica's service, or a router."""
+
+    @property
+    def clock(self) -> Clock:
+        """Seconds."""
+
+    @property
+    def keyring(self) -> Keyring:
+        """Who may call."""
+
+    @property
+    def limits(self) -> Limits:
+        """What clients may ask."""
+
+    @property
+    def gate(self) -> Gate:
+        """Holds tenants to their rates."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """What is counted."""
+
+    @property
+    def router(self) -> Router:
+        """Ranks replicas."""
+
+    def problem(self, error: Exception) -> ApiError:
+        """The answer to an error."""
+
+    def replicas(self) -> list[ReplicaInfo]:
+        """All replicas that are known here."""
+
+    async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
+        """The namespace and the ids of a prompt that is to be routed. Raises ApiError."""
+
+    def unreadiness(self) -> list[str]:
+        """Why no requests should be sent here now."""
+
+    def sickness(self) -> list[str]:
+        """Why this process ought to be replaced."""
+
+
 @dataclass(slots=True)
 class Call:
     """One request on its way through a handler."""
 
-    service: Service
+    host: Host
     request: Request
     endpoint: Endpoint
     started_at: float
     principal: Principal | None = None
     body: bytes = b""
+
+    @property
+    def service(self) -> Service:
+        """The host of an endpoint that only replicas have."""
+        return cast("Service", self.host)
 
     @property
     def tenant(self) -> str:
@@ -89,7 +151,7 @@ Handler = Callable[[Call], Awaitable[Response]]
 class Endpoint:
     """A path, a method, who may call it, what goes in and what comes out."""
 
-    method: Literal["GET", "POST", "DELETE"]
+    method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
     handler: Handler
     summary: str
@@ -102,9 +164,9 @@ class Endpoint:
     internal: bool = False
 
 
-async def serve(service: Service, endpoint: Endpoint, request: Request) -> Response:
+async def serve(host: Host, endpoint: Endpoint, request: Request) -> Response:
     """Answer one request; whatever goes wrong becomes an answer too, except a bug of ours."""
-    call = Call(service, request, endpoint, service.clock())
+    call = Call(host, request, endpoint, host.clock())
     response: Response | None = None
     try:
         response = await _answer(call)
@@ -113,11 +175,13 @@ async def serve(service: Service, endpoint: Endpoint, request: Request) -> Respo
         response = Response(status_code=499)
         return response
     except Exception as error:  # noqa: BLE001 the one place where errors become answers
-        response = service.problem(error).response()
+        response = host.problem(error).response()
         return response
     finally:
         status = response.status_code if response is not None else 499
-        service.metrics.answered(endpoint.method, endpoint.path, status, service.clock() - call.started_at)
+        seconds = host.clock() - call.started_at
+        host.metrics.answered(endpoint.method, endpoint.path, status, seconds)
+        log.debug("%s %s: %d after %.6f s", endpoint.method, endpoint.path, status, seconds)
 
 
 async def _answer(call: Call) -> Response:
@@ -125,13 +189,47 @@ async def _answer(call: Call) -> Response:
         call.principal = _authenticated(call)
     if call.endpoint.who == "replica":
         call.service.fleet.require_signature(call.request.headers)
-    if call.endpoint.body is not None:
-        call.body = await _bounded_body(call.request, call.service.limits.max_body_bytes)
-    return await call.endpoint.handler(call)
+    with _admitted(call) as max_body_bytes:
+        if call.endpoint.body is not None:
+            call.body = await _body_in_time(call, max_body_bytes)
+        return await _in_time(call)
+
+
+@contextmanager
+def _admitted(call: Call) -> Iterator[int]:
+    """Pass the gate, if a tenant calls; the most bytes that its body may have. Raises TooFast or Busy."""
+    limits, principal = call.host.limits, call.principal
+    if principal is None or principal.tenant is None:
+        yield limits.max_body_bytes
+        return
+    own = call.host.keyring.settings.get(principal.tenant, TenantSettings())
+    rate, burst = own.requests_per_s or limits.requests_per_s, own.burst or limits.burst
+    with call.host.gate.admit(principal.tenant, rate, burst):
+        yield own.max_body_bytes or limits.max_body_bytes
+
+
+async def _body_in_time(call: Call, max_bytes: int) -> bytes:
+    timeout_s = call.host.limits.body_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _bounded_body(call.request, max_bytes)
+    except TimeoutError:
+        raise problems.body_timed_out(timeout_s) from None
+
+
+async def _in_time(call: Call) -> Response:
+    timeout_s = call.host.limits.timeout_s
+    try:
+        async with asyncio.timeout(timeout_s) as timeout:
+            return await call.endpoint.handler(call)
+    except TimeoutError:
+        if timeout.expired():
+            raise problems.timed_out(timeout_s) from None
+        raise
 
 
 def _authenticated(call: Call) -> Principal:
-    principal = call.service.keyring.authenticate(call.request.headers.get("authorization"))
+    principal = call.host.keyring.authenticate(call.request.headers.get("authorization"))
     if principal is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
         message = "a valid key is needed: Authorization: Bearer KEY"
@@ -174,6 +272,8 @@ def problem_of(error: Exception) -> ApiError:
         return error
     if isinstance(error, Busy):
         return problems.busy()
+    if isinstance(error, TooFast):
+        return problems.too_fast(error.wait_s, str(error))
     if isinstance(error, Closed | Cancelled):
         return problems.shutting_down()
     if isinstance(error, RadixKVError):
@@ -181,9 +281,22 @@ def problem_of(error: Exception) -> ApiError:
     else:
         answer = ApiError(500, "internal", "an error inside the server; its log says more")
     if answer.status >= 500 and answer.status != 503:
-        kind = "a law of the cache is broken" if isinstance(error, IntegrityError) else "unforeseen error"
-        log.error("%s", kind, exc_info=error)
+        kind = (
+            f"a law of the cache is broken: {error}"
+            if isinstance(error, IntegrityError)
+            else "unforeseen error"
+        )
+        log.error("%s\n%s", kind, _places(error))
     return answer
+
+
+def _places(error: BaseException | None) -> str:
+    """Types of an error and of those before it, and where they were raised; not what they say."""
+    lines: list[str] = []
+    while error is not None:
+        lines += [f"{type(error).__qualname__}:\n", *traceback.format_tb(error.__traceback__)]
+        error = error.__cause__ or error.__context__
+    return "".join(lines)
 
 
 def reply(body: BaseModel, status: int = 200) -> Json:

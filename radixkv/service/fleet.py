@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -26,7 +27,8 @@ from radixkv.service.prompts import Ids
 from radixkv.service.schemas import ErrorReply, ReplicaOutcome, WarmReply
 
 if TYPE_CHECKING:
-    from radixkv.coordination.protocol import Coordinator, ReplicaInfo
+    from radixkv.coordination.base import BaseCoordinator
+    from radixkv.coordination.protocol import ReplicaInfo
 
 WARM_PATH = "/internal/warm"
 _CONNECT_TIMEOUT_S = 3.0
@@ -38,7 +40,7 @@ _KEEPALIVE_S = 2.0
 class Fleet:
     """The coordinator of this process, and requests to other replicas."""
 
-    def __init__(self, coordinator: Coordinator, secret: bytes) -> None:
+    def __init__(self, coordinator: BaseCoordinator, secret: bytes) -> None:
         self.coordinator = coordinator
         self.secret = secret
         self._verifier = RequestVerifier(secret)
@@ -104,7 +106,11 @@ class Fleet:
             timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
             limits = httpx.Limits(keepalive_expiry=_KEEPALIVE_S)
             self._client = httpx.AsyncClient(
-                timeout=timeout, limits=limits, follow_redirects=False, trust_env=False
+                timeout=timeout,
+                limits=limits,
+                follow_redirects=False,
+                trust_env=False,
+                verify=ssl.create_default_context(),
             )
         return self._client
 

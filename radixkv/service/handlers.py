@@ -13,26 +13,23 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from radixkv.errors import RadixKVError
-from radixkv.metrics import CONTENT_TYPE
 from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.fleet import WARM_PATH, own_outcome
 from radixkv.service.jobs import Job
-from radixkv.service.problems import ApiError, Json, invalid, not_found
+from radixkv.service.problems import ApiError, Json, not_found
 from radixkv.service.prompts import Ids, prefix_of
 from radixkv.service.schemas import (
     ClearReply,
     FleetWarmReply,
-    HealthReply,
     JobAccepted,
     LookupReply,
     LookupRequest,
     OperatorStatsReply,
     ReplicaOutcome,
-    ReplicaReply,
-    ReplicasReply,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
@@ -41,7 +38,6 @@ from radixkv.service.warming import Warmed, Warming
 from radixkv.service.worker import Busy
 
 if TYPE_CHECKING:
-    from radixkv.coordination.protocol import ReplicaInfo
     from radixkv.service.core import Service
 
 
@@ -190,55 +186,6 @@ def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
     return TenantStatsReply(**asdict(service.cache.tenant_stats(tenant)))
 
 
-async def replicas(call: Call) -> Response:
-    """This replica and the live ones that it sees; nothing about any tenant."""
-    wanted = call.query("all").get("all", "false")
-    if wanted not in ("true", "false"):
-        raise invalid("all is not a truth value", "all", wanted, "true or false")
-    assert call.principal is not None
-    known = call.service.fleet.coordinator.replicas()
-    if wanted == "false":
-        known = [info for info in known if info.live or info.is_self]
-    return reply(ReplicasReply(replicas=[_replica(info, call.principal.is_operator) for info in known]))
-
-
-def _replica(info: ReplicaInfo, to_operator: bool) -> ReplicaReply:
-    return ReplicaReply(
-        id=info.id,
-        is_self=info.is_self,
-        live=info.live,
-        reachable=info.reachable,
-        address=info.address if info.proven or info.is_self else None,
-        epoch=info.epoch,
-        last_seq=info.last_seq if to_operator else None,
-        lease_remaining_s=info.lease_remaining_s,
-        model=info.fingerprint,
-        block_size=info.block_size,
-        incompatible=info.incompatible,
-    )
-
-
-async def metrics(call: Call) -> Response:
-    """Everything that is counted, for Prometheus."""
-    return Response(call.service.metrics.render(), media_type=CONTENT_TYPE)
-
-
-async def healthz(call: Call) -> Response:
-    """Whether this process is well."""
-    reasons = call.service.sickness()
-    return reply(
-        HealthReply(status="unhealthy" if reasons else "ok", reasons=reasons), 503 if reasons else 200
-    )
-
-
-async def readyz(call: Call) -> Response:
-    """Whether requests may be sent here."""
-    reasons = call.service.unreadiness()
-    return reply(
-        HealthReply(status="not_ready" if reasons else "ok", reasons=reasons), 503 if reasons else 200
-    )
-
-
 async def unknown_path(request: Request, error: Exception) -> Response:
     """404 for a path that there isn't, in the shape of all errors."""
     return not_found("path").response()
@@ -246,11 +193,11 @@ async def unknown_path(request: Request, error: Exception) -> Response:
 
 async def wrong_method(request: Request, error: Exception) -> Response:
     """405, in the shape of all errors, with the methods that there are."""
-    headers = getattr(error, "headers", None) or {}
-    allowed = headers.get("Allow") or headers.get("allow")
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
     problem = ApiError(
         405, "method_not_allowed", "this path has no such method", field="method", value=request.method,
-        allowed=allowed, headers=headers,
+        allowed=allowed, headers={"Allow": allowed},
     )  # fmt: skip
     return problem.response()
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from radixkv import __version__
-from radixkv.service.core import Limits, Service
+from radixkv.service.core import Service
+from radixkv.service.limits import Limits
 from radixkv.service.server import Server, base_url, bind, registered
 from radixkv.service.settings import ServeSettings
 
@@ -25,12 +26,12 @@ def running(settings: ServeSettings, limits: Limits | None = None) -> Iterator[t
     with bind(settings.host, settings.port) as listener:
         service = registered(settings, listener, limits)
         ready = threading.Event()
-        server = Server(service, __version__, ready.set)
+        server = Server(service, __version__, ready.set, settings.tls)
         thread = threading.Thread(target=server.run, args=([listener],), name="radixkv-service", daemon=True)
         thread.start()
         ready.wait()
         try:
-            yield service, base_url(listener)
+            yield service, base_url(listener, settings.tls)
         finally:
             server.should_exit = True
             thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -14,19 +15,29 @@ from radixkv.service.endpoint import Endpoint
 from radixkv.service.schemas import ErrorReply, RequestBody
 
 _REF = "#/components/schemas/{model}"
+_PARAMETER = re.compile(r"{(\w+)}")
+_IN_PATHS = {
+    "job": "id of a job, from 202",
+    "tenant": "name of a tenant; a slash in it as %2F",
+    "key": "id of a key, not the key",
+}
 _REASONS = {
     200: "Done",
+    201: "Made",
+    204: "Done; nothing to say",
     202: "Accepted",
     400: "Not JSON",
     401: "A valid key is needed",
     403: "Not with this key",
     404: "There is no such thing, or it isn't the caller's",
-    409: "The namespace was cleared meanwhile",
+    408: "The body didn't arrive in time",
+    409: "Not as things are; the message says why",
     413: "The body is too large",
     415: "The body isn't called JSON",
     422: "The body, or the query, can't be served",
-    429: "Too much of the caller's is waiting; see Retry-After",
+    429: "Too much of the caller's is waiting, or it asks too often; see Retry-After",
     503: "No room, not ready or shutting down",
+    504: "The answer wasn't there in time",
 }
 
 
@@ -58,8 +69,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     for status in _error_statuses(endpoint):
         operation["responses"].setdefault(str(status), _response(status, ErrorReply))
     parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
-    if "{job}" in endpoint.path:
-        parameters.append(_parameter("job", "path", "id of a job, from 202"))
+    for name in _PARAMETER.findall(endpoint.path):
+        parameters.append(_parameter(name, "path", _IN_PATHS[name]))
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
@@ -69,21 +80,36 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _error_statuses(endpoint: Endpoint) -> list[int]:
-    statuses = set(endpoint.errors)
+    statuses = {*endpoint.errors, 504}
     if endpoint.who != "anyone":
         statuses.add(401)
     if endpoint.who in ("tenant", "operator"):
         statuses.add(403)
+    if endpoint.who in ("tenant", "either"):
+        statuses.add(429)
     if endpoint.body is not None:
-        statuses |= {400, 413, 415, 422}
+        statuses |= {400, 408, 413, 415, 422}
     return sorted(statuses)
 
 
+_EVENT = {
+    "type": "object",
+    "description": "one server-sent event of the stream",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def _response(status: int, model: Any) -> dict[str, Any]:
+    if model is None:
+        return {"description": _REASONS[status]}
     if isinstance(model, str):
         content: dict[str, Any] = {model: {"schema": {"type": "string"}}}
     elif isinstance(model, dict):
-        content = {kind: {"schema": _schema_of(each)} for kind, each in model.items()}
+        content = {
+            kind: {"schema": _EVENT if kind == "text/event-stream" else _schema_of(each)}
+            for kind, each in model.items()
+        }
     else:
         content = {"application/json": {"schema": _schema_of(model)}}
     response: dict[str, Any] = {"description": _REASONS[status], "content": content}

@@ -10,6 +10,7 @@ are the same bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -21,6 +22,7 @@ from radixkv.errors import (
     LeaseError,
     NamespaceError,
     PendingError,
+    QuotaExceeded,
     RadixKVError,
     TokenError,
 )
@@ -103,10 +105,35 @@ def busy() -> ApiError:
     return ApiError(429, "busy", "too many of your requests are waiting; try again shortly", headers=headers)
 
 
+def too_fast(wait_s: float, allowed: str) -> ApiError:
+    """429: the caller asks more often than it may."""
+    headers = {"Retry-After": str(max(ceil(wait_s), 1))}
+    return ApiError(
+        429, "rate_limited", "too many requests; try again later", allowed=allowed, headers=headers
+    )
+
+
+def body_timed_out(timeout_s: float) -> ApiError:
+    """408: the body didn't arrive in time."""
+    return ApiError(408, "timeout", "the body didn't arrive in time", allowed=f"{timeout_s:g} seconds")
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    """504: the answer wasn't there in time; what was begun for it is cancelled."""
+    return ApiError(504, "timeout", "the answer wasn't there in time", allowed=f"{timeout_s:g} seconds")
+
+
 def no_capacity() -> ApiError:
     """503: no room for this request now."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(503, "no_capacity", "no room for this request at the moment; try again", headers=headers)
+
+
+def quota_exceeded(error: QuotaExceeded) -> ApiError:
+    """503: no room within the caller's own limit; its own numbers only."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    allowed = f"at most {error.limit} blocks"
+    return ApiError(503, "quota_exceeded", str(error), value=error.needed, allowed=allowed, headers=headers)
 
 
 def shutting_down() -> ApiError:
@@ -123,6 +150,8 @@ def of_library(error: RadixKVError) -> ApiError:
         return invalid(str(error), error.argument, error.value, error.allowed)
     if isinstance(error, NamespaceError):
         return invalid(str(error), "salt, adapter", None, "text that can name a namespace")
+    if isinstance(error, QuotaExceeded):
+        return quota_exceeded(error)
     if isinstance(error, CapacityError):
         return no_capacity()
     if isinstance(error, LeaseError | PendingError):

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from radixkv.coordination.costs import CostName
+from radixkv.namespaces import Tenant
+
 MAX_NAME = 256
 MAX_CHOICES = 32
 MAX_PROMPTS = 64
@@ -74,6 +77,18 @@ class WarmRequest(PromptFields):
 
     wait: bool = Field(True, description="false: answer 202 with a job at once")
     replicas: Literal["self", "all"] = Field("self", description="all: on every live replica")
+
+
+class RouteRequest(PromptFields):
+    """A prompt that is to be sent to a replica."""
+
+    cost: CostName | None = Field(None, description="what ranks the replicas; null: the server's")
+    temperature: float | None = Field(None, ge=0.0, description="0: the best first; above, by chance")
+    limit: int | None = Field(None, ge=1, description="most candidates in the answer")
+    model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
+        None, description="fingerprint; needed where replicas serve several"
+    )
+    predict: bool = Field(True, description="false: the prompt won't be sent, so don't count on it")
 
 
 def _prompt_form(value: Any) -> str:
@@ -147,6 +162,33 @@ class CompletionRequest(RequestBody):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+class TenantSettings(RequestBody):
+    """What a tenant is promised and held to. A rate or a size that is null, or left out, is what holds for all."""
+
+    weight: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = Field(
+        default=1.0, description="its part, beside others' weights, of what nobody is guaranteed"
+    )
+    guaranteed_blocks: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0, description="blocks that it can always have"
+    )
+    max_blocks: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        default=None, description="blocks that it may use at most; null: no limit of its own"
+    )
+    mode: Literal["burst", "strict"] = Field(
+        default="burst",
+        description="strict: borrows nothing, and nothing that others do changes what it sees",
+    )
+    requests_per_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] | None = Field(
+        default=None, description="requests a second, in the long run"
+    )
+    burst: Annotated[int, Field(ge=1, le=10**6)] | None = Field(default=None, description="requests at once")
+    max_body_bytes: Annotated[int, Field(ge=1, le=2**30)] | None = None
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant as the cache knows it. Raises ArgumentError for settings that can't go together."""
+        return Tenant(name, self.weight, self.guaranteed_blocks, self.max_blocks, self.mode)
 
 
 class ErrorDetail(ReplyBody):
@@ -299,6 +341,36 @@ class OperatorStatsReply(ReplyBody):
     tenants: list[TenantStatsReply]
 
 
+class LoadReply(ReplyBody):
+    """What a replica has to do; absolute, as of its last beat."""
+
+    queued_prefill_tokens: int
+    decode_blocks: int
+    resident_blocks: int
+
+
+class CandidateReply(ReplyBody):
+    """A replica that the prompt may be sent to."""
+
+    replica: str
+    address: str | None
+    matched_tokens: dict[str, int] = Field(
+        description="leading tokens by the tier that holds them; predicted: just sent there"
+    )
+    load: LoadReply = Field(description="as reported, and what was sent there since")
+    cost: float = Field(description="the lowest wins")
+    why: str
+
+
+class RouteReply(ReplyBody):
+    """Replicas for a prompt, best first. ``by_load``: the store is lost, and what they hold isn't known."""
+
+    prompt_tokens: int
+    model: str
+    by_load: bool
+    candidates: list[CandidateReply]
+
+
 class ReplicaReply(ReplyBody):
     """One replica as this one sees it."""
 
@@ -312,6 +384,12 @@ class ReplicaReply(ReplyBody):
         description="number of its last entry; null for tenants, as it counts everybody's"
     )
     lease_remaining_s: Seconds
+    lag_entries: int | None = Field(
+        description="entries of its log that the view is known to lack; null: not followed"
+    )
+    lag_s: Seconds | None = Field(description="how long the view has lacked any")
+    staleness_s: Seconds | None = Field(description="since its registration and load were last heard")
+    load: LoadReply
     model: str = Field(description="fingerprint")
     block_size: int
     incompatible: str | None
@@ -321,6 +399,51 @@ class ReplicasReply(ReplyBody):
     """This replica and the live ones that it sees; with ``all=true`` those whose lease ran out, too."""
 
     replicas: list[ReplicaReply]
+
+
+class KeyReply(ReplyBody):
+    """A key, without the key."""
+
+    id: str = Field(description="what it is called in /v1/keys/{key}")
+    tenant: str | None = Field(description="whose it is; null: the operator's")
+    prefix: str | None = Field(description="how it begins, if that is known")
+    created: str | None = Field(description="when it was made, if that is known")
+
+
+class KeysReply(ReplyBody):
+    """All keys."""
+
+    keys: list[KeyReply]
+
+
+class NewKeyReply(KeyReply):
+    """A key that was just made: the only time that it is shown."""
+
+    key: str
+
+
+class TenantReply(ReplyBody):
+    """A tenant, what holds for it, and how many keys it has."""
+
+    tenant: str
+    settings: TenantSettings
+    num_keys: int
+
+
+class TenantsReply(ReplyBody):
+    """All tenants."""
+
+    tenants: list[TenantReply]
+
+
+class PurgeReply(ReplyBody):
+    """What was forgotten here, and which replicas have confirmed that nothing of it is matched any more."""
+
+    blocks: int
+    generation: int
+    confirmed: list[str]
+    pending: list[str] = Field(description="live replicas that haven't confirmed yet; ask again")
+    unconfirmed: list[str] = Field(description="replicas that were gone; one that comes back purges first")
 
 
 class HealthReply(ReplyBody):

@@ -19,43 +19,79 @@ from contextlib import contextmanager
 
 import anyio.to_thread
 import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from radixkv.errors import ConfigError
 from radixkv.service.app import create_app
 from radixkv.service.build import build_service
-from radixkv.service.core import Limits, Service
-from radixkv.service.settings import ServeSettings
+from radixkv.service.core import Service
+from radixkv.service.limits import Limits
+from radixkv.service.settings import ServeSettings, Tls
 
 GRACE_S = 5
+HEAD_TIMEOUT_S = 20.0
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server around one service. Says when it listens; leaves the fleet before it stops."""
+class ImpatientProtocol(H11Protocol):
+    """HTTP/1.1 that closes a connection on which the head of a request takes longer than HEAD_TIMEOUT_S."""
 
-    def __init__(self, service: Service, version: str, on_ready: Callable[[], None] | None = None) -> None:
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first head."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait on, unless these bytes ended a head."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Listener(uvicorn.Server):
+    """uvicorn's server around one application. Says when it listens; ends quietly when it is told to."""
+
+    def __init__(
+        self, app: Starlette, on_ready: Callable[[], None] | None = None, tls: Tls | None = None
+    ) -> None:
         config = uvicorn.Config(
-            create_app(service, version=version),
-            log_level="warning",
+            app,
+            http=ImpatientProtocol,
+            ssl_certfile=None if tls is None else tls.cert,
+            ssl_keyfile=None if tls is None else tls.key,
+            log_config=None,
             access_log=False,
             server_header=False,
             lifespan="on",
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)
-        self._service, self._on_ready = service, on_ready
+        self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and say so."""
         await super().startup(sockets=sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Leave the fleet, then let requests end."""
-        self._service.is_stopping = True
-        await anyio.to_thread.run_sync(self._service.fleet.coordinator.leave)
-        await super().shutdown(sockets=sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -73,17 +109,38 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+class Server(Listener):
+    """The server of one service, which leaves the fleet before it stops."""
+
+    def __init__(
+        self,
+        service: Service,
+        version: str,
+        on_ready: Callable[[], None] | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        super().__init__(create_app(service, version=version), on_ready, tls)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leave the fleet, then let requests end."""
+        self._service.is_stopping = True
+        await anyio.to_thread.run_sync(self._service.fleet.coordinator.leave)
+        await super().shutdown(sockets=sockets)
+
+
 def run(settings: ServeSettings, version: str, on_ready: Callable[[Service, str], None]) -> None:
     """Serve until a signal comes. ``on_ready`` gets the service and its base URL. Raises ConfigError."""
     with bind(settings.host, settings.port) as listener:
         service = registered(settings, listener)
-        local = base_url(listener)
-        Server(service, version, lambda: on_ready(service, local)).run(sockets=[listener])
+        local = base_url(listener, settings.tls)
+        Server(service, version, lambda: on_ready(service, local), settings.tls).run(sockets=[listener])
 
 
 def registered(settings: ServeSettings, listener: socket.socket, limits: Limits | None = None) -> Service:
     """A service that listens on a bound socket and has joined its fleet. Raises ConfigError."""
-    service = build_service(settings, address_of(settings, base_url(listener)), limits)
+    local = base_url(listener, settings.tls)
+    service = build_service(settings, address_of(settings, local), limits)
     try:
         listener.listen(128)
         service.fleet.coordinator.register()
@@ -110,10 +167,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def base_url(listener: socket.socket) -> str:
-    """``http://host:port`` of a bound socket."""
+def base_url(listener: socket.socket, tls: Tls | None = None) -> str:
+    """``http://host:port`` of a bound socket, or ``https://…``."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def address_of(settings: ServeSettings, local: str) -> str:

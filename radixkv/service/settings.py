@@ -14,13 +14,28 @@ import ipaddress
 import re
 import secrets
 import socket
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from radixkv.config import policy_names
+from radixkv.coordination.costs import COSTS
 from radixkv.errors import ConfigError
+from radixkv.service.limits import Limits
+
+HTTP_DEFAULTS: Mapping[str, str] = {
+    "requests-per-s": "1000",
+    "burst": "2000",
+    "max-concurrent": "256",
+    "max-queued": "32",
+    "max-body-bytes": str(4 * 2**20),
+    "timeout-s": "600",
+    "body-timeout-s": "30",
+    "log-level": "warning",
+}
+"""What holds for services and routers alike."""
 
 DEFAULTS: Mapping[str, str] = {
     "host": "127.0.0.1",
@@ -32,14 +47,35 @@ DEFAULTS: Mapping[str, str] = {
     "device": "cpu",
     "dtype": "float32",
     "threads": "0",
+    **HTTP_DEFAULTS,
 }
 """What a setting is when nobody sets it. Settings that are not here default to nothing."""
 
-SETTINGS = (*DEFAULTS, "model", "keys", "redis", "replica", "fleet-secret", "advertise")
+_OPTIONAL = (
+    "model",
+    "keys",
+    "tls-cert",
+    "tls-key",
+    "redis",
+    "replica",
+    "fleet-secret",
+    "advertise",
+    "record",
+)
+SETTINGS = (*DEFAULTS, *_OPTIONAL)
 MIN_SECRET_BYTES = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _DTYPES = ("float32", "bfloat16", "float16")
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM: a certificate with those that vouch for it, and its key, unencrypted."""
+
+    cert: Path
+    key: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +84,8 @@ class ServeSettings:
 
     ``fleet_secret`` is at least MIN_SECRET_BYTES long, random if no file named one; ``threads`` is the
     number of compute threads, 0 for torch's own choice; ``advertise`` is the base URL at which other
-    replicas reach this one, None for the address it is bound to.
+    replicas reach this one, None for the address it is bound to; ``record`` is where traffic is recorded,
+    None for nowhere; ``tls`` None serves HTTP without TLS; ``log_level`` is a name of ``logging``'s.
     """
 
     host: str
@@ -66,6 +103,10 @@ class ServeSettings:
     replica: str
     fleet_secret: bytes
     advertise: str | None
+    record: Path | None
+    tls: Tls | None
+    limits: Limits
+    log_level: str
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> ServeSettings:
@@ -91,12 +132,71 @@ class ServeSettings:
             replica=reader.replica(),
             fleet_secret=reader.secret(),
             advertise=reader.base_url("advertise"),
+            record=reader.new_path("record"),
+            tls=reader.tls(),
+            limits=reader.limits(),
+            log_level=reader.choice("log-level", _LOG_LEVELS),
         )
-        if settings.keys is None and not is_loopback(settings.host):
-            raise ConfigError(
-                reader.name("keys"), None, f"a keys file, as host {settings.host} is not loopback"
-            )
+        _require_keys(settings.keys, settings.host, reader)
         return settings
+
+
+ROUTE_DEFAULTS: Mapping[str, str] = {
+    "host": "127.0.0.1",
+    "port": "8500",
+    "cost": "linear",
+    "temperature": "0",
+    "max-segments": "2000000",
+    **HTTP_DEFAULTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSettings:
+    """One valid configuration of a router's process; ``max_segments`` bounds its view."""
+
+    host: str
+    port: int
+    redis: str
+    fleet_secret: bytes
+    keys: Path | None
+    model: Path | None
+    cost: str
+    temperature: float
+    max_segments: int
+    tls: Tls | None
+    limits: Limits
+    log_level: str
+
+    @classmethod
+    def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> RouteSettings:
+        """Settings from text, as ``ServeSettings.parse``. Raises ConfigError."""
+        given = {name: value for name, value in values.items() if value is not None}
+        reader = _Reader({**ROUTE_DEFAULTS, **given}, names or {})
+        redis = reader.redis_url()
+        if redis is None:
+            raise ConfigError(reader.name("redis"), None, "the URL of the Redis that the replicas use")
+        settings = cls(
+            host=reader.host(),
+            port=reader.integer("port", 0, 65_535),
+            redis=redis,
+            fleet_secret=reader.secret(),
+            keys=reader.path("keys", directory=False),
+            model=reader.path("model", directory=True),
+            cost=reader.choice("cost", tuple(COSTS)),
+            temperature=reader.number("temperature", 0.0, 1e6),
+            max_segments=reader.integer("max-segments", 1, 10**9),
+            tls=reader.tls(),
+            limits=reader.limits(),
+            log_level=reader.choice("log-level", _LOG_LEVELS),
+        )
+        _require_keys(settings.keys, settings.host, reader)
+        return settings
+
+
+def _require_keys(keys: Path | None, host: str, reader: _Reader) -> None:
+    if keys is None and not is_loopback(host):
+        raise ConfigError(reader.name("keys"), None, f"a keys file, as host {host} is not loopback")
 
 
 class _Reader:
@@ -121,12 +221,15 @@ class _Reader:
         return int(text)
 
     def seconds(self, setting: str, low: float, high: float) -> float:
+        return self.number(setting, low, high, "a number of seconds")
+
+    def number(self, setting: str, low: float, high: float, what: str = "a number") -> float:
         try:
             value = float(self._values[setting])
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            raise self.refuse(setting, f"a number of seconds from {low:g} to {high:g}")
+            raise self.refuse(setting, f"{what} from {low:g} to {high:g}")
         return value
 
     def pattern(self, setting: str, pattern: re.Pattern[str], allowed: str) -> str:
@@ -156,6 +259,41 @@ class _Reader:
         if not text or not path.exists() or path.is_dir() != directory:
             raise self.refuse(setting, "an existing directory" if directory else "an existing file")
         return path
+
+    def new_path(self, setting: str) -> Path | None:
+        text = self.text(setting)
+        if text is None:
+            return None
+        path = Path(text)
+        if not text or path.is_dir() or not path.parent.is_dir():
+            raise self.refuse(setting, "a file in an existing directory")
+        return path
+
+    def limits(self) -> Limits:
+        return Limits(
+            requests_per_s=self.number("requests-per-s", 0.001, 1e6),
+            burst=self.integer("burst", 1, 10**6),
+            max_concurrent=self.integer("max-concurrent", 1, 10**6),
+            max_queued=self.integer("max-queued", 1, 10**6),
+            max_body_bytes=self.integer("max-body-bytes", 1, 2**30),
+            timeout_s=self.seconds("timeout-s", 0.001, 1e6),
+            body_timeout_s=self.seconds("body-timeout-s", 0.001, 1e6),
+        )
+
+    def tls(self) -> Tls | None:
+        cert, key = self.path("tls-cert", directory=False), self.path("tls-key", directory=False)
+        if cert is None and key is None:
+            return None
+        if cert is None or key is None:
+            missing, given = ("tls-key", "tls-cert") if key is None else ("tls-cert", "tls-key")
+            raise self.refuse(missing, f"an existing file, as {self.name(given)} is set")
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(cert, key, password=lambda: b"")  # nobody is there to be asked
+        except (OSError, ValueError):
+            allowed = f"a certificate in PEM that belongs to the unencrypted key of {self.name('tls-key')}"
+            raise self.refuse("tls-cert", allowed) from None
+        return Tls(cert, key)
 
     def redis_url(self) -> str | None:
         text = self.text("redis")

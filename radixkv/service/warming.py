@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from radixkv.clock import monotonic
 from radixkv.errors import LeaseError
 from radixkv.namespaces import Namespace
 from radixkv.service.prompts import Ids
+from radixkv.service.recording import Recorder
 from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
@@ -66,8 +68,8 @@ class Warming:
 class Warmer:
     """The table of what is under way. To be used from the event loop's thread."""
 
-    def __init__(self, engine: HFEngine, worker: ModelWorker) -> None:
-        self._engine, self._worker = engine, worker
+    def __init__(self, engine: HFEngine, worker: ModelWorker, recorder: Recorder | None = None) -> None:
+        self._engine, self._worker, self._recorder = engine, worker, recorder
         self._under_way: dict[_Key, Warming] = {}
 
     @property
@@ -115,7 +117,7 @@ class Warmer:
 
     def _compute(self, namespace: Namespace, ids: Ids, warming: Warming, work: Work[Warmed]) -> Warmed:
         """In the model's thread."""
-        warming.started = True
+        warming.started, began_at = True, monotonic()
 
         def on_chunk(num_ready: int, _total: int) -> None:
             warming.num_ready = num_ready
@@ -131,4 +133,6 @@ class Warmer:
         else:
             cache.lease(match).release()
         warming.num_ready = len(ids)
+        if self._recorder is not None:
+            self._recorder.record(namespace, ids, (), monotonic() - began_at, "warm")
         return Warmed(len(ids), match.num_tokens, len(ids) // cache.config.block_size)

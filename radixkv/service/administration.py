@@ -1,0 +1,228 @@
+"""What the operator's key may change while the service runs: keys, and the tenants that they are for.
+
+A key is shown once, when it is made; from then on it is an id and a prefix. A change is in force, and in the keys
+file, before it is answered. Requests that are under way with a key that goes end as they would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio.to_thread
+from starlette.responses import Response
+
+from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
+from radixkv.service.auth import TENANT_ALLOWED, Key, Principal, tenant_named
+from radixkv.service.endpoint import Call, Endpoint, reply
+from radixkv.service.keys import KeyRefused, UnknownKey
+from radixkv.service.problems import ApiError, invalid, not_found
+from radixkv.service.schemas import (
+    KeyReply,
+    KeysReply,
+    NewKeyReply,
+    PurgeReply,
+    TenantReply,
+    TenantSettings,
+    TenantsReply,
+)
+
+T = TypeVar("T")
+
+
+async def list_keys(call: Call) -> Response:
+    """All keys: id, prefix, whose. Never a key or a digest."""
+    call.query()
+    return reply(KeysReply(keys=[_shown(key) for key in call.service.keyring.keys]))
+
+
+async def create_operator_key(call: Call) -> Response:
+    """A further key of the operator's; it is shown this once."""
+    call.query()
+    return await _created(call, Principal(None))
+
+
+async def create_key(call: Call) -> Response:
+    """A further key of a tenant's, which comes into being if there is none; it is shown this once."""
+    call.query()
+    return await _created(call, _tenant(call))
+
+
+async def rotate_key(call: Call) -> Response:
+    """A new key in the place of an old one, which is refused from now on; it is shown this once."""
+    call.query()
+    key_id = call.request.path_params["key"]
+    text, key = await _changed(lambda: call.service.keys.rotate(key_id), "key")
+    return reply(NewKeyReply(key=text, **_shown(key).model_dump()))
+
+
+async def revoke_key(call: Call) -> Response:
+    """The key is refused from now on."""
+    call.query()
+    key_id = call.request.path_params["key"]
+    await _changed(lambda: call.service.keys.revoke(key_id), "key")
+    return Response(status_code=204)
+
+
+async def list_tenants(call: Call) -> Response:
+    """All tenants, and what holds for each."""
+    call.query()
+    return reply(TenantsReply(tenants=[_tenant_reply(call, name) for name in call.service.keyring.tenants]))
+
+
+async def put_tenant(call: Call) -> Response:
+    """Make a tenant, or change what holds for it; what is left out is what holds for all. Its keys stay."""
+    call.query()
+    tenant = str(_tenant(call).tenant)
+    settings = call.read(TenantSettings)
+    await _changed(lambda: call.service.keys.put_tenant(tenant, settings), "tenant")
+    return reply(_tenant_reply(call, tenant))
+
+
+async def purge_tenant(call: Call) -> Response:
+    """Forget all that a tenant has, here and on all replicas: nothing of it is matched from now on."""
+    call.query()
+    tenant = _known_tenant(call)
+    blocks = await anyio.to_thread.run_sync(call.service.cache.purge, tenant)
+    try:
+        purge = await anyio.to_thread.run_sync(call.service.fleet.coordinator.purge, tenant)
+    except StoreUnavailable:
+        message = "purged here; other replicas haven't heard of it, as the store can't be reached: ask again"
+        raise ApiError(503, "store_unavailable", message, headers={"Retry-After": "5"}) from None
+    return reply(
+        PurgeReply(
+            blocks=blocks,
+            generation=purge.generation,
+            confirmed=list(purge.confirmed),
+            pending=list(purge.pending),
+            unconfirmed=list(purge.unconfirmed),
+        )
+    )
+
+
+async def remove_tenant(call: Call) -> Response:
+    """Remove a tenant and its keys, and forget all that it has here."""
+    call.query()
+    tenant = _known_tenant(call)
+    await _changed(lambda: call.service.keys.remove_tenant(tenant), "tenant")
+    await anyio.to_thread.run_sync(call.service.cache.purge, tenant)
+    call.service.gate.forget(tenant)
+    return Response(status_code=204)
+
+
+def _known_tenant(call: Call) -> str:
+    tenant = _tenant(call).tenant
+    if tenant not in call.service.keyring.settings:
+        raise not_found("tenant")
+    return str(tenant)
+
+
+async def _created(call: Call, principal: Principal) -> Response:
+    text, key = await _changed(lambda: call.service.keys.create(principal), "tenant")
+    return reply(NewKeyReply(key=text, **_shown(key).model_dump()), 201)
+
+
+async def _changed(change: Callable[[], T], what: str) -> T:
+    """Make a change, off the event loop, as it ends on the disk. Raises ApiError."""
+    try:
+        return await anyio.to_thread.run_sync(change)
+    except UnknownKey:
+        raise not_found(what) from None
+    except KeyRefused as error:
+        raise ApiError(409, "conflict", str(error)) from None
+    except ArgumentError as error:
+        raise invalid(str(error), error.argument, error.value, error.allowed) from None
+    except ConfigError as error:
+        raise ApiError(409, "conflict", str(error), field=error.setting, allowed=error.allowed) from None
+    except OSError as error:
+        message = f"the keys file can't be written: {error.strerror}"
+        raise ApiError(503, "not_saved", message, headers={"Retry-After": "5"}) from None
+
+
+def _tenant(call: Call) -> Principal:
+    name = call.request.path_params["tenant"]
+    try:
+        return tenant_named(name, "tenant")
+    except ConfigError:
+        raise invalid("no tenant can be called so", "tenant", name, TENANT_ALLOWED) from None
+
+
+def _shown(key: Key) -> KeyReply:
+    return KeyReply(id=key.id, tenant=key.principal.tenant, prefix=key.prefix, created=key.created)
+
+
+def _tenant_reply(call: Call, tenant: str) -> TenantReply:
+    ring = call.service.keyring
+    return TenantReply(
+        tenant=tenant, settings=ring.settings[tenant], num_keys=len(ring.of(Principal(tenant)))
+    )
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/v1/keys", list_keys, "Keys", "operator", {200: KeysReply}, errors=(422,)),
+    Endpoint(
+        "POST",
+        "/v1/keys",
+        create_operator_key,
+        "Make a key of the operator's",
+        "operator",
+        {201: NewKeyReply},
+        errors=(409, 422, 503),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/keys/{key}/rotate",
+        rotate_key,
+        "Replace a key",
+        "operator",
+        {200: NewKeyReply},
+        errors=(404, 409, 422, 503),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/keys/{key}",
+        revoke_key,
+        "Revoke a key",
+        "operator",
+        {204: None},
+        errors=(404, 409, 422, 503),
+    ),
+    Endpoint("GET", "/v1/tenants", list_tenants, "Tenants", "operator", {200: TenantsReply}, errors=(422,)),
+    Endpoint(
+        "POST",
+        "/v1/tenants/{tenant}/keys",
+        create_key,
+        "Make a key of a tenant's",
+        "operator",
+        {201: NewKeyReply},
+        errors=(409, 422, 503),
+    ),
+    Endpoint(
+        "PUT",
+        "/v1/tenants/{tenant}",
+        put_tenant,
+        "Make or change a tenant",
+        "operator",
+        {200: TenantReply},
+        body=TenantSettings,
+        errors=(409, 503),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/tenants/{tenant}",
+        remove_tenant,
+        "Remove a tenant",
+        "operator",
+        {204: None},
+        errors=(404, 409, 422, 503),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/tenants/{tenant}/purge",
+        purge_tenant,
+        "Forget all that a tenant has",
+        "operator",
+        {200: PurgeReply},
+        errors=(404, 422, 503),
+    ),
+)

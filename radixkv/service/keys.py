@@ -1,0 +1,204 @@
+"""The KeyStore: the keyring that is in force, and its changes while the service runs.
+
+    create, rotate, revoke, tenants ──▶ edit ──▶ told to the cache ──▶ written to the file ──▶ in force
+
+A change begins with what the file says now, under a lock that all processes with this file share, and replaces the
+file at once and whole (mode 0600, digests only), so replicas that share a file lose nothing of each other's. Whoever
+else changes the file is heard within LOOK_EVERY_S of the next request; a file that can't be one is complained about
+in the log, and the keyring that was in force stays. Without a file (the demo keys) changes last as long as the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from radixkv.clock import Clock, monotonic
+from radixkv.errors import RadixKVError
+from radixkv.service.auth import Key, Keyring, Principal
+from radixkv.service.schemas import TenantSettings
+
+LOOK_EVERY_S = 1.0
+MAX_KEYS = 16
+"""Keys of one principal: enough to rotate, few enough to compare each with every request."""
+
+log = logging.getLogger("radixkv.service")
+
+
+class UnknownKey(Exception):
+    """There is no such key, or no such tenant."""
+
+
+class KeyRefused(Exception):
+    """The change would leave no way back: it says why."""
+
+
+class KeyStore:
+    """Keys that can be changed while they are in force. Thread-safe; ``ring`` costs a ``stat`` a second.
+
+    ``on_change(ring)`` is called before a new keyring comes into force; if it raises, the change is refused.
+    """
+
+    def __init__(self, ring: Keyring, path: Path | None = None, *, clock: Clock = monotonic) -> None:
+        self.on_change: Callable[[Keyring], object] = lambda ring: None
+        self._ring, self._path, self._clock = ring, path, clock
+        self._lock = threading.Lock()
+        self._look_again_at = clock() + LOOK_EVERY_S
+        self._seen = self._signature()
+
+    @classmethod
+    def open(cls, path: Path | None) -> KeyStore:
+        """The keys of a file, or the demo keys. Raises ConfigError."""
+        return cls(Keyring.demo() if path is None else Keyring.load(path), path)
+
+    @property
+    def ring(self) -> Keyring:
+        """The keyring that is in force."""
+        now = self._clock()
+        if self._path is not None and now >= self._look_again_at:
+            self._look_again_at = now + LOOK_EVERY_S
+            self._look_again()
+        return self._ring
+
+    def create(self, principal: Principal) -> tuple[str, Key]:
+        """A further key, and what is kept of it; its tenant comes into being if there is none. Raises KeyRefused."""
+        text, key = _new_key(principal)
+
+        def edit(ring: Keyring) -> Keyring:
+            if len(ring.of(principal)) >= MAX_KEYS:
+                raise KeyRefused(f"there are {MAX_KEYS} keys of this kind; revoke one first")
+            settings = dict(ring.settings)
+            if principal.tenant is not None:
+                settings.setdefault(principal.tenant, TenantSettings())
+            return Keyring([*ring.keys, key], settings)
+
+        self._change(edit)
+        return text, key
+
+    def rotate(self, key_id: str) -> tuple[str, Key]:
+        """A new key in the place of an old one, which is nobody's from then on. Raises UnknownKey."""
+        made: list[tuple[str, Key]] = []
+
+        def edit(ring: Keyring) -> Keyring:
+            old = _find(ring, key_id)
+            made.append(_new_key(old.principal))
+            return Keyring([made[-1][1] if key is old else key for key in ring.keys], ring.settings)
+
+        self._change(edit)
+        return made[-1]
+
+    def revoke(self, key_id: str) -> None:
+        """The key is nobody's from now on. Raises UnknownKey, or KeyRefused for the operator's last."""
+
+        def edit(ring: Keyring) -> Keyring:
+            old = _find(ring, key_id)
+            if old.principal.is_operator and len(ring.of(old.principal)) == 1:
+                raise KeyRefused("the operator's last key can't be revoked; rotate it")
+            return Keyring([key for key in ring.keys if key is not old], ring.settings)
+
+        self._change(edit)
+
+    def put_tenant(self, tenant: str, settings: TenantSettings) -> None:
+        """A tenant with these settings; its keys stay."""
+        self._change(lambda ring: Keyring(ring.keys, {**ring.settings, tenant: settings}))
+
+    def remove_tenant(self, tenant: str) -> None:
+        """The tenant and its keys are gone. Raises UnknownKey."""
+
+        def edit(ring: Keyring) -> Keyring:
+            if tenant not in ring.settings:
+                raise UnknownKey(tenant)
+            kept = {name: settings for name, settings in ring.settings.items() if name != tenant}
+            return Keyring([key for key in ring.keys if key.principal.tenant != tenant], kept)
+
+        self._change(edit)
+
+    def _change(self, edit: Callable[[Keyring], Keyring]) -> None:
+        """Raises what ``edit`` and ``on_change`` raise, ConfigError for a file that can't be one, OSError."""
+        with self._lock, self._file_lock():
+            before = self._ring if self._path is None else Keyring.load(self._path)
+            after = edit(before)
+            self.on_change(after)
+            try:
+                self._write(after)
+            except OSError:
+                self.on_change(before)
+                raise
+            self._ring = after
+
+    def _look_again(self) -> None:
+        """Take a file that somebody else has changed; while a change of ours is being written, the next time."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            seen = self._signature()
+            if seen != self._seen and self._path is not None:
+                self._seen = seen
+                ring = Keyring.load(self._path)
+                self.on_change(ring)
+                self._ring = ring
+        except RadixKVError as error:
+            log.error("the changed keys file is not taken: %s", error)
+        finally:
+            self._lock.release()
+
+    def _signature(self) -> tuple[int, int, int] | None:
+        if self._path is None:
+            return None
+        with suppress(OSError):  # a file that is gone has no signature; the keyring stays in force
+            status = self._path.stat()
+            return status.st_ino, status.st_size, status.st_mtime_ns
+        return None
+
+    @contextmanager
+    def _file_lock(self) -> Iterator[None]:
+        """Keep other processes that change files of this directory out."""
+        if self._path is None:
+            yield
+            return
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(directory)
+
+    def _write(self, ring: Keyring) -> None:
+        """Replace the file: whoever reads it finds the old one or the new one, also after a crash."""
+        if self._path is None:
+            return
+        target = self._path.resolve()  # a link stays one
+        new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            with os.fdopen(
+                os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+            ) as file:
+                json.dump(ring.document(), file, indent=2, ensure_ascii=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(target)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+        self._seen = self._signature()
+
+
+def _new_key(principal: Principal) -> tuple[str, Key]:
+    text = f"rk_{secrets.token_urlsafe(32)}"
+    return text, Key.of(text, principal, datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def _find(ring: Keyring, key_id: str) -> Key:
+    for key in ring.keys:
+        if key.id == key_id:
+            return key
+    raise UnknownKey(key_id)

@@ -1,0 +1,90 @@
+"""What clients may ask: bounds for every tenant, and the gate that holds each tenant to its rate.
+
+A tenant's rate is a token bucket: ``burst`` requests at once, ``requests_per_s`` from then on. Beside it the gate
+counts the requests under way. Both are the tenant's own: no other tenant's requests move them, so what a refusal
+says (and when it says to try again) tells nothing of anybody else. O(1) a request, a few words a tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from radixkv.clock import Clock
+from radixkv.service.worker import Busy
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of what clients may ask. Rates, requests under way, queues and jobs are each tenant's own.
+
+    ``requests_per_s``, ``burst`` and ``max_body_bytes`` hold for tenants whose entry in the keys file says nothing
+    else. ``body_timeout_s`` is the time a body may take to arrive, ``timeout_s`` that of a whole answer; jobs take
+    as long as they take.
+    """
+
+    max_body_bytes: int = 4 * 2**20
+    requests_per_s: float = 1000.0
+    burst: int = 2000
+    max_concurrent: int = 256
+    max_queued: int = 32
+    max_jobs: int = 256
+    job_ttl_s: float = 600.0
+    body_timeout_s: float = 30.0
+    timeout_s: float = 600.0
+
+
+class TooFast(Exception):
+    """The tenant's bucket is empty; ``wait_s`` until a request may pass."""
+
+    def __init__(self, wait_s: float, requests_per_s: float, burst: int) -> None:
+        self.wait_s, self.requests_per_s, self.burst = wait_s, requests_per_s, burst
+        super().__init__(f"{requests_per_s:g} requests a second, {burst} at once")
+
+
+class TokenBucket:
+    """``burst`` tokens at most, ``rate`` new ones a second; full at first."""
+
+    __slots__ = ("at", "level")
+
+    def __init__(self, level: float, at: float) -> None:
+        self.level, self.at = level, at
+
+    def take(self, now: float, rate: float, burst: int) -> float:
+        """Take a token: 0.0 if there was one, otherwise the seconds until there will be. O(1)."""
+        self.level = min(burst, self.level + (now - self.at) * rate)
+        self.at = now
+        if self.level < 1.0:
+            return (1.0 - self.level) / rate
+        self.level -= 1.0
+        return 0.0
+
+
+class Gate:
+    """Buckets and requests under way, by tenant. To be used from the event loop's thread."""
+
+    def __init__(self, max_concurrent: int, clock: Clock) -> None:
+        self._max_concurrent, self._clock = max_concurrent, clock
+        self._buckets: dict[str, TokenBucket] = {}
+        self._under_way: dict[str, int] = {}
+
+    @contextmanager
+    def admit(self, tenant: str, requests_per_s: float, burst: int) -> Iterator[None]:
+        """Let one request of the tenant's pass; it is under way until the ``with`` ends. Raises TooFast or Busy."""
+        now = self._clock()
+        bucket = self._buckets.setdefault(tenant, TokenBucket(burst, now))
+        wait_s = bucket.take(now, requests_per_s, burst)
+        if wait_s:
+            raise TooFast(wait_s, requests_per_s, burst)
+        if self._under_way.get(tenant, 0) >= self._max_concurrent:
+            raise Busy
+        self._under_way[tenant] = self._under_way.get(tenant, 0) + 1
+        try:
+            yield
+        finally:
+            self._under_way[tenant] -= 1
+
+    def forget(self, tenant: str) -> None:
+        """The tenant was removed."""
+        self._buckets.pop(tenant, None)

@@ -1,0 +1,87 @@
+"""Recorder: a service's own traffic as a trace for ``radixkv simulate``, in the plain format of its README.
+
+What is written of a request: when it came, how long it took, whose it was, how long prompt and answer were, and a keyed
+hash for each whole block, chained from the namespace on. No token id, no text. The key comes from the fleet's secret:
+replicas that share it write hashes that compare; without ``--redis`` it is drawn anew at each start. Whoever has the
+file and not the key can't confirm a guessed prompt; equal prefixes are equal hashes, which is what the file is for.
+
+A request that makes several answers is one line, with its first answer. One that fails or is cancelled is none. Cost: a
+BLAKE2b a block, in the model's thread, and only if recording is on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from radixkv.coordination.keys import mac
+from radixkv.errors import ConfigError
+from radixkv.tokens import TOKEN_BYTES, encode
+
+if TYPE_CHECKING:
+    from radixkv.namespaces import Namespace
+
+_HASH_BYTES = 8
+
+log = logging.getLogger("radixkv.service")
+
+
+class Recorder:
+    """Appends to a file that only its owner may read. Thread-safe; ``close`` it when done. Raises ConfigError."""
+
+    def __init__(self, path: Path, secret: bytes, block_size: int) -> None:
+        self._key, self._block_size = mac(secret, "trace"), block_size
+        self._lock = threading.Lock()
+        try:
+            path.touch(mode=0o600)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise ConfigError(
+                "--record", str(path), f"a file that can be written ({error.strerror})"
+            ) from None
+
+    def record(
+        self, namespace: Namespace, prompt: Any, answer: Sequence[int], seconds: float, kind: str
+    ) -> None:
+        """A request that ends now and began ``seconds`` ago. O(tokens)."""
+        prompt_key, answer_key = encode(prompt), encode(answer)
+        fields = {
+            "time": round(time.time() - seconds, 3),
+            "duration_s": round(seconds, 3),
+            "tenant": namespace.tenant,
+            "tokens": len(prompt_key) // TOKEN_BYTES,
+            "output_tokens": len(answer_key) // TOKEN_BYTES,
+            "block_tokens": self._block_size,
+            "hashes": list(self._hashes(namespace, prompt_key + answer_key)),
+            "labels": {"type": kind},
+        }
+        self._write(json.dumps(fields, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Nothing is written afterwards."""
+        with self._lock:
+            self._file.close()
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._file.write(line)
+            except OSError as error:  # a full disk ends the recording, not the request
+                self._file.close()
+                log.error("recording stopped: %s", error)
+
+    def _hashes(self, namespace: Namespace, key: bytes) -> Iterator[str]:
+        link, size = namespace.framed(), self._block_size * TOKEN_BYTES
+        for at in range(0, len(key) - size + 1, size):
+            link = hashlib.blake2b(
+                link + key[at : at + size], digest_size=_HASH_BYTES, key=self._key
+            ).digest()
+            yield link.hex()

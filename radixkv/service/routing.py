@@ -1,0 +1,164 @@
+"""Where a prompt should go, and what is known of the replicas: the endpoints of replicas and of routers alike.
+
+A tenant's matches come from that tenant's namespaces alone. Loads are those of whole replicas: they are what
+``/v1/replicas`` shows to every key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from radixkv.metrics import CONTENT_TYPE
+from radixkv.service.endpoint import Call, Endpoint, reply
+from radixkv.service.problems import ApiError, invalid
+from radixkv.service.schemas import (
+    CandidateReply,
+    HealthReply,
+    LoadReply,
+    ReplicaReply,
+    ReplicasReply,
+    RouteReply,
+    RouteRequest,
+)
+
+if TYPE_CHECKING:
+    from radixkv.coordination import Candidate, Load, ReplicaInfo
+    from radixkv.coordination.sources import Member
+
+
+async def route(call: Call) -> Response:
+    """Rank the replicas for a prompt; the first is taken to get it, unless ``predict`` is false."""
+    body = call.read(RouteRequest)
+    router = call.host.router
+    namespace, ids = await call.host.routed_prompt(call.tenant, body)
+    found = router.rank(namespace, ids, cost=body.cost, temperature=body.temperature, limit=body.limit)
+    if not found:
+        raise ApiError(503, "no_replica", "no replica that serves this model is known to live")
+    if body.predict:
+        router.routed(namespace, ids, found[0].replica.id)
+    return reply(
+        RouteReply(
+            prompt_tokens=len(ids),
+            model=namespace.model,
+            by_load=router.is_blind,
+            candidates=[_candidate(each) for each in found],
+        )
+    )
+
+
+def _candidate(candidate: Candidate) -> CandidateReply:
+    return CandidateReply(
+        replica=candidate.replica.id,
+        address=candidate.replica.address,
+        matched_tokens=candidate.matched_tokens,
+        load=_load(candidate.load),
+        cost=candidate.cost,
+        why=candidate.why,
+    )
+
+
+def _load(load: Load) -> LoadReply:
+    return LoadReply(
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        decode_blocks=load.decode_blocks,
+        resident_blocks=load.resident_blocks,
+    )
+
+
+async def replicas(call: Call) -> Response:
+    """The replicas that this process knows, itself first if it is one; nothing about any tenant."""
+    wanted = call.query("all").get("all", "false")
+    if wanted not in ("true", "false"):
+        raise invalid("all is not a truth value", "all", wanted, "true or false")
+    assert call.principal is not None
+    source = call.host.router.source
+    members, now = {each.info.id: each for each in source.members()}, source.clock()
+    known = [each for each in call.host.replicas() if wanted == "true" or each.live or each.is_self]
+    to_operator = call.principal.is_operator
+    rows = [_replica(info, members.get(info.id), now, to_operator) for info in known]
+    return reply(ReplicasReply(replicas=rows))
+
+
+def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: bool) -> ReplicaReply:
+    followed = member is not None and (member.log is not None or info.is_self)
+    return ReplicaReply(
+        id=info.id,
+        is_self=info.is_self,
+        live=info.live,
+        reachable=info.reachable,
+        address=info.address if info.proven or info.is_self else None,
+        epoch=info.epoch,
+        last_seq=info.last_seq if to_operator else None,
+        lease_remaining_s=info.lease_remaining_s,
+        lag_entries=member.num_behind if member is not None and followed else None,
+        lag_s=member.lag_s(now) if member is not None and followed else None,
+        staleness_s=None if member is None else member.staleness_s(now),
+        load=_load(info.load),
+        model=info.fingerprint,
+        block_size=info.block_size,
+        incompatible=info.incompatible,
+    )
+
+
+async def metrics(call: Call) -> Response:
+    """Everything that is counted, for Prometheus."""
+    return Response(call.host.metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def healthz(call: Call) -> Response:
+    """Whether this process is well."""
+    reasons = call.host.sickness()
+    return reply(
+        HealthReply(status="unhealthy" if reasons else "ok", reasons=reasons), 503 if reasons else 200
+    )
+
+
+async def readyz(call: Call) -> Response:
+    """Whether requests may be sent here."""
+    reasons = call.host.unreadiness()
+    return reply(
+        HealthReply(status="not_ready" if reasons else "ok", reasons=reasons), 503 if reasons else 200
+    )
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/route",
+        route,
+        "Rank the replicas for a prompt",
+        "tenant",
+        {200: RouteReply},
+        body=RouteRequest,
+        errors=(503,),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/replicas",
+        replicas,
+        "Replicas",
+        "either",
+        {200: ReplicasReply},
+        query={"all": "true: those whose lease ran out too"},
+        errors=(422,),
+    ),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics", "operator", {200: CONTENT_TYPE}),
+    Endpoint(
+        "GET",
+        "/healthz",
+        healthz,
+        "Is it well",
+        "anyone",
+        {200: HealthReply, 503: HealthReply},
+    ),
+    Endpoint(
+        "GET",
+        "/readyz",
+        readyz,
+        "Is it ready",
+        "anyone",
+        {200: HealthReply, 503: HealthReply},
+    ),
+)

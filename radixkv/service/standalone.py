@@ -1,0 +1,144 @@
+"""``radixkv route``: a router as a process of its own, beside any number of replicas. Needs no torch.
+
+It follows the replicas over Redis, registers nothing, and serves ``/v1/route``, ``/v1/replicas``, ``/metrics`` and
+health. The model's fingerprint comes from the replicas; if they serve several, a request names one. Tenants
+and their keys are those of the replicas' keys file, the tokenizer is their model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from radixkv.clock import Clock, monotonic
+from radixkv.coordination import ReplicaInfo, Router
+from radixkv.coordination.sources import Member, Observer
+from radixkv.metrics import RequestMetrics
+from radixkv.namespaces import Namespace
+from radixkv.service import routing
+from radixkv.service.app import make_app
+from radixkv.service.auth import Keyring
+from radixkv.service.endpoint import problem_of
+from radixkv.service.keys import KeyStore
+from radixkv.service.limits import Gate, Limits
+from radixkv.service.problems import ApiError, invalid
+from radixkv.service.prompts import Ids, PromptRules, prefix_of
+from radixkv.service.schemas import RouteRequest
+from radixkv.service.server import Listener, base_url, bind
+from radixkv.service.settings import RouteSettings
+from radixkv.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import socket
+
+_RULES = PromptRules(vocab_size=2**32, max_tokens=2**21, block_size=1)
+
+
+class RouterHost:
+    """The host of a router's endpoints. ``close`` it when done."""
+
+    def __init__(
+        self,
+        router: Router,
+        keys: KeyStore,
+        tokenizer: Tokenizer,
+        *,
+        limits: Limits | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        source = router.source
+        assert isinstance(source, Observer)
+        self.router, self.source, self.keys, self.clock = router, source, keys, clock
+        self.limits = limits or Limits()
+        self.gate = Gate(self.limits.max_concurrent, clock)
+        self._tokenizer = tokenizer
+        view = source.view
+        self.metrics = RequestMetrics(
+            [
+                ("router_store_lost", "1 while the store doesn't answer", lambda: source.is_lost),
+                ("router_replicas", "Replicas that live", lambda: len(self._living())),
+                ("router_view_segments", "Different segments in the view", lambda: view.num_segments),
+                ("router_view_bytes", "What the view takes", lambda: view.num_bytes),
+                ("router_view_forgotten", "Placements that had no room", lambda: view.num_forgotten),
+                ("router_view_gaps", "Gaps that were met in logs", lambda: view.num_gaps),
+            ]
+        )
+
+    @property
+    def keyring(self) -> Keyring:
+        """Who may call now."""
+        return self.keys.ring
+
+    def close(self) -> None:
+        """Close the router."""
+        self.router.close()
+
+    def problem(self, error: Exception) -> ApiError:
+        """The answer to an error."""
+        return problem_of(error)
+
+    def replicas(self) -> list[ReplicaInfo]:
+        """All replicas that are known here, by id."""
+        known = [each.info for each in self.source.reader.known()]
+        return sorted(known, key=lambda info: info.id)
+
+    async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
+        """The namespace and the ids of a prompt. Raises ApiError."""
+        prefix = await prefix_of(body, self._tokenizer, _RULES)
+        return Namespace(tenant, body.model or self._model(), body.adapter, body.salt), prefix.ids
+
+    def sickness(self) -> list[str]:
+        """Why this process ought to be replaced."""
+        failure = self.source.failure
+        return [] if failure is None else [f"following: {failure!r}"]
+
+    def unreadiness(self) -> list[str]:
+        """Why no requests should be sent here now; a lost store is no reason while replicas are known."""
+        reasons = self.sickness()
+        if not self.source.members():
+            reasons.append("store: lost" if self.source.is_lost else "replicas: none is known")
+        return reasons
+
+    def _living(self) -> list[Member]:
+        now = self.source.clock()
+        return [each for each in self.source.members() if each.live_until > now]
+
+    def _model(self) -> str:
+        """The one model of the living, or of those last known if none lives."""
+        found = sorted({each.info.fingerprint for each in self._living() or self.source.members()})
+        if not found:
+            raise ApiError(503, "no_replica", "no replica is known")
+        if len(found) > 1:
+            raise invalid("replicas serve several models", "model", None, f"one of {', '.join(found)}")
+        return found[0]
+
+
+def run(settings: RouteSettings, version: str, on_ready: Callable[[RouterHost, str], None]) -> None:
+    """Route until a signal comes. ``on_ready`` gets the host and its base URL. Raises ConfigError."""
+    with bind(settings.host, settings.port) as listener:
+        host = make_host(settings)
+        try:
+            url = base_url(listener, settings.tls)
+            app = make_app(host, routing.ENDPOINTS, version)
+            Listener(app, lambda: on_ready(host, url), settings.tls).run(sockets=[_listening(listener)])
+        finally:
+            host.close()
+
+
+def make_host(settings: RouteSettings) -> RouterHost:
+    """A router that follows the replicas already. Raises ConfigError."""
+    keys = KeyStore.open(settings.keys)
+    tokenizer = load_tokenizer(None if settings.model is None else str(settings.model))
+    router = Router.connect(
+        settings.redis,
+        fleet_secret=settings.fleet_secret,
+        max_segments=settings.max_segments,
+        cost=settings.cost,
+        temperature=settings.temperature,
+    )
+    return RouterHost(router, keys, tokenizer, limits=settings.limits)
+
+
+def _listening(listener: socket.socket) -> socket.socket:
+    listener.listen(128)
+    return listener

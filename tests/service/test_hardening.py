@@ -1,0 +1,252 @@
+"""TLS, headers, logs without secrets, no pickle."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from radixkv.errors import ConfigError
+from radixkv.service.app import SECURITY_HEADERS
+from radixkv.service.client import Client
+from radixkv.service.endpoint import problem_of
+from radixkv.service.settings import RouteSettings, ServeSettings
+from radixkv.service.worker import Work
+from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 and its key; beside them who vouches for it, and the key encrypted."""
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(folder / "authority.pem")
+    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked = key.private_bytes(pem, form, serialization.BestAvailableEncryption(b"secret"))
+    (folder / "locked.pem").write_bytes(locked)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_it_serves_https(tls: tuple[Path, Path], monkeypatch: Any, text: str) -> None:
+    cert, key = tls
+    files = {"tls-cert": str(cert), "tls-key": str(key)}
+    with service_in_thread(**files, **{"num-blocks": "64"}) as live:
+        assert live.url.startswith("https://127.0.0.1:")
+        with pytest.raises(httpx.ConnectError):
+            live.acme.get("/v1/stats")
+        headers = {"Authorization": f"Bearer {KEYS['acme']}"}
+        trust = ssl.create_default_context(cafile=str(cert.with_name("authority.pem")))
+        with httpx.Client(base_url=live.url, headers=headers, verify=trust, trust_env=False) as acme:
+            answer = acme.post("/v1/warm", json={"prompt": text})
+            assert answer.status_code == 200 and answer.json()["tokens"] > 0
+            assert answer.headers["Strict-Transport-Security"] == "max-age=31536000"
+            (own,) = acme.get("/v1/replicas").json()["replicas"]
+            assert own["address"] == live.url
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(live.url.replace("https", "http") + "/healthz", trust_env=False)
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert.with_name("authority.pem")))
+        with Client(live.url, KEYS["acme"]) as command_line:
+            assert command_line.call("GET", "/v1/stats")["tenant"] == "acme"
+
+
+def test_the_command_serves_https_too(tls: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = tls
+    options = ("--tls-cert", str(cert), "--tls-key", str(key), "--num-blocks", "64")
+    with served(tmp_path / "log", *options) as process:
+        trust = ssl.create_default_context(cafile=str(cert.with_name("authority.pem")))
+        assert process.url.startswith("https://")
+        assert httpx.get(f"{process.url}/readyz", verify=trust, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("settings", [ServeSettings, RouteSettings])
+@pytest.mark.parametrize(
+    ("cert", "key", "named"),
+    [
+        ("cert.pem", None, "--tls-key"),
+        (None, "key.pem", "--tls-cert"),
+        ("cert.pem", "cert.pem", "--tls-cert"),
+        ("cert.pem", "locked.pem", "--tls-cert"),
+        ("key.pem", "key.pem", "--tls-cert"),
+        ("none.pem", "key.pem", "--tls-cert"),
+    ],
+)
+def test_tls_files_that_cannot_work_are_named(
+    tls: tuple[Path, Path], settings: Any, cert: str | None, key: str | None, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_bytes(b"0123456789abcdef")
+    values = {"redis": "redis://127.0.0.1", "fleet-secret": str(tmp_path / "secret")}
+    for name, file in (("tls-cert", cert), ("tls-key", key)):
+        values |= {name: str(tls[0].parent / file)} if file else {}
+    with pytest.raises(ConfigError) as caught:
+        settings.parse(values)
+    assert caught.value.setting == named
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/healthz", 200),
+        ("GET", "/openapi.json", 200),
+        ("GET", "/v1/stats", 200),
+        ("POST", "/v1/lookup", 415),
+        ("GET", "/nowhere", 404),
+        ("PUT", "/v1/stats", 405),
+        ("GET", "/metrics", 403),
+    ],
+)
+def test_every_answer_has_the_headers(live: Running, method: str, path: str, status: int) -> None:
+    answer = live.acme.request(method, path)
+    assert answer.status_code == status and "server" not in answer.headers
+    assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
+    assert "Strict-Transport-Security" not in answer.headers, "there is no TLS"
+
+
+def test_a_stream_has_the_headers(live: Running) -> None:
+    answer = live.acme.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True})
+    assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
+
+
+def test_a_wrong_method_names_all_right_ones(live: Running) -> None:
+    assert live.operator.put("/v1/keys").headers["Allow"] == "GET, HEAD, POST"
+
+
+SECRET_KEY, OPERATOR_KEY = "rk-tenant-key-9f8e7d6c5b4a", "rk-operator-key-1a2b3c4d5e"
+FLEET_SECRET = "fleet-secret-0123456789abcdef"
+WORDS = "the emerald lies under the seventh flagstone "
+IDS = [7919, 7907, 7901, 7883, 7879, 7877, 7873, 7867] * 8
+"""Rare enough to be told from counts, ports and times when they stand together."""
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What a busy process wrote at the level debug: good and bad requests, streams, a fan-out, changed keys."""
+    folder = tmp_path_factory.mktemp("logs")
+    (folder / "keys.json").write_text(
+        json.dumps({"operator": OPERATOR_KEY, "tenants": {"acme": SECRET_KEY, "globex": "k2"}})
+    )
+    (folder / "secret").write_text(FLEET_SECRET)
+    options = {
+        "--keys": str(folder / "keys.json"), "--fleet-secret": str(folder / "secret"), "--log-level": "debug",
+        "--num-blocks": "64", "--requests-per-s": "1", "--burst": "40", "--timeout-s": "5",
+    }  # fmt: skip
+    made: list[str] = []
+    with served(folder / "log", *[part for option in options.items() for part in option]) as process:
+        with client(process.url, SECRET_KEY) as acme, client(process.url, OPERATOR_KEY) as operator:
+            be_busy(acme)
+            made.append(operator.post("/v1/tenants/initech/keys").json()["key"])
+            operator.post(f"/v1/keys/{SECRET_KEY}/rotate")
+            with client(process.url, made[0]) as initech:
+                initech.get("/v1/stats")
+            with client(process.url, f"{SECRET_KEY}x") as wrong:
+                wrong.get("/v1/stats")
+        assert process.stop() == 0
+        text = process.output
+    assert made[0] not in text
+    yield text
+
+
+def be_busy(acme: httpx.Client) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"prompt": WORDS * 9, "salt": WORDS},
+        {"token_ids": IDS, "salt": WORDS},
+        {"messages": [{"role": "user", "content": WORDS * 9}]},
+        {"token_ids": [*IDS, 10**9]},
+        {"prompt": WORDS, "token_ids": IDS},
+        {"prompt": WORDS, WORDS: WORDS},
+        {"token_ids": IDS * 100},
+    ]
+    for body in bodies:
+        acme.post("/v1/warm", json={**body, "replicas": "all"})
+        acme.post("/v1/lookup", json=body)
+        job = acme.post("/v1/warm", json={**body, "wait": False}).json().get("job", WORDS)
+        acme.get(f"/v1/warm/{job}")
+    for stream in (False, True):
+        body = {"prompt": IDS, "max_tokens": 4, "stream": stream, "stop": WORDS, "user": WORDS}
+        acme.post("/v1/completions", json=body)
+    acme.post("/v1/completions", json={"prompt": WORDS, "model": WORDS})
+    acme.post("/v1/completions", content=WORDS.encode(), headers={"content-type": "application/json"})
+    acme.get(f"/{WORDS}", params={"q": WORDS})
+    acme.delete("/v1/cache", params={"salt": WORDS})
+    for _ in range(20):
+        acme.get("/v1/stats", params={"tenant": WORDS})
+
+
+def test_a_busy_service_logs_at_the_level_debug(logs: str) -> None:
+    for line in (
+        "POST /v1/warm: 200",
+        "POST /v1/completions: 200",
+        "POST /v1/lookup: 422",
+        "GET /v1/stats: 429",
+    ):
+        assert line in logs, "the positive control"
+
+
+def test_logs_have_no_secret_and_no_token_id(logs: str) -> None:
+    for secret in (SECRET_KEY, OPERATOR_KEY, FLEET_SECRET, "emerald", "flagstone", "rk_"):
+        assert secret not in logs, secret
+    together = r"\D+".join(str(each) for each in IDS[:2])
+    assert not re.search(together, logs) and not re.search(r"\b(7919|7907|7901|7883)\b", logs)
+
+
+def test_an_error_of_ours_is_logged_by_its_place_and_not_by_its_text(caplog: Any) -> None:
+    def crash(ids: list[int]) -> None:
+        try:
+            raise KeyError(ids)
+        except KeyError:
+            raise RuntimeError(f"no prompt {ids} of {WORDS}") from None
+
+    with caplog.at_level(logging.DEBUG), service_in_thread(**{"num-blocks": "64"}) as live:
+
+        def work(_: Work[None]) -> None:
+            crash(IDS)
+
+        error = live.service.worker.submit("acme", work).future.exception(10)
+        assert isinstance(error, RuntimeError) and problem_of(error).status == 500
+    assert "RuntimeError" in caplog.text and "in crash" in caplog.text, "it says what and where"
+    assert "emerald" not in caplog.text and str(IDS[0]) not in caplog.text
+
+
+def test_what_fails_inside_a_request_is_500_and_not_logged_either(caplog: Any, monkeypatch: Any) -> None:
+    with caplog.at_level(logging.DEBUG), service_in_thread(**{"num-blocks": "64"}) as live:
+
+        def match(namespace: Any, ids: Any) -> None:
+            raise ValueError(f"{namespace} {list(ids)}")
+
+        monkeypatch.setattr(live.service.cache, "match", match, raising=False)
+        answer = live.acme.post("/v1/lookup", json={"token_ids": IDS, "salt": WORDS})
+    assert answer.status_code == 500 and answer.json()["error"]["message"].endswith("its log says more")
+    assert "ValueError" in caplog.text and "emerald" not in caplog.text and "7919" not in caplog.text
+
+
+def test_there_is_no_pickle() -> None:
+    root = Path(__file__).parents[2]
+    asked = re.compile(
+        r"^\s*(import|from)\s+(_?c?pickle|pickletools|dill|cloudpickle|shelve|marshal|joblib|jsonpickle)\b"
+        r"|torch\.load\(|allow_pickle\s*=\s*True|read_pickle|\.loads?\([^)]*weights_only\s*=\s*False",
+        re.MULTILINE,
+    )
+    files = [
+        file
+        for folder in ("radixkv", "kernels", "policies", "examples")
+        for file in (root / folder).rglob("*.py")
+    ]
+    assert len(files) > 80
+    assert [str(file) for file in files if asked.search(file.read_text())] == []
+    assert asked.search("import pickle") and asked.search("x = torch.load(f)"), "the positive control"
+
+
+def test_it_settles_after_all_that(live: Running) -> None:
+    assert eventually(lambda: live.nobody.get("/healthz").status_code == 200)

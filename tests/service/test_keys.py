@@ -1,0 +1,339 @@
+"""Keys while the service runs: made, listed, rotated, revoked, by the operator alone; kept as digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from radixkv import CacheConfig, PrefixCache, Tenant, audit
+from radixkv.coordination import connect
+from radixkv.errors import ArgumentError, ConfigError, NamespaceError
+from radixkv.service.auth import Keyring, Principal
+from radixkv.service.keys import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
+from radixkv.service.schemas import TenantSettings
+from radixkv.service.tenancy import Tenancy
+from tests.service.running import Running, client, service_in_thread
+from tests.service.test_refusals import refusal
+
+BOSS, ACME = "the-operator-of-all-this", "the-first-key-of-acme"
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"operator": BOSS, "tenants": {"acme": ACME}}))
+    return path
+
+
+@pytest.fixture
+def service(keys_file: Path) -> Iterator[Running]:
+    with service_in_thread(keys=str(keys_file), **{"num-blocks": "64"}) as running:
+        running.operator = client(running.url, BOSS)
+        yield running
+        running.operator.close()
+
+
+def works(service: Running, key: str) -> bool:
+    with client(service.url, key) as http:
+        answer = http.get("/v1/stats")
+    assert answer.status_code in (200, 401)
+    return answer.status_code == 200
+
+
+def make(service: Running, tenant: str = "acme") -> dict[str, Any]:
+    answer = service.operator.post(f"/v1/tenants/{quote(tenant, safe='')}/keys")
+    assert answer.status_code == 201, answer.text
+    return dict(answer.json())
+
+
+def test_a_key_lives_from_making_to_revoking_without_a_restart(service: Running, keys_file: Path) -> None:
+    made = make(service)
+    assert works(service, made["key"]) and works(service, ACME)
+    rotated = service.operator.post(f"/v1/keys/{made['id']}/rotate").json()
+    assert works(service, rotated["key"]) and not works(service, made["key"])
+    assert service.operator.post(f"/v1/keys/{made['id']}/rotate").status_code == 404
+    assert service.operator.delete(f"/v1/keys/{rotated['id']}").status_code == 204
+    assert not works(service, rotated["key"]) and works(service, ACME)
+    assert service.operator.delete(f"/v1/keys/{rotated['id']}").status_code == 404
+    assert len(Keyring.load(keys_file).keys) == 2
+
+
+def test_the_list_has_prefixes_and_neither_keys_nor_digests(service: Running) -> None:
+    made = make(service)
+    answer = service.operator.get("/v1/keys")
+    listed = {each["id"]: each for each in answer.json()["keys"]}
+    assert len(listed) == 3 and listed[made["id"]]["tenant"] == "acme" and listed[made["id"]]["created"]
+    assert made["key"].startswith(made["prefix"]) and len(made["prefix"]) == 8 and len(made["key"]) > 40
+    for key in (made["key"], BOSS, ACME):
+        assert key[len(key) // 4 + 1 :] not in answer.text
+        assert hashlib.sha256(key.encode()).hexdigest()[:16] not in answer.text
+
+
+def test_the_file_has_digests_and_is_its_owners_alone(service: Running, keys_file: Path) -> None:
+    keys_file.chmod(0o644)
+    made = make(service)
+    text = keys_file.read_text()
+    assert made["key"] not in text and ACME not in text and BOSS not in text
+    assert hashlib.sha256(made["key"].encode()).hexdigest() in text
+    assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
+    assert [each.name for each in keys_file.parent.iterdir()] == ["keys.json"], "nothing else is left there"
+
+
+def test_what_was_changed_is_there_after_a_restart(service: Running, keys_file: Path) -> None:
+    made = make(service, "initech/east")
+    assert service.operator.put("/v1/tenants/initech%2Feast", json={"requests_per_s": 5}).status_code == 200
+    with service_in_thread(keys=str(keys_file), **{"num-blocks": "64"}) as again:
+        assert works(again, made["key"]) and works(again, ACME)
+        assert again.service.keyring.settings["initech/east"].requests_per_s == 5
+
+
+def test_a_tenant_comes_and_goes(service: Running, text: str) -> None:
+    made = make(service, "globex")
+    with client(service.url, made["key"]) as globex:
+        assert globex.get("/v1/stats").json()["tenant"] == "globex"
+        assert globex.post("/v1/warm", json={"prompt": text}).json()["tokens"] > 0
+        assert 'tenant="globex"' in service.operator.get("/metrics").text
+        assert service.operator.delete("/v1/tenants/globex").status_code == 204
+        assert globex.get("/v1/stats").status_code == 401
+    assert [each["tenant"] for each in service.operator.get("/v1/tenants").json()["tenants"]] == ["acme"]
+    assert service.service.cache.tenant_stats("globex").resident_blocks == 0
+    assert service.operator.delete("/v1/tenants/globex").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/keys"),
+        ("POST", "/v1/keys"),
+        ("POST", "/v1/keys/x/rotate"),
+        ("DELETE", "/v1/keys/x"),
+        ("GET", "/v1/tenants"),
+        ("PUT", "/v1/tenants/acme"),
+        ("DELETE", "/v1/tenants/acme"),
+        ("POST", "/v1/tenants/acme/keys"),
+        ("POST", "/v1/tenants/acme/purge"),
+    ],
+)
+def test_keys_are_the_operators(live: Running, method: str, path: str) -> None:
+    assert live.acme.request(method, path).status_code == 403
+    assert live.nobody.request(method, path).status_code == 401
+    assert live.operator.request(method, path, params={"tenant": "acme"}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tenant": "acme"}, "tenant"),
+        ({"tenant": None}, "tenant"),
+        ({"burst": 0}, "burst"),
+        ({"requests_per_s": 0}, "requests_per_s"),
+        ({"requests_per_s": "5"}, "requests_per_s"),
+        ({"max_body_bytes": 1.5}, "max_body_bytes"),
+        ({"weight": 0}, "weight"),
+        ({"mode": "loose"}, "mode"),
+        ({"mode": "strict"}, "guaranteed_blocks"),
+        ({"guaranteed_blocks": 1025}, "guaranteed_blocks"),
+        ({"guaranteed_blocks": 5, "max_blocks": 4}, "max_blocks"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(live: Running, body: dict[str, Any], field: str) -> None:
+    answer = live.operator.put("/v1/tenants/acme", json=body)
+    assert answer.status_code == 422 and refusal(answer)["field"] == field
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "a%07b"])
+def test_a_tenant_that_cannot_be_called_so_is_422(live: Running, name: str) -> None:
+    answer = live.operator.put(f"/v1/tenants/{name}", json={})
+    assert answer.status_code == 422 and refusal(answer)["field"] == "tenant"
+
+
+def test_the_operator_is_not_locked_out(service: Running) -> None:
+    (own,) = [each for each in service.operator.get("/v1/keys").json()["keys"] if each["tenant"] is None]
+    assert refusal(service.operator.delete(f"/v1/keys/{own['id']}"))["type"] == "conflict"
+    further = service.operator.post("/v1/keys").json()
+    assert service.operator.delete(f"/v1/keys/{own['id']}").status_code == 204
+    assert not works(service, BOSS) and works(service, further["key"])
+
+
+def test_there_are_only_so_many_keys_of_a_tenant(service: Running) -> None:
+    statuses = [service.operator.post("/v1/tenants/acme/keys").status_code for _ in range(MAX_KEYS)]
+    assert statuses == [201] * (MAX_KEYS - 1) + [409]
+
+
+def test_a_file_that_cannot_be_written_changes_nothing(service: Running, monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("radixkv.service.keys.os.fsync", full)
+        answer = service.operator.post("/v1/tenants/acme/keys")
+    assert answer.status_code == 503 and "No space left" in answer.json()["error"]["message"]
+    assert len(service.service.keyring.keys) == 2
+    make(service)
+
+
+def test_a_file_that_somebody_changed_comes_into_force(keys_file: Path) -> None:
+    now = [0.0]
+    store = KeyStore(Keyring.load(keys_file), keys_file, clock=lambda: now[0])
+    keys_file.write_text(json.dumps({"operator": BOSS, "tenants": {"globex": "the-key-of-globex"}}))
+    assert store.ring.tenants == ("acme",)
+    now[0] += LOOK_EVERY_S
+    assert store.ring.tenants == ("globex",)
+    keys_file.write_text('{"tenants": {"globex": ')
+    now[0] += LOOK_EVERY_S
+    assert store.ring.tenants == ("globex",), "what can't be read is not taken"
+    keys_file.unlink()
+    now[0] += LOOK_EVERY_S
+    assert store.ring.tenants == ("globex",)
+
+
+def test_stores_that_share_a_file_lose_nothing(keys_file: Path) -> None:
+    stores = [KeyStore.open(keys_file) for _ in range(4)]
+
+    def change(store: KeyStore, number: int) -> None:
+        for index in range(5):
+            store.put_tenant(f"t-{number}-{index}", TenantSettings(burst=number + 1))
+            store.create(Principal(f"t-{number}-{index}"))
+
+    threads = [threading.Thread(target=change, args=(s, n)) for n, s in enumerate(stores)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ring = Keyring.load(keys_file)
+    assert len(ring.tenants) == 21 and len(ring.keys) == 22
+
+
+def test_a_change_that_is_refused_is_not_written(keys_file: Path) -> None:
+    store, before = KeyStore.open(keys_file), keys_file.read_text()
+
+    def refuse(_: Keyring) -> None:
+        raise ConfigError("tenants", "acme", "less")
+
+    store.on_change = refuse
+    with pytest.raises(ConfigError):
+        store.create(Principal("acme"))
+    with pytest.raises(UnknownKey):
+        store.rotate("none")
+    assert keys_file.read_text() == before and len(store.ring.keys) == 2
+
+
+def test_a_link_to_the_file_stays_one(keys_file: Path) -> None:
+    link = keys_file.with_name("link.json")
+    link.symlink_to(keys_file)
+    text, _ = KeyStore.open(link).create(Principal("acme"))
+    assert link.is_symlink() and Keyring.load(keys_file).authenticate(f"Bearer {text}") == Principal("acme")
+
+
+def test_demo_keys_change_for_as_long_as_the_process_lives() -> None:
+    store = KeyStore.open(None)
+    text, key = store.create(Principal("acme"))
+    assert store.ring.authenticate(f"Bearer {text}") == Principal("acme")
+    store.revoke(key.id)
+    assert store.ring.authenticate(f"Bearer {text}") is None
+    assert KeyStore.open(None).ring.keys == store.ring.keys
+
+
+def test_settings_of_a_file_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"tenants": {"acme": {"keys": [ACME, "sha256:" + "0" * 64], "burst": 3}}}))
+    ring = Keyring.load(path)
+    assert len(ring.keys) == 2 and ring.settings["acme"] == TenantSettings(burst=3)
+    assert Keyring.from_document(ring.document(), "again").keys == ring.keys
+    for entry, place in (
+        ({"keys": [ACME], "burst": "3"}, "tenants.acme.burst"),
+        ({"keys": [ACME], "weigth": 3}, "tenants.acme.weigth"),
+        ({"keys": ACME}, "tenants.acme.keys"),
+        ({"keys": [{"sha256": ACME}]}, "tenants.acme.keys[0]"),
+        ({"keys": [{"sha256": "0" * 64, "key": ACME}]}, "tenants.acme.keys[0]"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Keyring.from_document({"tenants": {"acme": entry}}, "keys.json")
+        assert place in str(caught.value) and ACME not in str(caught.value)
+
+
+def test_an_unknown_key_and_a_revoked_one_answer_the_same(service: Running) -> None:
+    made = make(service)
+    service.operator.delete(f"/v1/keys/{made['id']}")
+    answers: list[httpx.Response] = []
+    for key in (made["key"], "never-was"):
+        with client(service.url, key) as http:
+            answers.append(http.get("/v1/stats"))
+    assert answers[0].content == answers[1].content and answers[0].status_code == 401
+
+
+def test_keys_become_tenants_of_the_cache(service: Running, keys_file: Path) -> None:
+    settings = {"mode": "strict", "guaranteed_blocks": 8, "weight": 2}
+    answer = service.operator.put("/v1/tenants/acme", json=settings)
+    assert answer.status_code == 200 and answer.json()["settings"].items() >= settings.items()
+    cache = service.service.cache
+    assert cache.tenant("acme") == Tenant("acme", 2.0, 8, None, "strict")
+    over = service.operator.put("/v1/tenants/globex", json={"guaranteed_blocks": 57})
+    assert over.status_code == 422 and refusal(over)["field"] == "guaranteed_blocks"
+    assert cache.tenant("globex") is None and "globex" not in keys_file.read_text()
+    assert service.operator.put("/v1/tenants/globex", json={"guaranteed_blocks": 56}).status_code == 200
+    with client(service.url, ACME) as acme:
+        refused = acme.post("/v1/warm", json={"token_ids": [5] * 16 * 9})
+        assert refused.status_code == 503
+        error = refused.json()["error"]
+        assert error["type"] == "quota_exceeded" and error["allowed"] == "at most 8 blocks"
+        assert acme.post("/v1/warm", json={"token_ids": [5] * 16 * 8}).json()["blocks"] == 8
+    assert service.operator.delete("/v1/tenants/globex").status_code == 204
+    assert service.operator.put("/v1/tenants/initech", json={"guaranteed_blocks": 56}).status_code == 200
+
+
+def test_the_cache_knows_only_the_tenants_of_the_keys(service: Running) -> None:
+    with pytest.raises(NamespaceError, match="not known"):
+        service.service.cache.open(service.service.namespace("nobody", "", None), [1] * 32)
+
+
+def test_a_file_whose_promises_cannot_be_kept_is_refused(keys_file: Path) -> None:
+    document = {"operator": BOSS, "tenants": {"acme": {"keys": [ACME], "guaranteed_blocks": 65}}}
+    keys_file.write_text(json.dumps(document))
+    with (
+        pytest.raises(ConfigError, match="guaranteed_blocks"),
+        service_in_thread(keys=str(keys_file), **{"num-blocks": "64"}),
+    ):
+        pass
+
+
+def test_promises_change_hands_at_once() -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=10, block_size=4, default_tenant=None))
+    tenancy = Tenancy(
+        cache, connect(None, replica_id="a", fleet_secret=b"0" * 16, fingerprint="f", block_size=4)
+    )
+
+    def ring(**guarantees: int) -> Keyring:
+        return Keyring([], {name: TenantSettings(guaranteed_blocks=g) for name, g in guarantees.items()})
+
+    tenancy.take(ring(a=7, b=3))
+    tenancy.take(ring(a=2, b=8))
+    tenancy.take(ring(c=10))
+    assert cache.tenant("c") == Tenant("c", guaranteed_blocks=10)
+    tenancy.take(ring(a=2, b=8))
+    with pytest.raises(ArgumentError):
+        tenancy.take(ring(a=1, b=8, c=1, d=1))
+    assert [cache.tenant(name).guaranteed_blocks for name in ("a", "b")] == [2, 8]  # type: ignore[union-attr]
+    tenancy.take(ring(a=2, b=8))
+    audit.check(cache)
+
+
+def test_a_purge_forgets_at_once_and_says_who_confirmed(service: Running, text: str) -> None:
+    with client(service.url, ACME) as acme:
+        warmed = acme.post("/v1/warm", json={"prompt": text}).json()
+        purged = service.operator.post("/v1/tenants/acme/purge").json()
+        assert purged["blocks"] == warmed["blocks"] and purged["generation"] >= 1
+        assert purged["confirmed"] == [service.service.fleet.coordinator.replica_id] and not purged["pending"]
+        assert acme.post("/v1/lookup", json={"prompt": text}).json()["matched_tokens"] == 0
+        assert acme.post("/v1/warm", json={"prompt": text}).json()["cached_before"] == 0
+    assert service.operator.post("/v1/tenants/nobody/purge").status_code == 404
+    audit.check(service.service.cache)

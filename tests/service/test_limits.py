@@ -1,0 +1,169 @@
+"""Rates, sizes and times: each tenant has its own, and is told when to try again."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from radixkv import audit
+from radixkv.service import server
+from radixkv.service.limits import Gate, Limits, TokenBucket, TooFast
+from radixkv.service.worker import Busy
+from tests.service.running import Running, client, eventually, model_held, service_in_thread
+from tests.service.test_refusals import refusal
+
+LOOKUP = {"token_ids": [5] * 16}
+
+
+def test_a_bucket_is_full_at_first_and_fills_again() -> None:
+    bucket = TokenBucket(3, 0.0)
+    assert [bucket.take(0.0, 2.0, 3) for _ in range(3)] == [0.0] * 3
+    assert bucket.take(0.0, 2.0, 3) == 0.5
+    assert bucket.take(0.4, 2.0, 3) == pytest.approx(0.1)
+    assert bucket.take(0.5, 2.0, 3) == 0.0
+    assert [bucket.take(100.0, 2.0, 3) > 0 for _ in range(4)] == [False, False, False, True]
+
+
+def test_gates_are_each_tenants_own() -> None:
+    gate = Gate(max_concurrent=2, clock=lambda: 0.0)
+    with gate.admit("a", 1.0, 9), gate.admit("a", 1.0, 9):
+        with pytest.raises(Busy), gate.admit("a", 1.0, 9):
+            pass
+        with gate.admit("b", 1.0, 1):
+            pass
+    with gate.admit("a", 1.0, 9):
+        pass
+    with pytest.raises(TooFast), gate.admit("b", 1.0, 1):
+        pass
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """acme: two requests at once and one in a thousand seconds, bodies of 100 bytes; globex: what holds for all."""
+    keys = tmp_path_factory.mktemp("limits") / "keys.json"
+    acme = {"keys": ["demo-acme"], "requests_per_s": 0.001, "burst": 2}
+    small = {"keys": ["of-initech"], "max_body_bytes": 100}
+    tenants = {"acme": acme, "globex": "demo-globex", "initech": small}
+    keys.write_text(json.dumps({"operator": "demo-operator", "tenants": tenants}))
+    with service_in_thread(keys=str(keys), **{"num-blocks": "64"}) as running:
+        yield running
+
+
+def test_who_asks_too_often_is_told_when_to_come_back(slow: Running) -> None:
+    answers = [slow.acme.post("/v1/lookup", json=LOOKUP) for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
+    error = refusal(answers[2])
+    assert error["type"] == "rate_limited" and error["allowed"] == "0.001 requests a second, 2 at once"
+    assert 900 < int(answers[2].headers["Retry-After"]) <= 1000
+    assert [slow.globex.post("/v1/lookup", json=LOOKUP).status_code for _ in range(4)] == [200] * 4
+    assert slow.operator.get("/v1/stats").status_code == 200
+    for method, path in (("GET", "/v1/stats"), ("GET", "/v1/warm/x"), ("DELETE", "/v1/cache")):
+        assert slow.acme.request(method, path).status_code == 429
+    assert slow.nobody.get("/healthz").status_code == 200
+
+
+def test_the_operator_changes_a_rate_while_it_holds(slow: Running) -> None:
+    assert (
+        slow.operator.put("/v1/tenants/globex", json={"burst": 1, "requests_per_s": 0.001}).status_code == 200
+    )
+    assert [slow.globex.get("/v1/stats").status_code for _ in range(2)] == [200, 429]
+    slow.operator.put("/v1/tenants/globex", json={"requests_per_s": 1e6})
+    assert eventually(lambda: slow.globex.get("/v1/stats").status_code == 200)
+
+
+def test_the_size_of_a_body_is_a_tenants_own(slow: Running) -> None:
+    with client(slow.url, "of-initech") as initech:
+        assert initech.post("/v1/lookup", json={"token_ids": [5] * 10}).status_code == 200
+        answer = initech.post("/v1/lookup", json={"token_ids": [5] * 100})
+        assert answer.status_code == 413 and "100 bytes" in refusal(answer)["allowed"]
+
+
+def test_requests_under_way_are_bounded() -> None:
+    with (
+        service_in_thread(Limits(max_concurrent=2), **{"num-blocks": "64"}) as live,
+        model_held(live.service, "globex"),
+    ):
+        body = {"token_ids": [5] * 64}
+        waiting = [threading.Thread(target=warm, args=(live.url, body)) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        busy = eventually(
+            lambda: (answer := live.acme.get("/v1/stats")).status_code == 429 and answer, "two under way"
+        )
+        assert refusal(busy)["type"] == "busy" and int(busy.headers["Retry-After"]) >= 1
+        assert live.globex.get("/v1/stats").status_code == 200
+    for thread in waiting:
+        thread.join()
+
+
+def warm(url: str, body: dict[str, Any]) -> None:
+    with client(url, "demo-acme") as http:
+        http.post("/v1/warm", json=body)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Running]:
+    limits = Limits(timeout_s=1.5, body_timeout_s=0.3)
+    with service_in_thread(limits, **{"num-blocks": "256"}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_given_up(hasty: Running, stream: bool) -> None:
+    with model_held(hasty.service, "globex"):
+        body = {"prompt": "x", "max_tokens": 2, "stream": stream}
+        answer = hasty.acme.post("/v1/completions", json=body)
+        warmed = hasty.acme.post("/v1/warm", json={"token_ids": [5] * 32})
+    for each in (answer, warmed):
+        assert each.status_code == 504 and each.json()["error"]["type"] == "timeout"
+    eventually(lambda: hasty.service.worker.num_unfinished == 0)
+    assert hasty.service.warmer.num_under_way == 0
+    audit.check(hasty.service.cache)
+
+
+def test_a_stream_that_takes_too_long_says_so_and_ends(hasty: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    answer = hasty.acme.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    *_, last = answer.text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout"
+    eventually(lambda: hasty.service.cache.stats().num_sequences == 0)
+
+
+def connection(live: Running) -> socket.socket:
+    place = urlsplit(live.url)
+    return socket.create_connection((place.hostname, place.port), timeout=20)
+
+
+def test_a_body_that_does_not_arrive_is_408(hasty: Running) -> None:
+    head = b"POST /v1/lookup HTTP/1.1\r\nhost: x\r\nauthorization: Bearer demo-acme\r\n"
+    with connection(hasty) as raw:
+        raw.sendall(head + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        answer = httpx.Response(int(raw.recv(65536).split(b" ", 2)[1]))
+    assert answer.status_code == 408
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /"])
+def test_a_head_that_does_not_arrive_closes_the_connection(monkeypatch: Any, sent: bytes) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.2)
+    with service_in_thread(**{"num-blocks": "64"}) as live, connection(live) as raw:
+        raw.sendall(sent)
+        received = b""
+        while part := raw.recv(65536):
+            received += part
+    assert received.count(b"200 OK") == sent.count(b"\r\n\r\n")
+
+
+def test_limits_are_settings(tmp_path: Path) -> None:
+    settings = {"requests-per-s": "0.001", "burst": "1", "max-body-bytes": "50", "num-blocks": "64"}
+    with service_in_thread(**settings) as live:
+        assert live.acme.post("/v1/lookup", json={"token_ids": [5] * 100}).status_code == 413
+        assert live.acme.post("/v1/lookup", json=LOOKUP).status_code == 429

@@ -1,0 +1,95 @@
+"""`radixkv serve --record`: the service's own traffic as a trace, without a token id in it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.bench.simulate import run
+from radixkv.bench.simulation.trace import read
+from radixkv.errors import ConfigError
+from radixkv.namespaces import Namespace
+from radixkv.service.recording import Recorder
+from tests.service.running import service_in_thread
+
+SECRET = b"0123456789abcdef"
+NS = Namespace(tenant="acme", model="m")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_traffic_is_recorded_and_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.jsonl"
+    ids = list(range(100, 180))
+    body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    with service_in_thread(record=str(path)) as live:
+        assert live.acme.post("/v1/warm", json={"token_ids": ids}).status_code == 200
+        cached = []
+        for client, prompt in ((live.acme, ids), (live.acme, [*ids, 5]), (live.globex, ids)):
+            reply = client.post("/v1/completions", json={**body, "prompt": prompt}).json()
+            cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    warm, first, second, other = lines(path)
+    assert warm["labels"] == {"type": "warm"} and warm["tokens"] == 80 and warm["output_tokens"] == 0
+    assert first["labels"] == {"type": "completion"} and first["output_tokens"] == 20
+    assert len(first["hashes"]) == 100 // 16 and first["duration_s"] > 0
+    assert first["hashes"][:5] == second["hashes"][:5] == warm["hashes"]
+    assert not set(first["hashes"]) & set(other["hashes"]), "tenants share no hash"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    trace = read([path])
+    assert trace.tenants == ("acme", "globex")
+    assert trace.block_tokens == 16
+    (row,) = run([path], policies=["lru"], capacities=[100], jobs=1)["results"]
+    assert cached == [64, 80, 0], "one token of the first is left to compute"
+    assert round(row["token_hit_rate"] * row["prompt_tokens"]) == 80 + 80
+
+
+def test_no_token_id_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.jsonl"
+    recorder = Recorder(path, SECRET, 4)
+    recorder.record(NS, list(range(987_650, 987_670)), [987_671], 1.0, "completion")
+    recorder.close()
+    recorder.record(NS, [1] * 8, [], 1.0, "completion")
+    (line,) = lines(path)
+    assert "9876" not in path.read_text()
+    assert set(line) == {
+        "time", "duration_s", "tenant", "tokens", "output_tokens", "block_tokens", "hashes", "labels",
+    }  # fmt: skip
+    assert len(line["hashes"]) == 5
+
+
+def test_hashes_depend_on_secret_namespace_and_everything_before(tmp_path: Path) -> None:
+    def hashes(secret: bytes, namespace: Namespace, ids: list[int]) -> list[str]:
+        path = tmp_path / "one.jsonl"
+        recorder = Recorder(path, secret, 4)
+        recorder.record(namespace, ids, [], 0.0, "completion")
+        recorder.close()
+        found: list[str] = lines(path)[-1]["hashes"]
+        return found
+
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    known = hashes(SECRET, NS, ids)
+    assert hashes(SECRET, NS, [*ids, 9]) == known
+    others = [
+        hashes(b"another secret..", NS, ids),
+        hashes(SECRET, Namespace(tenant="acme", model="m", salt="s"), ids),
+        hashes(SECRET, NS, [9, *ids[1:]]),
+    ]
+    for other in others:
+        assert not set(other) & set(known)
+
+
+def test_off_by_default(tmp_path: Path) -> None:
+    with service_in_thread() as live:
+        assert live.service.recorder is None
+
+
+def test_a_place_that_cant_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--record"):
+        Recorder(tmp_path / "missing" / "x", SECRET, 4)

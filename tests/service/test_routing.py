@@ -1,0 +1,237 @@
+"""Routing over HTTP: by a replica, by a router of its own, and by a gateway before real replicas."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import pytest
+
+from radixkv.cli import _ROUTE_OPTIONS
+from radixkv.coordination.costs import COSTS, CostName
+from radixkv.errors import ConfigError
+from radixkv.service.settings import ROUTE_DEFAULTS, RouteSettings
+from tests.redis_server import RedisServer, free_port
+from tests.service.running import DEADLINE_S, Running, client, eventually, served, service_in_thread
+
+SECRET = b"a secret of this test's fleet"
+IDS = list(range(5, 5 + 16 * 40))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+Join = Callable[..., Running]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    place = tmp_path / "secret"
+    place.write_bytes(SECRET)
+    return place
+
+
+@pytest.fixture
+def join(redis_server: RedisServer, secret: Path) -> Iterator[Join]:
+    """Lets a service in a thread join one fleet: ``join(name)``."""
+    with ExitStack() as stack:
+
+        def begin(name: str, **settings: str) -> Running:
+            fleet = {"redis": redis_server.url, "replica": name, "lease-s": "1", "fleet-secret": str(secret)}
+            return stack.enter_context(service_in_thread(**{"num-blocks": "256", **fleet, **settings}))
+
+        yield begin
+
+
+class Started:
+    """A command of ours in a process, on a port of its own."""
+
+    def __init__(self, log: Path, *command: str) -> None:
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen([sys.executable, *command], stdout=out, stderr=subprocess.STDOUT)
+
+    def close(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(DEADLINE_S) in (0, -signal.SIGTERM), self.log.read_text()
+
+
+@pytest.fixture
+def router(redis_server: RedisServer, secret: Path, tmp_path: Path) -> Iterator[httpx.Client]:
+    """``radixkv route`` in a process of its own."""
+    url = f"http://127.0.0.1:{free_port()}"
+    options = ["--port", url.rpartition(":")[2], "--redis", redis_server.url, "--fleet-secret", str(secret)]
+    with (
+        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli", "route", *options)),
+        client(url, "demo-acme") as acme,
+    ):
+        eventually(lambda: answers(acme, "/healthz"))
+        yield acme
+
+
+def answers(someone: httpx.Client, path: str) -> bool:
+    try:
+        return someone.get(path).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def ranked(someone: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    answer = someone.post("/v1/route", json={"token_ids": IDS, "predict": False, **fields})
+    return list(answer.json()["candidates"]) if answer.status_code == 200 else []
+
+
+def test_a_replica_alone_routes_to_itself(live: Running, salt: str) -> None:
+    name = live.acme.get("/v1/replicas").json()["replicas"][0]["id"]
+    cold = live.acme.post("/v1/route", json={"token_ids": IDS, "salt": salt}).json()
+    assert cold["prompt_tokens"] == len(IDS) and not cold["by_load"]
+    assert [each["replica"] for each in cold["candidates"]] == [name]
+    live.acme.post("/v1/warm", json={"token_ids": IDS, "salt": salt})
+    (warm,) = ranked(live.acme, salt=salt)
+    assert warm["matched_tokens"] == {"device": len(IDS), "host": 0, "disk": 0}
+    assert warm["address"] == live.url
+    assert warm["load"]["queued_prefill_tokens"] >= len(IDS), (
+        "predicted, beside what other tests have just sent"
+    )
+    (other,) = ranked(live.globex, salt=salt)
+    assert sum(other["matched_tokens"].values()) == 0, "another tenant's prefix is nobody's business"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cost", "cheap"),
+        ("temperature", -1),
+        ("limit", 0),
+        ("tenant", "globex"),
+        ("predict", "yes"),
+        ("model", ""),
+    ],
+)
+def test_what_cannot_be_asked_is_422(live: Running, field: str, value: object) -> None:
+    answer = live.acme.post("/v1/route", json={"token_ids": IDS, field: value})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
+
+
+def test_who_may_ask(live: Running) -> None:
+    body = {"token_ids": IDS}
+    assert live.nobody.post("/v1/route", json=body).status_code == 401
+    assert live.operator.post("/v1/route", json=body).status_code == 403
+    unknown = live.acme.post("/v1/route", json={**body, "model": "another"})
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (503, "no_replica")
+
+
+def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> None:
+    assert router.get("/readyz").json() == {"status": "not_ready", "reasons": ["replicas: none is known"]}
+    assert router.post("/v1/route", json={"token_ids": IDS}).json()["error"]["type"] == "no_replica"
+    one, two = join("one"), join("two")
+    two.acme.post("/v1/warm", json={"token_ids": IDS})
+
+    def matched(someone: httpx.Client) -> dict[str, int]:
+        return {each["replica"]: each["matched_tokens"]["device"] for each in ranked(someone)}
+
+    eventually(lambda: matched(router) == {"one": 0, "two": 512}, "the router knows what two holds")
+    eventually(lambda: matched(one.acme) == {"one": 0, "two": 512}, "so does one")
+    assert matched(two.acme) == {"one": 0, "two": 640}, "two asks its own cache"
+    assert ranked(router)[0]["replica"] == ranked(one.acme)[0]["replica"] == "two"
+    assert [each["address"] for each in ranked(router, limit=1)] == [two.url]
+    text = router.post(
+        "/v1/route", json={"prompt": "Some words, and some more. " * 9, "cost": "random"}
+    ).json()
+    assert text["prompt_tokens"] > 9 and text["candidates"][0]["why"].startswith("random")
+    for someone in (router, one.acme):
+        rows = {each["id"]: each for each in someone.get("/v1/replicas").json()["replicas"]}
+        assert rows["two"]["lag_entries"] == rows["two"]["lag_s"] == 0 and rows["two"]["staleness_s"] < 5
+        assert rows["two"]["load"]["resident_blocks"] >= 0 and rows["two"]["last_seq"] is None
+    metrics = httpx.get(f"{router.base_url}/metrics", headers={"Authorization": "Bearer demo-operator"}).text
+    assert "radixkv_router_replicas 2.0" in metrics and "radixkv_router_view_segments 2.0" in metrics
+    assert router.get("/readyz").status_code == 200
+    assert "/v1/route" in router.get("/openapi.json").json()["paths"]
+
+
+def test_a_lost_store_makes_a_router_route_by_load(
+    join: Join, router: httpx.Client, redis_server: RedisServer
+) -> None:
+    one = join("one")
+    one.acme.post("/v1/warm", json={"token_ids": IDS})
+    eventually(lambda: ranked(router) and ranked(router)[0]["matched_tokens"]["device"] == 512)
+    redis_server.kill()
+
+    def blind() -> bool:
+        answer = router.post("/v1/route", json={"token_ids": IDS, "predict": False})
+        return answer.status_code == 200 and bool(answer.json()["by_load"])
+
+    eventually(blind, "who was known last is ranked by load")
+    assert [(each["replica"], each["matched_tokens"]["device"]) for each in ranked(router)] == [("one", 0)]
+    redis_server.restart()
+
+    def healed() -> bool:
+        found = ranked(router)
+        return bool(found) and found[0]["matched_tokens"]["device"] == 512
+
+    eventually(healed, "and all heals by itself")
+
+
+def test_a_gateway_follows_the_router_and_falls_back(
+    join: Join, router: httpx.Client, redis_server: RedisServer, secret: Path, tmp_path: Path
+) -> None:
+    join("one")
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [str(EXAMPLES / "gateway.py"), str(router.base_url).rstrip("/"), url.rpartition(":")[2]]
+    fleet = ["--redis", redis_server.url, "--fleet-secret", str(secret), "--lease-s", "60"]
+    with (
+        served(tmp_path / "two.log", "--port", "0", "--replica", "two", "--num-blocks", "256", *fleet) as two,
+        closing(Started(tmp_path / "gateway.log", *command)),
+        client(two.url, "demo-acme") as direct,
+        client(url, "demo-acme") as acme,
+    ):
+        direct.post("/v1/warm", json={"token_ids": IDS})
+        eventually(lambda: ranked(router) and ranked(router)[0]["replica"] == "two")
+        eventually(lambda: reaches(acme), "the gateway listens")
+        body = {"prompt": IDS, "max_tokens": 3, "temperature": 0}
+        answer = acme.post("/v1/completions", json=body)
+        assert answer.status_code == 200 and answer.headers["x-radixkv-replica"] == "two"
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        events = acme.post("/v1/completions", json={**body, "stream": True})
+        assert events.text.rstrip().endswith("data: [DONE]") and events.headers["x-radixkv-replica"] == "two"
+        assert acme.post("/v1/completions", json={"prompt": IDS, "n": 0}).status_code == 422
+        two.kill()
+        again = acme.post("/v1/completions", json=body)
+        assert again.status_code == 200 and again.headers["x-radixkv-replica"] == "one", (
+            "two is dead, but leased"
+        )
+        assert again.json()["choices"] == answer.json()["choices"]
+
+
+def reaches(someone: httpx.Client) -> bool:
+    try:
+        return someone.post("/v1/completions", json={}).status_code in (422, 503)
+    except httpx.TransportError:
+        return False
+
+
+def test_settings_of_a_router(tmp_path: Path) -> None:
+    good = {"redis": "redis://127.0.0.1:1", "fleet-secret": str(tmp_path / "secret")}
+    (tmp_path / "secret").write_bytes(SECRET)
+    parsed = RouteSettings.parse(good)
+    assert (parsed.port, parsed.cost, parsed.temperature, parsed.keys) == (8500, "linear", 0.0, None)
+    assert set(ROUTE_DEFAULTS) < set(_ROUTE_OPTIONS) and set(COSTS) == set(get_args(CostName))
+    for wrong in (
+        {"redis": None},
+        {"fleet-secret": None},
+        {"cost": "cheap"},
+        {"temperature": "-1"},
+        {"max-segments": "0"},
+        {"host": "0.0.0.0"},
+    ):
+        name = "keys" if "host" in wrong else next(iter(wrong))
+        with pytest.raises(ConfigError, match=f"--{name}"):
+            RouteSettings.parse({**good, **wrong})
+
+
+def test_the_router_needs_no_torch() -> None:
+    code = "import radixkv.service.standalone, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=DEADLINE_S)

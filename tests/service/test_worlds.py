@@ -1,0 +1,210 @@
+"""Two worlds: one in which acme is alone, one in which globex is busy between any two requests of acme's.
+
+Every reply of every endpoint that a tenant may call is compared: status, headers, body. What may differ is what
+is random or time by its nature, and it is removed by name: acme's own random handles, and durations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from radixkv.service.app import ENDPOINTS
+from tests.service.running import Running, eventually, service_in_thread
+
+RANDOM = {"id", "job"}
+TIMES = {
+    "seconds", "created", "queued_s", "time_to_first_token_s", "total_s", "lease_remaining_s", "lag_s", "staleness_s",
+}  # fmt: skip
+LOADS = {"load", "cost", "why", "lag_entries", "epoch", "address"}
+"""Of whole replicas, not of tenants: any key may see them. The address is the test's own port."""
+
+TEXT = "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
+IDS = list(range(40, 200))
+
+Ask = Callable[..., httpx.Response]
+
+
+def scene(ask: Ask) -> None:
+    """acme's requests: every endpoint, and every way to be refused."""
+    greedy = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    for _ in range(2):
+        ask("POST", "/v1/lookup", {"prompt": TEXT})
+        ask("POST", "/v1/warm", {"prompt": TEXT})
+        ask("POST", "/v1/warm", {"token_ids": IDS, "salt": "s", "replicas": "all"})
+        ask("POST", "/v1/completions", {"prompt": IDS, **greedy, "n": 2})
+        ask("POST", "/v1/completions", {"prompt": TEXT, **greedy, "use_beam_search": True, "n": 2})
+        ask("POST", "/v1/completions", {"prompt": TEXT, "max_tokens": 4, "seed": 1, "n": 2, "echo": True})
+        ask("POST", "/v1/completions", {"prompt": TEXT, **greedy, "stream": True})
+        ask("POST", "/v1/route", {"prompt": TEXT, "predict": False})
+        ask("GET", "/v1/stats")
+        ask("GET", "/v1/replicas")
+    jobs = [ask("POST", "/v1/warm", {"token_ids": IDS[n:], "wait": False}).json()["job"] for n in (0, 1)]
+    for job in jobs:
+        eventually(lambda job=job: ask("GET", f"/v1/warm/{job}", note=False).json()["state"] == "done")
+        ask("GET", f"/v1/warm/{job}")
+    ask("GET", "/v1/warm/none")
+    ask("DELETE", "/v1/cache?salt=s")
+    ask("DELETE", "/v1/cache?salt=s")
+    ask("DELETE", "/v1/cache?adapter=theirs")
+    for path in ("/v1/warm", "/v1/lookup", "/v1/completions"):
+        ask("POST", path, {"prompt": TEXT, "tenant": "globex"})
+        ask("POST", path, {"prompt": 7})
+    ask("POST", "/v1/completions", {"prompt": IDS, "max_tokens": 80000})
+    for path in ("/metrics", "/v1/keys", "/v1/tenants", "/healthz", "/readyz", "/openapi.json", "/nowhere"):
+        ask("GET", path)
+    for method, path in (
+        ("POST", "/v1/keys"), ("POST", "/v1/keys/x/rotate"), ("DELETE", "/v1/keys/x"), ("PUT", "/v1/tenants/globex"),
+        ("DELETE", "/v1/tenants/globex"), ("POST", "/v1/tenants/globex/purge"),
+        ("POST", "/v1/tenants/globex/keys"), ("PUT", "/v1/stats"),
+    ):  # fmt: skip
+        ask(method, path)
+    ask("GET", "/v1/stats")
+    ask("DELETE", "/v1/cache")
+    ask("GET", "/v1/stats")
+
+
+def disturb(globex: httpx.Client, number: int) -> None:
+    """Something of everything, more and more of it, with acme's prompts too."""
+    body = {"max_tokens": 2, "ignore_eos": True, "n": 1 + number % 3}
+    globex.post("/v1/warm", json={"prompt": TEXT, "salt": ("", "s")[number % 2], "adapter": "theirs"})
+    globex.post("/v1/warm", json={"token_ids": IDS[number % 30 :], "wait": False})
+    globex.post("/v1/completions", json={**body, "prompt": [*IDS, number], "salt": str(number)})
+    globex.post("/v1/completions", json={"prompt": "x", "bad": number})
+    if number % 7 == 6:
+        globex.delete("/v1/cache", params={"salt": str(number)})
+
+
+@contextmanager
+def service(mode: str, folder: Path) -> Iterator[Running]:
+    """Burst: room for both. Strict: acme has a guarantee, and globex less room than it asks for."""
+    keys = folder / "keys.json"
+    tenants = {
+        "acme": {"keys": ["demo-acme"], "mode": mode, "guaranteed_blocks": 300},
+        "globex": {"keys": ["demo-globex"], "mode": mode, "guaranteed_blocks": 40},
+    }
+    keys.write_text(json.dumps({"operator": "demo-operator", "tenants": tenants}))
+    num_blocks = {"burst": "4096", "strict": "340"}[mode]
+    with service_in_thread(replica="one", keys=str(keys), **{"num-blocks": num_blocks}) as running:
+        yield running
+
+
+def observed(
+    mode: str, folder: Path, with_others: bool
+) -> tuple[list[Any], set[tuple[str, str]], dict[str, list[str]]]:
+    """What acme saw, with what may differ removed; which endpoints it called; its random handles."""
+    seen: list[Any] = []
+    called: set[tuple[str, str]] = set()
+    handles: dict[str, list[str]] = {name: [] for name in RANDOM}
+    with service(mode, folder) as live:
+
+        def ask(method: str, path: str, body: Any = None, *, note: bool = True) -> httpx.Response:
+            if with_others and note:
+                disturb(live.globex, len(seen))
+            answer = live.acme.request(method, path, **({} if body is None else {"json": body}))
+            if note:
+                called.add((method, urlsplit(path).path))
+                seen.append(
+                    (
+                        method,
+                        re.sub(r"[\w-]{32}", "{job}", path),
+                        answer.status_code,
+                        headers(answer),
+                        content(answer, handles),
+                    )
+                )
+            return answer
+
+        scene(ask)
+    return seen, called, handles
+
+
+def headers(answer: httpx.Response) -> dict[str, str]:
+    return {name: text for name, text in answer.headers.items() if name not in ("date", "content-length")}
+
+
+def content(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return "".join(
+            piece["text"]
+            for event in answer.text.split("\n\n")
+            if event.startswith("data: {")
+            for piece in plain(json.loads(event.removeprefix("data: ")), handles)["choices"]
+        )
+    return plain(answer.json(), handles) if answer.content else None
+
+
+def plain(value: Any, handles: dict[str, list[str]]) -> Any:
+    """A document without what may differ."""
+    if isinstance(value, list):
+        return [plain(each, handles) for each in value]
+    if not isinstance(value, dict):
+        return value
+    for name in RANDOM & set(value):
+        if isinstance(value[name], str) and value[name] != "one":
+            handles[name].append(value[name])
+    kept = {name: each for name, each in value.items() if name not in RANDOM | TIMES | LOADS}
+    return {name: plain(each, handles) for name, each in kept.items()}
+
+
+@pytest.fixture(scope="module", params=["burst", "strict"])
+def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("worlds")
+    return observed(request.param, folder, False), observed(request.param, folder, True)
+
+
+def test_a_tenant_sees_the_same_in_both_worlds(worlds: Any) -> None:
+    (alone, _, _), (beside, _, _) = worlds
+    assert len(alone) == len(beside) > 50
+    for one, other in zip(alone, beside, strict=True):
+        assert one == other
+
+
+def test_every_endpoint_was_asked(worlds: Any) -> None:
+    (_, called, _), _ = worlds
+    patterns = {
+        (each.method, re.compile(re.sub(r"{\w+}", r"[^?]+", each.path) + r"\Z"))
+        for each in ENDPOINTS
+        if not each.internal
+    }
+    missed = [
+        (method, pattern.pattern)
+        for method, pattern in patterns
+        if not any(method == each and pattern.match(path) for each, path in called)
+    ]
+    assert missed == []
+
+
+def test_handles_are_random_and_count_nothing(worlds: Any) -> None:
+    for _, _, handles in worlds:
+        assert len(handles["job"]) >= 4 and len(handles["id"]) >= 8
+        for names, pattern in (
+            (handles["job"], r"[A-Za-z0-9_-]{32}"),
+            (handles["id"], r"cmpl-[0-9a-f]{24}"),
+        ):
+            assert all(re.fullmatch(pattern, name) for name in names)
+            drawn = [name.removeprefix("cmpl-") for name in names]
+            assert len({name[:8] for name in drawn}) == len({name[-8:] for name in drawn}) == len(set(names))
+    shared = set(worlds[0][2]["id"]) & set(worlds[1][2]["id"])
+    assert not shared, "the same requests in another process have other names"
+
+
+def test_no_reply_names_a_block(worlds: Any) -> None:
+    """Block ids, node ids and sequence numbers have no field in any reply, and no reply may have unknown fields."""
+    (alone, _, _), _ = worlds
+    names = set(
+        re.findall(r'"(\w+)":', json.dumps([each[4] for each in alone if each[1] != "/openapi.json"]))
+    )
+    assert not {
+        name for name in names if re.search(r"block_id|block_table|node|_seq|generation|counter", name)
+    } - {"last_seq"}
+    replicas = [each[4]["replicas"][0] for each in alone if each[1] == "/v1/replicas"]
+    assert replicas and all(each["last_seq"] is None for each in replicas)
