@@ -15,6 +15,7 @@ The laws, as named in a report:
     leases             a node's uses are the leases that end there and its children in use, no more, no less
     tables             a block table is the blocks of the leased path and of the sequence's own runs, in order
     committed          cached ≤ committed ≤ tokens, and what a tree holds for a sequence is a prefix of its ids
+    quotas             no tenant uses more than its limit, and every guarantee can be met
     usage              a tenant's used and evictable blocks, and a tree's blocks, are what they sum to
     policy             a policy holds exactly the nodes that no lease protects
 """
@@ -24,8 +25,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,10 @@ ID_BYTES = 4
 MAX_SHOWN = 5
 """Block ids named in one violation."""
 
+SLICE = 256
+"""Nodes or sequences looked at before ``pause`` is called."""
+
+T = TypeVar("T")
 NodeAt = tuple[int, int | None]
 """(tree, node) as indices into the snapshot; node None is the root."""
 
@@ -105,11 +110,14 @@ def check(cache: Audited) -> Report:
     return report
 
 
-def inspect(cache: Audited) -> Report:
-    """Check every law now and report, whatever was found. Linear in resident nodes."""
+def inspect(cache: Audited, pause: Callable[[], None] = lambda: None) -> Report:
+    """Check every law now and report, whatever was found. Linear in resident nodes.
+
+    ``pause`` is called between slices of SLICE nodes or sequences, outside the cache's lock; it may sleep.
+    """
     start = time.perf_counter()
     snapshot = cache.snapshot()
-    violations = tuple(_Audit(snapshot).violations())
+    violations = tuple(_Audit(snapshot, pause).violations())
     return Report(violations, _counts(snapshot), time.perf_counter() - start)
 
 
@@ -158,8 +166,8 @@ def _ids(packed: bytes) -> NDArray[np.int32]:
 class _Audit:
     """One pass over one snapshot. Each method yields the violations of one law."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
+    def __init__(self, snapshot: Snapshot, pause: Callable[[], None]) -> None:
+        self.snapshot, self.pause = snapshot, pause
         self.block_bytes = snapshot.block_size * TOKEN_BYTES
 
     def violations(self) -> Iterator[Violation]:
@@ -174,6 +182,12 @@ class _Audit:
         yield from self._committed()
         yield from self._tables()
         yield from self._usage()
+
+    def _sliced(self, items: Iterable[T]) -> Iterator[T]:
+        for at, item in enumerate(items, 1):
+            yield item
+            if not at % SLICE:
+                self.pause()
 
     # Each block has one owner.
 
@@ -221,7 +235,7 @@ class _Audit:
 
     def _closure(self) -> Iterator[Violation]:
         for at, tree in enumerate(self.snapshot.trees):
-            for index, node in enumerate(tree.nodes):
+            for index, node in self._sliced(enumerate(tree.nodes)):
                 if node.parent is None:
                     above = 0
                 elif 0 <= node.parent < index:
@@ -238,7 +252,7 @@ class _Audit:
     def _siblings(self) -> Iterator[Violation]:
         for at, tree in enumerate(self.snapshot.trees):
             seen: set[tuple[int | None, bytes]] = set()
-            for index, node in enumerate(tree.nodes):
+            for index, node in self._sliced(enumerate(tree.nodes)):
                 first = node.label[: self.block_bytes]
                 if node.child_key != first:
                     yield Violation(
@@ -250,7 +264,7 @@ class _Audit:
 
     def _nodes(self) -> Iterator[tuple[str, TreeSnapshot, NodeSnapshot]]:
         for at, tree in enumerate(self.snapshot.trees):
-            for index, node in enumerate(tree.nodes):
+            for index, node in self._sliced(enumerate(tree.nodes)):
                 yield f"node {index} of tree {at}", tree, node
 
     # Leases.
@@ -260,10 +274,10 @@ class _Audit:
         held.update(lease.node for lease in self.snapshot.leases)
         held.update(run.node for run in self.snapshot.runs if run.node is not None)
         for at, tree in enumerate(self.snapshot.trees):
-            for node in tree.nodes:
+            for node in self._sliced(tree.nodes):
                 if node.uses:
                     held[(at, node.parent)] += 1
-            for index, uses in enumerate([node.uses for node in tree.nodes]):
+            for index, uses in self._sliced(enumerate([node.uses for node in tree.nodes])):
                 if uses != held[(at, index)]:
                     yield Violation(
                         "leases", f"node {index} of tree {at} counts {uses} uses, {held[(at, index)]} exist"
@@ -333,7 +347,7 @@ class _Audit:
         return runs[::-1]
 
     def _committed(self) -> Iterator[Violation]:
-        for at, sequence in enumerate(self.snapshot.sequences):
+        for at, sequence in self._sliced(enumerate(self.snapshot.sequences)):
             cached, committed = sequence.num_cached_tokens, sequence.num_committed_tokens
             if not 0 <= cached <= committed <= sequence.num_tokens:
                 sizes = f"{cached} cached, {committed} committed, {sequence.num_tokens} tokens"
@@ -354,7 +368,7 @@ class _Audit:
 
     def _tables(self) -> Iterator[Violation]:
         snapshot = self.snapshot
-        for at, sequence in enumerate(snapshot.sequences):
+        for at, sequence in self._sliced(enumerate(snapshot.sequences)):
             yield from self._table(f"sequence {at}", sequence)
         for at, lease in enumerate(snapshot.leases):
             if not np.array_equal(self._path_ids(lease.node), _ids(lease.block_ids)):
@@ -425,6 +439,16 @@ class _Audit:
             if counted.policy_nodes != unprotected[name]:
                 nodes = f"{counted.policy_nodes} nodes, {unprotected[name]} are unprotected"
                 yield Violation("policy", f"a tenant's policy holds {nodes}")
+            if counted.max_blocks is not None and used[name] > counted.max_blocks:
+                yield Violation(
+                    "quotas", f"a tenant uses {used[name]} blocks of at most {counted.max_blocks}"
+                )
+        promised = sum(
+            max(used[each.tenant] - evictable[each.tenant], each.guaranteed_blocks)
+            for each in snapshot.tenants
+        )
+        if any(each.guaranteed_blocks for each in snapshot.tenants) and promised > snapshot.num_blocks:
+            yield Violation("quotas", f"{promised} blocks are held or guaranteed, of {snapshot.num_blocks}")
         if unknown := (+used).keys() - {counted.tenant for counted in snapshot.tenants}:
             yield Violation("usage", f"{len(unknown)} tenants own blocks and aren't counted")
 

@@ -7,11 +7,14 @@ import os
 import numpy as np
 import pytest
 
-from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, audit
+from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, Tenant, audit
 from radixkv.audit import properties
 from radixkv.audit.oracle import Engine, chain
+from radixkv.namespaces import Mode
+from radixkv_policies import POLICIES
 
 EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 5
+SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 
 
 @pytest.mark.timeout(900)
@@ -22,6 +25,53 @@ def test_what_a_observes_does_not_depend_on_b(stored: bool) -> None:
         PrefixCache, EXAMPLES // 2, 50, seed=int(stored), machine=properties.TwoRuns, with_storage=[stored]
     )
     assert report.ok, report.failure
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_strict_tenant_observes_the_same_whatever_others_do(policy: str) -> None:
+    """Step for step, with storage and without: others strict, borrowing or unknown, and changed while they run."""
+    report = properties.run(
+        PrefixCache,
+        -(-EXAMPLES // len(POLICIES)),
+        50,
+        seed=SEED,
+        policies=[policy],
+        modes=["strict"],
+        machine=properties.TwoRuns,
+    )
+    assert report.ok, report.failure
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["strict", "burst"])
+def test_a_flood_of_ten_times_the_capacity(policy: str, mode: Mode) -> None:
+    """A strict tenant's hits are exactly what they were; a borrowing one keeps as many blocks as it is guaranteed."""
+    hits = {flooded: _hits(policy, mode, flooded) for flooded in (False, True)}
+    assert sum(hits[False]) == {"strict": 12 * 4, "burst": 24 * 4}[mode]
+    if mode == "strict":
+        assert hits[True] == hits[False]
+    else:
+        assert sum(hits[True]) == 12 * 4
+
+
+def _hits(policy: str, mode: Mode, flooded: bool) -> list[int]:
+    """How much of each of its prompts A matches; it asked for more than its guarantee."""
+    cache = PrefixCache(CacheConfig(num_blocks=32, block_size=4, policy=policy, segment_tokens=4))
+    cache.add_tenant(Tenant("a", guaranteed_blocks=12, mode=mode))
+    cache.add_tenant(Tenant("b", weight=1e6))  # its share is all that A isn't guaranteed
+    prompts = [[at, *range(11)] for at in range(8)]
+    for prompt in prompts:
+        _serve(cache, "a", prompt)
+    for at in range(10 * 32 // 4 if flooded else 0):
+        _serve(cache, "b", [at, *range(15)])
+    audit.check(cache)
+    return [cache.match(Namespace("a", "m"), prompt).num_tokens for prompt in prompts]
+
+
+def _serve(cache: PrefixCache, tenant: str, prompt: list[int]) -> None:
+    with cache.open(Namespace(tenant, "m"), prompt) as sequence:
+        sequence.commit(len(prompt))
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])

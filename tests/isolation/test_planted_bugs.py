@@ -16,11 +16,14 @@ import pytest
 
 from radixkv import PrefixCache
 from radixkv.audit import properties
+from radixkv.errors import QuotaExceeded
 from radixkv.eviction import Evictor
-from radixkv.namespaces import TenantState
 from radixkv.plan import WaitingCopies
+from radixkv.tenants import TenantState
 from radixkv.tree import RadixTree
+from radixkv_policies.lfu import LFU
 
+pytestmark = pytest.mark.pure
 EXAMPLES = 400
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -32,6 +35,13 @@ class OracleAlone(properties.CacheMachine):
         """Not here."""
 
 
+class ObservationAlone(properties.TwoRuns):
+    """Two runs with the laws switched off: what is found, A observes."""
+
+    def _check(self) -> None:
+        """Not here."""
+
+
 @dataclass(frozen=True)
 class Bug:
     """A patch and a word of what the machine says to it."""
@@ -39,6 +49,8 @@ class Bug:
     plant: Patch
     said: str
     machine: type[properties.CacheMachine] | type[properties.TwoRuns] = properties.CacheMachine
+    mode: str = "burst"
+    policy: str | None = None
 
 
 def _wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -105,22 +117,22 @@ def one_row_short(patch: pytest.MonkeyPatch) -> None:
 def committed_when_opened(patch: pytest.MonkeyPatch) -> None:
     """Blocks match as soon as they are allocated, before anybody computed them."""
 
-    def eager(original: Any, self: Any, *args: Any) -> Any:
-        sequence = original(self, *args)
-        old, new = sequence._node.depth, sequence.num_tokens // self._block_size
-        if new > old:
-            self._store(sequence, old, new)
+    def eager(original: Any, self: Any, *args: Any, **named: Any) -> Any:
+        sequence = original(self, *args, **named)
+        new = sequence.num_tokens // self._block_size
+        if new > sequence._node.depth:
+            self._store(sequence, sequence._node, new)
         return sequence
 
-    _wrap(patch, PrefixCache, "_open", eager)
+    _wrap(patch, PrefixCache, "open", eager)
 
 
 def commit_rounds_up(patch: pytest.MonkeyPatch) -> None:
     """A commit that ends inside a block makes the whole block matchable."""
 
-    def rounded(original: Any, self: Any, sequence: Any, old: int, new: int) -> None:
+    def rounded(original: Any, self: Any, sequence: Any, node: Any, new: int) -> None:
         full = sequence.num_tokens // self._block_size
-        original(self, sequence, old, min(new + 1, full))
+        original(self, sequence, node, min(new + 1, full))
 
     _wrap(patch, PrefixCache, "_store", rounded)
 
@@ -154,17 +166,17 @@ def split_forgets_uses(patch: pytest.MonkeyPatch) -> None:
 def freed_twice(patch: pytest.MonkeyPatch) -> None:
     """A sequence's private blocks go to the free list twice."""
 
-    def twice(original: Any, self: Any, sequence: Any, start: int) -> None:
-        original(self, sequence, start)
-        original(self, sequence, start)
+    def twice(original: Any, self: Any, block_ids: Any, tenant: Any) -> None:
+        original(self, block_ids, tenant)
+        original(self, block_ids, tenant)
 
-    _wrap(patch, PrefixCache, "_free_own", twice)
+    _wrap(patch, Evictor, "give", twice)
 
 
 def never_freed(patch: pytest.MonkeyPatch) -> None:
     """A released sequence's private blocks are lost."""
 
-    patch.setattr(PrefixCache, "_free_own", lambda self, sequence, start: None)
+    patch.setattr(Evictor, "give", lambda self, block_ids, tenant: None)
 
 
 def shared_run_never_freed(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +194,8 @@ def lease_kept(patch: pytest.MonkeyPatch) -> None:
     def leaky(self: Any, sequence: Any) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
-        self._free_own(sequence, sequence._own)
+        if own := sequence._table[4 * sequence._own :]:
+            self._evictor.give(own, sequence._tree.tenant)
         if sequence._run is not None:
             self._drop(sequence._run, sequence._tree)
 
@@ -253,12 +266,100 @@ def stale_match_leased(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "lease", trusting)
 
 
+def global_recency(patch: pytest.MonkeyPatch) -> None:
+    """Whoever was idle longest gives up blocks, whosever limit it is about."""
+    order: list[Any] = []
+
+    def leased(original: Any, self: Any, node: Any, tree: Any) -> None:
+        original(self, node, tree)
+        order[:] = [each for each in order if each is not tree.tenant] + [tree.tenant]
+
+    def evicted(original: Any, self: Any, tenant: Any, size: int, freed: bytearray) -> None:
+        mine = [each for each in order if each.policy._clock is tenant.policy._clock]
+        mine = [
+            each
+            for each in mine
+            if 4 * each.evictable_blocks >= size and self._ranking._tenants.get(each.tenant_id) is each
+        ]
+        original(self, mine[0] if mine else tenant, size, freed)
+
+    _wrap(patch, Evictor, "lease", leased)
+    _wrap(patch, Evictor, "_evict_from", evicted)
+
+
+def capacity_of_others_told(patch: pytest.MonkeyPatch) -> None:
+    """A refusal says how much of the pool is used."""
+
+    def told(original: Any, self: Any, *args: Any, **named: Any) -> int:
+        try:
+            return int(original(self, *args, **named))
+        except QuotaExceeded as error:
+            used = self._pool.num_blocks - self._pool.num_free
+            raise QuotaExceeded(error.needed, error.limit, used, error.evictable) from None
+
+    _wrap(patch, Evictor, "require", told)
+
+
+def ghosts_shared(patch: pytest.MonkeyPatch) -> None:
+    """The ghosts of all tenants are in one bounded list."""
+    _shared(patch, "_ghosts")
+
+
+def ages_shared(patch: pytest.MonkeyPatch) -> None:
+    """One age for the frequencies of all tenants."""
+    ages: dict[Any, int] = {}
+    patch.setattr(
+        LFU,
+        "_age",
+        property(
+            lambda self: ages.get(id(self._cache), 0), lambda self, age: ages.update({id(self._cache): age})
+        ),
+        raising=False,
+    )
+    _shared(patch, None)
+
+
+def _shared(patch: pytest.MonkeyPatch, state: str | None) -> None:
+    """What the first policy of a cache has under this name, all of its policies have; each knows its cache."""
+
+    def made(original: Any, self: Any) -> Any:
+        cache = self
+        if state is None:
+            patch.setattr(LFU, "_cache", cache, raising=False)
+        policy = original(self)
+        if state is None:
+            policy._cache = cache
+        else:
+            first = next(iter(self._tenants.values()), None)
+            if first is not None:
+                setattr(policy, state, getattr(first.policy, state))
+        return policy
+
+    _wrap(patch, PrefixCache, "_new_policy", made)
+
+
 BUGS = {
-    "tenant left out of the lookup": Bug(tenant_left_out, "never committed|nobody computes|forgotten"),
-    "tenant left out, oracle alone": Bug(
-        tenant_left_out, "never committed|nobody computes|forgotten", OracleAlone
+    "global recency order": Bug(
+        global_recency, "A observes|counts, names or bytes", ObservationAlone, "strict", "lru"
     ),
-    "tenant left out, two runs": Bug(tenant_left_out, "A observes|counts|namespace", properties.TwoRuns),
+    "capacity of others in an error": Bug(
+        capacity_of_others_told, "A observes", ObservationAlone, "strict", "lru"
+    ),
+    "shared ghosts": Bug(
+        ghosts_shared, "A observes|counts, names or bytes", ObservationAlone, "strict", "s3fifo"
+    ),
+    "shared frequency ages": Bug(
+        ages_shared, "A observes|counts, names or bytes", ObservationAlone, "strict", "lfu"
+    ),
+    "tenant left out of the lookup": Bug(
+        tenant_left_out, "never committed|nobody computes|forgotten|wrong KV"
+    ),
+    "tenant left out, oracle alone": Bug(
+        tenant_left_out, "never committed|nobody computes|forgotten|wrong KV", OracleAlone
+    ),
+    "tenant left out, two runs": Bug(
+        tenant_left_out, "A observes|counts|namespace|other KV|never committed", properties.TwoRuns
+    ),
     "copy skipped": Bug(copy_skipped, "wrong KV|copies"),
     "copy skipped, oracle alone": Bug(copy_skipped, "wrong KV|copies", OracleAlone),
     "written in place": Bug(written_in_place, "reference-counts|copies|wrong KV|shared"),
@@ -292,6 +393,9 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """With the patch the machine fails within some hundred examples; what it says names the trouble."""
     bug = BUGS[name]
     bug.plant(monkeypatch)
-    report = properties.run(PrefixCache, EXAMPLES, 50, seed=0, machine=bug.machine, shrink=False)
+    chosen = {} if bug.policy is None else {"policies": [bug.policy]}
+    report = properties.run(
+        PrefixCache, EXAMPLES, 50, seed=0, machine=bug.machine, modes=[bug.mode], shrink=False, **chosen
+    )
     assert report.failure is not None, f"not found in {report.examples} examples"
     assert re.search(bug.said, report.failure.partition("Failing test case")[0]), report.failure

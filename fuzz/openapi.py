@@ -1,0 +1,52 @@
+"""Let schemathesis attack a demo service by its own description, ``/openapi.json``, for a given time.
+
+    python fuzz/openapi.py --seconds 600
+
+Checks: no answer of 500, and status, content type and body as the description says. Once with a tenant's key, once with
+the operator's, once without any. Prints what it did; exit code 1 if it found something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
+from radixkv.service.local import demo_service
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+WHO = {"tenant": next(iter(DEMO_KEYS.values())), "operator": DEMO_OPERATOR_KEY, "nobody": None}
+SHARES = {"tenant": 0.6, "operator": 0.2, "nobody": 0.2}
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--seconds", type=float, default=60.0, help="how long to go on (default 60)")
+    options.add_argument("--seed", type=int, default=1)
+    chosen = options.parse_args()
+    with demo_service(**{"num-blocks": "512", "threads": "1"}) as url:
+        return max(run(url, who, max(int(chosen.seconds * SHARES[who]), 1), chosen.seed) for who in WHO)
+
+
+def run(url: str, who: str, seconds: int, seed: int) -> int:
+    """As one of the principals; the exit code."""
+    tool = str(Path(sys.executable).with_name("st"))
+    command = [
+        *(tool, "run", f"{url}/openapi.json", "--max-time", str(seconds), "--seed", str(seed), "--no-color"),
+        *("--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all"),
+        *("--warnings", "off", "--request-timeout", "30", "--generation-database", "none"),
+    ]
+    if WHO[who] is not None:
+        command += ["-H", f"Authorization: Bearer {WHO[who]}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    counted = re.search(r"(\d+) generated", done.stdout)
+    print(f"{who}: {counted[1] if counted else 'unknown'} requests in {seconds} s", end="")
+    print(": nothing found" if done.returncode == 0 else f"\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
+    return 1 if done.returncode else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The laws of a live cache, checked again and again in the background, within a budget.
+
+    with Watch(cache, budget=0.01) as watch:
+        ...                              # serve
+        watch.report                     # of the last round; None before the first one's end
+
+One thread takes a snapshot and checks it in slices. Between slices it sleeps so long that its share of one core's
+time stays within ``budget``, the snapshot's time included; a round costs time linear in the resident nodes, and
+rounds begin at least ``every_s`` apart. Only the snapshot is taken under the cache's lock.
+
+A broken law ends the watch: ``on_broken`` is called with the report, once, and ``check()`` raises it from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from radixkv.audit.invariants import Audited, BrokenLaws, Report, inspect
+from radixkv.errors import ArgumentError
+
+
+class Watch:
+    """A background audit of one cache. ``start`` and ``stop`` it, or use it in a ``with``.
+
+    budget: share of one core, above 0 and at most 1. every_s: seconds between rounds, ≥ 0. on_broken: called in the
+    watch's thread. Raises ArgumentError.
+    """
+
+    def __init__(
+        self,
+        cache: Audited,
+        *,
+        budget: float = 0.01,
+        every_s: float = 10.0,
+        on_broken: Callable[[Report], None] = lambda report: None,
+    ) -> None:
+        if not 0 < budget <= 1:
+            raise ArgumentError("budget", budget, "a share of one core, above 0 and at most 1")
+        if not every_s >= 0:
+            raise ArgumentError("every_s", every_s, "seconds ≥ 0")
+        self.num_rounds, self.busy_s, self.asleep_s = 0, 0.0, 0.0
+        self.report: Report | None = None
+        self._cache, self._budget, self._every_s, self._on_broken = cache, budget, every_s, on_broken
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="radixkv-audit", daemon=True)
+        self._since = 0.0
+
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin; once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, at the next slice, and wait for it."""
+        self._stopping.set()
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raise IntegrityError, with ``report``, if a round found a broken law."""
+        if self.report is not None and not self.report.ok:
+            raise BrokenLaws(self.report)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._since = time.perf_counter()
+            try:
+                self.report = inspect(self._cache, self._pause)
+            except _Stopped:
+                return
+            self.num_rounds += 1
+            if not self.report.ok:
+                self._on_broken(self.report)
+                return
+            self._rest(self._every_s)
+
+    def _pause(self) -> None:
+        """Sleep off what the slice cost."""
+        self._rest(0.0)
+        if self._stopping.is_set():
+            raise _Stopped
+
+    def _rest(self, at_least_s: float) -> None:
+        spent = time.perf_counter() - self._since
+        self.busy_s += spent
+        rested_from = time.perf_counter()
+        self._stopping.wait(max(spent * (1 / self._budget - 1), at_least_s))
+        self._since = time.perf_counter()
+        self.asleep_s += self._since - rested_from
+
+
+class _Stopped(Exception):
+    """The watch was told to end in the middle of a round."""

@@ -1,0 +1,557 @@
+"""The audit of a cache in this process: checks 1 to 8, 11 and 12 of the table in docs/security.md.
+
+Caches are made by a factory, ``factory(config, clock=clock)``, small ones, and only by their public calls they are
+used. A deterministic engine (``oracle.Engine``) writes KV that says whose it is. Every check that finds nothing
+shows by a positive control that it would have found something; without one it says *instrument blind*.
+
+What concerns strict mode (parts of 1, 2 and 11) needs a cache with tenants; without, these checks say so and are
+inconclusive.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import xxhash
+
+from radixkv.audit import properties, statistics
+from radixkv.audit.oracle import chain
+from radixkv.audit.properties import (
+    LAYOUT,
+    CacheAdapter,
+    CacheFactory,
+    has_strict_tenants,
+    strict_halves,
+    strict_system,
+)
+from radixkv.audit.verdict import AuditReport, Check, Verdict
+from radixkv.clock import ManualClock
+from radixkv.config import CacheConfig, policy_names
+from radixkv.errors import RadixKVError
+from radixkv.namespaces import Namespace
+
+A, B = Namespace("a", "m"), Namespace("b", "m")
+BLOCK = 4
+CONTROL_EXAMPLES = 100
+HAND_OVERS = 1_000
+TRIALS = 200
+CANARY = -7.25e77
+Found = tuple[Verdict | None, str, dict[str, Any]]
+Progress = Callable[[str, int, int], None]
+"""``progress(phase, done, of)``."""
+
+
+def run(
+    factory: CacheFactory,
+    *,
+    target: str = "radixkv:PrefixCache",
+    version: str = "0",
+    examples: int = 200,
+    steps: int = 50,
+    seed: int = 0,
+    progress: Progress = lambda phase, done, of: None,
+) -> AuditReport:
+    """Audit the caches that ``factory`` makes: ``examples`` lives a machine and mode, of up to ``steps`` calls."""
+    audit = InProcess(factory, examples, steps, seed, progress)
+    rows: list[tuple[int, str, Callable[[], Found]]] = [
+        (1, "laws and contents", audit.laws),
+        (1, "non-interference, with room", audit.two_runs),
+        (1, "non-interference, strict", audit.two_strict_runs),
+        (2, "eviction signal", audit.eviction_signal),
+        (3, "cross-tenant probe", audit.cross_tenant_probe),
+        (4, "contents of fresh blocks", audit.fresh_blocks),
+        (5, "digests of 8 bits", audit.short_digests),
+        (6, "token boundaries", audit.token_boundaries),
+        (7, "errors, counts and logs", audit.scrapes),
+        (8, "handles", audit.names),
+        (11, "order of service", audit.order),
+        (12, "leak by eviction in burst mode", audit.burst_bits),
+    ]
+    checks = []
+    for number, name, check in rows:
+        began = time.perf_counter()
+        verdict, detail, figures = found_by(check)
+        checks.append(Check(number, name, verdict, detail, figures, time.perf_counter() - began))
+    settings = {"examples": examples, "steps": steps, "seed": seed, "policies": list(policy_names())}
+    return AuditReport(target, version, settings, tuple(checks))
+
+
+def found_by(check: Callable[[], Found]) -> Found:
+    """What a check found: others' KV is a leak wherever it shows; any other error leaves the check undone."""
+    try:
+        return check()
+    except AssertionError as error:
+        return Verdict.LEAKS, str(error), {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - the cache under audit is anybody's
+        told = f"{type(error).__name__}: {error}"
+        return Verdict.INCONCLUSIVE, f"the check could not be done: {told}", {"error": told}
+
+
+def _no_strict_mode() -> Found:
+    return Verdict.INCONCLUSIVE, "not checked: this cache has no strict tenants", {}
+
+
+class InProcess:
+    """The checks; each returns its verdict, a sentence and figures."""
+
+    def __init__(
+        self,
+        factory: CacheFactory,
+        examples: int,
+        steps: int,
+        seed: int,
+        progress: Progress,
+        shrink: bool = True,
+    ) -> None:
+        self._factory, self._examples, self._steps, self._seed = factory, examples, steps, seed
+        self._shrink = shrink
+        self._progress = progress
+        self._with_storage = (False, True) if find_spec("torch") else (False,)
+        self._has_strict = has_strict_tenants(factory)
+
+    # 1
+
+    def laws(self) -> Found:
+        """Random lives against the oracle and the laws; and a planted leak must be found."""
+        planted = properties.run(
+            leaky(self._factory), CONTROL_EXAMPLES, 50, self._seed, with_storage=[False], shrink=False
+        )
+        if planted.ok:
+            return Verdict.BLIND, "a planted leak was not found", {"examples": planted.examples}
+        return self._attacked(properties.CacheMachine, "burst")
+
+    def two_runs(self) -> Found:
+        """A alone or among others: contents always, everything where there is room for all."""
+        return self._attacked(properties.TwoRuns, "burst")
+
+    def two_strict_runs(self) -> Found:
+        """The same in a full pool of strict tenants."""
+        return self._attacked(properties.TwoRuns, "strict") if self._has_strict else _no_strict_mode()
+
+    def _attacked(
+        self, machine: type[properties.CacheMachine] | type[properties.TwoRuns], mode: str
+    ) -> Found:
+        done, policies = 0, policy_names()
+        each = -(-self._examples // len(policies))
+        figures: dict[str, Any] = {"examples": 0, "steps": 0}
+        for policy in policies:
+            report = properties.run(
+                self._factory,
+                each,
+                self._steps,
+                self._seed,
+                policies=[policy],
+                with_storage=self._with_storage,
+                modes=[mode],
+                machine=machine,
+                shrink=self._shrink,
+                progress=lambda examples, before=done: self._progress(  # type: ignore[misc]
+                    f"{machine.__name__}, {mode}", before + examples, each * len(policies)
+                ),
+            )
+            done += report.examples
+            figures["examples"] += report.examples
+            figures["steps"] += report.steps
+            if not report.ok:
+                failure = report.failure or ""
+                figures["failure"], figures["policy"] = failure, policy
+                return Verdict.LEAKS, failure.splitlines()[0], figures
+        lives = f"{figures['examples']} lives, {figures['steps']} steps, policies {', '.join(policies)}"
+        return Verdict.ISOLATED, f"nothing found in {lives}", figures
+
+    # 2
+
+    def eviction_signal(self) -> Found:
+        """A fills its quota, B floods ten times the capacity, A probes again."""
+        if not self._has_strict:
+            return _no_strict_mode()
+        quiet, flooded, own = (self._hits(who) for who in (None, B, A))
+        figures = {"before": quiet, "after": flooded, "after own flood": own}
+        if quiet != flooded:
+            return Verdict.LEAKS, "A's hits changed when B flooded the cache", figures
+        if quiet == own or not any(quiet):
+            return Verdict.BLIND, "A's own flood changed nothing", figures
+        return Verdict.ISOLATED, "A's hits are exactly as before", figures
+
+    def _hits(self, flooder: Namespace | None) -> list[int]:
+        system = self._strict()
+        prompts = [[at, *range(4 * BLOCK)] for at in range(6)]
+        for prompt in prompts:
+            _serve(system, A, prompt)
+        if flooder is not None:
+            _flood(system, flooder, 10 * 64 // 4)
+        return [system.match(A, prompt) for prompt in prompts]
+
+    # 3
+
+    def cross_tenant_probe(self) -> Found:
+        """Another tenant computes P, A asks for P; so do namespaces of A's that differ in one field."""
+        others = [
+            B,
+            A._replace(salt="s"),
+            A._replace(adapter="s"),
+            A._replace(model="m2"),
+            A._replace(tenant="am"),
+        ]
+        draw, leaks, probes = random.Random(self._seed), [], 0
+        for other in others:
+            system = self._system(256)
+            for _ in range(20):
+                prompt = [draw.randrange(2**31) for _ in range(draw.randrange(BLOCK + 1, 8 * BLOCK))]
+                _serve(system, other, prompt)
+                probes += 1
+                if system.match(A, prompt) or _opened(system, A, prompt):
+                    leaks.append(other.framed().decode())
+                _serve(system, A, prompt)
+                if system.match(A, prompt) != len(prompt) // BLOCK * BLOCK:
+                    return Verdict.BLIND, "A doesn't find what A computed", {"probes": probes}
+        figures = {"probes": probes, "leaks": len(leaks), "between": sorted(set(leaks))}
+        if leaks:
+            return Verdict.LEAKS, f"{len(leaks)} of {probes} prompts of others matched for A", figures
+        return Verdict.ISOLATED, f"none of {probes} prompts of others matched for A; its own did", figures
+
+    # 4
+
+    def fresh_blocks(self) -> Found:
+        """B writes canaries and gives its blocks up in every way; A reads what it gets before it writes."""
+        if True not in self._with_storage:
+            return Verdict.INCONCLUSIVE, "not checked: torch isn't installed, so there is no storage", {}
+        cache = self._factory(CacheConfig(8, BLOCK, LAYOUT), clock=ManualClock())
+        read = found = 0
+        for at in range(HAND_OVERS):
+            if not _leave_canaries(cache, at):
+                return Verdict.BLIND, "B doesn't read the canaries that it wrote", {"hand_overs": read}
+            with cache.open(A, [at, *range(1, 3 * BLOCK)]) as sequence:
+                fresh = sequence.block_table[sequence.num_cached_tokens // BLOCK :]
+                found += int((_bytes_of(cache, fresh) == CANARY).any(axis=(1, 2, 3, 4, 5)).sum())
+                read += len(fresh)
+            cache.clear(A)
+        figures = {"fresh_blocks": read, "with_canaries": found}
+        if found:
+            return Verdict.LEAKS, f"{found} of {read} fresh blocks of A's held what B wrote", figures
+        return Verdict.ISOLATED, f"no canary of B's in {read} fresh blocks of A's", figures
+
+    # 5
+
+    def short_digests(self) -> Found:
+        """With hashes of namespaces and fast digests of the library cut to 8 bits: collisions, and no wrong KV."""
+        with _digests_of_8_bits():
+            system = self._system(4096)
+            spaces = [_Colliding("a", "m", None, str(at)) for at in range(600)]
+            for at, space in enumerate(spaces):
+                _serve(system, space, [at % 3, *range(2 * BLOCK)])
+            wrong = sum(
+                system.match(space, [at % 3, *range(2 * BLOCK)]) != 2 * BLOCK
+                or system.match(space, [(at + 1) % 3, *range(2 * BLOCK)]) != 0
+                for at, space in enumerate(spaces)
+            )
+        collisions = len(spaces) - len({hash(space) for space in spaces})
+        figures = {"namespaces": len(spaces), "collisions": collisions, "wrong": wrong}
+        if wrong:
+            return Verdict.LEAKS, f"{wrong} lookups were wrong once digests collided", figures
+        if not collisions:
+            return Verdict.BLIND, "no digests collided", figures
+        return Verdict.ISOLATED, f"{collisions} collisions, and each namespace read its own KV", figures
+
+    # 6
+
+    def token_boundaries(self) -> Found:
+        """For each length of a prompt, and for other ids that spell the same text, KV of exactly those ids."""
+        system, wrong, tried = self._system(256), 0, 0
+        prompt = [0, 0, 2, 0, 1, 2, 2, 0, 0, 1, 0, 2, 0, 0, 0, 1, 1, 2]
+        _serve(system, A, prompt)
+        for length in range(len(prompt) + 1):
+            for ids in (prompt[:length], [*prompt[:length], 7], _retokenized(prompt[:length])):
+                tried += 1
+                common = next(
+                    (at for at, (x, y) in enumerate(zip(ids, prompt, strict=False)) if x != y), None
+                )
+                whole = min(len(ids), len(prompt)) if common is None else common
+                wrong += system.match(A, ids) != whole // BLOCK * BLOCK
+        match = system.cache.match(A, prompt)
+        figures = {"prompts": tried, "wrong": wrong}
+        if wrong:
+            return (
+                Verdict.LEAKS,
+                f"{wrong} of {tried} prompts matched other than their own whole blocks",
+                figures,
+            )
+        if not match.num_tokens or system.engine.holds(match.block_ids, chain(A, [9, *prompt[1:16]])):
+            return Verdict.BLIND, "the engine's KV doesn't tell ids apart", figures
+        return Verdict.ISOLATED, f"{tried} prompts matched whole blocks of exactly their ids", figures
+
+    # 7
+
+    def scrapes(self) -> Found:
+        """All that A is told, in a world without B and in one with it."""
+        alone, beside, other = (self._told(*world) for world in ((0, 0), (3, 0), (0, 1)))
+        changed = [name for name in alone if alone[name] != beside[name]]
+        figures = {
+            "compared": list(alone),
+            "changed": {name: [alone[name], beside[name]] for name in changed},
+        }
+        if changed:
+            return Verdict.LEAKS, f"what A is told depends on B: {', '.join(changed)}", figures
+        if alone == other:
+            return Verdict.BLIND, "what A is told doesn't change with what A does", figures
+        return Verdict.ISOLATED, f"{len(alone)} things that A is told are the same beside B", figures
+
+    def _told(self, num_others: int, more: int) -> dict[str, str]:
+        """A's counts, namespaces, refusals and log lines; ``num_others`` requests of B's run beside."""
+        system = self._system(64)
+        with _logged() as lines, ExitStack() as running:
+            for at in range(num_others):
+                sequence = system.cache.open(B, [at, *range(3 * BLOCK)])
+                running.enter_context(sequence)
+                sequence.commit(2 * BLOCK)
+            for at in range(2 + more):
+                _serve(system, A, [at, *range(3 * BLOCK)])
+            told = {name: _refusal(call) for name, call in _wrong_calls(system).items()}
+            told["statistics"] = repr(system.stats("a"))
+        told["log"] = "\n".join(lines)
+        return told
+
+    # 8
+
+    def names(self) -> Found:
+        """How A's sequences, matches and leases call themselves, with B's requests between them or not."""
+        alone, beside, other = (self._named(*world) for world in ((0, 0), (2, 0), (0, 1)))
+        figures = {"names": len(alone), "examples": alone[:3]}
+        if alone != beside:
+            return Verdict.LEAKS, "names of A's handles depend on B", figures
+        if alone == other:
+            return Verdict.BLIND, "names of A's handles never differ", figures
+        return Verdict.ISOLATED, f"{len(alone)} names of A's are the same beside B", figures
+
+    def _named(self, num_others: int, longer: int) -> list[str]:
+        system, names = self._system(256), []
+        for at in range(8):
+            for other in range(num_others):
+                _serve(system, B, [at, other, *range(2 * BLOCK)])
+            prompt = [at % 3, *range((2 + longer) * BLOCK)]
+            with system.cache.open(A, prompt) as sequence:
+                sequence.commit(len(prompt))
+                (child,) = sequence.fork(1)
+                names += [repr(sequence), repr(child)]
+                child.release()
+            match = system.cache.match(A, prompt)
+            with system.cache.lease(match) as lease:
+                names += [repr(match), f"lease of {lease.num_tokens}"]
+        return names
+
+    # 11
+
+    def order(self) -> Found:
+        """In which order A's own prefixes make room for A's new ones, whatever B has cached."""
+        if not self._has_strict:
+            return _no_strict_mode()
+        worlds = [self._order(others, 0) for others in (0, 1, 5)]
+        figures = {"steps": len(worlds[0])}
+        if any(world != worlds[0] for world in worlds):
+            return Verdict.LEAKS, "the order in which A's prefixes leave depends on B's cache", figures
+        if worlds[0] == self._order(0, 1):
+            return Verdict.BLIND, "the order doesn't depend on A's own requests either", figures
+        return Verdict.ISOLATED, "A's order is the same whatever B has cached", figures
+
+    def _order(self, num_others: int, turned: int) -> list[list[int]]:
+        system, seen = self._strict(), []
+        prompts = [[at, *range(4 * BLOCK - 1)] for at in range(6)]
+        for prompt in prompts[turned:] + prompts[:turned]:
+            _serve(system, A, prompt)
+            for other in range(num_others):
+                _serve(system, B, [*prompt, other])
+        for at in range(12):
+            _serve(system, A, [100 + at, *range(2 * BLOCK - 1)])
+            for other in range(num_others):
+                _serve(system, B, prompts[(at + other) % 6])
+            seen.append([system.match(A, prompt) for prompt in prompts])
+        return seen
+
+    # 12
+
+    def burst_bits(self) -> Found:
+        """A full pool: B asks for something or not, A sees how much of its own is left. Measured, not judged."""
+        draw = random.Random(self._seed)
+        arms: dict[bool, list[float]] = {True: [], False: []}
+        for at in range(2 * TRIALS):
+            system, acts = self._system(16), at % 2 == 0
+            for own in range(2):
+                _serve(system, A, [own, *range(8 * BLOCK - 1)])
+            if acts:
+                _serve(system, B, [*range(draw.randrange(1, 8 * BLOCK))])
+            left = sum(system.match(A, [own, *range(8 * BLOCK - 1)]) for own in range(2))
+            arms[acts].append(float(left))
+        told = statistics.leaked_bits(arms[True], arms[False], self._seed)
+        detail = f"{told} bits: whether B asked for something, when the pool is full and A's all of it"
+        return None, detail, {"bits": told.as_dict(), "trials": 2 * TRIALS, "confidence": 0.95}
+
+    def _system(self, num_blocks: int) -> CacheAdapter:
+        return CacheAdapter(self._factory(CacheConfig(num_blocks, BLOCK), clock=ManualClock()))
+
+    def _strict(self) -> CacheAdapter:
+        return strict_system(self._factory, CacheConfig(64, BLOCK), ManualClock(), strict_halves(64))
+
+
+def leaky(factory: CacheFactory) -> CacheFactory:
+    """Caches that answer a miss with what another namespace holds: the audit's positive control."""
+
+    def make(config: CacheConfig, **named: Any) -> Any:
+        cache = factory(config, **named)
+        match = cache.match
+
+        def matched(namespace: Namespace, ids: Sequence[int]) -> Any:
+            found = match(namespace, ids)
+            others = [match(other, ids) for other in cache.namespaces()]
+            return found if found.num_tokens else max([found, *others], key=lambda each: int(each.num_tokens))
+
+        return _Overridden(cache, match=matched)
+
+    return make
+
+
+class _Overridden:
+    """An object with some of its attributes replaced."""
+
+    def __init__(self, wrapped: Any, **replaced: Any) -> None:
+        self._wrapped = wrapped
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def _serve(system: CacheAdapter, namespace: Namespace, ids: Sequence[int]) -> None:
+    """A whole request."""
+    request, _ = system.open(namespace, ids)
+    system.commit(request, len(ids))
+    system.release(request)
+
+
+def _flood(system: CacheAdapter, namespace: Namespace, num_requests: int) -> None:
+    """So many requests of four blocks that all go on as long as there is room; then the oldest end."""
+    running: list[Any] = []
+    for at in range(num_requests):
+        ids = [1000 + at, *range(4 * BLOCK - 1)]
+        try:
+            running.append(system.open(namespace, ids)[0])
+        except RadixKVError:
+            for request in running:
+                system.release(request)
+            running.clear()
+            continue
+        system.commit(running[-1], len(ids))
+    for request in running:
+        system.release(request)
+
+
+def _opened(system: CacheAdapter, namespace: Namespace, ids: Sequence[int]) -> int:
+    request, cached = system.open(namespace, ids)
+    system.release(request)
+    return cached
+
+
+def _retokenized(ids: list[int]) -> list[int]:
+    """Other ids that spell the same, where 2 spells 0, 0."""
+    return [piece for token in ids for piece in ((0, 0) if token == 2 else (token,))]
+
+
+def _leave_canaries(cache: Any, at: int) -> bool:
+    """B fills blocks with canaries and gives them up: released, evicted or cleared. Whether B reads them itself."""
+    with cache.open(B, [at, *range(5 * BLOCK)]) as sequence:
+        table = sequence.block_table
+        cache.storage.data[table.tolist()] = CANARY
+        sees = bool((_bytes_of(cache, table) == CANARY).all())
+        if at % 3:
+            sequence.commit(sequence.num_tokens)
+    if at % 3 == 1:
+        cache.evict(cache.config.num_blocks)
+    cache.clear(B)
+    return sees
+
+
+def _bytes_of(cache: Any, block_ids: Any) -> Any:
+    return cache.storage.data[np.asarray(block_ids).tolist()].cpu().numpy()
+
+
+def _wrong_calls(system: CacheAdapter) -> dict[str, Callable[[], object]]:
+    cache = system.cache
+
+    def released_twice() -> None:
+        sequence = cache.open(A, [1])
+        sequence.release()
+        sequence.release()
+
+    return {
+        "a request larger than the pool": lambda: cache.open(A, range(100 * BLOCK)),
+        "ids that are none": lambda: cache.open(A, [0, -1]),
+        "a pending prefix": lambda: cache.open(A, [5, *range(9)], on_pending="raise").release(),
+        "a second release": released_twice,
+        "a name that is none": lambda: Namespace("a", ""),
+    }
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RadixKVError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What the library's loggers say meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("radixkv")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Colliding(Namespace):
+    """A namespace whose hash has 8 bits."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return super().__hash__() & 0xFF
+
+
+@contextmanager
+def _digests_of_8_bits() -> Iterator[None]:
+    """Every xxHash function that a module of radixkv refers to tells 256 values apart meanwhile."""
+    fast = {
+        value: name for name, value in vars(xxhash).items() if name.endswith("digest") and callable(value)
+    }
+    with ExitStack() as patches:
+        for module in [xxhash, *_modules()]:
+            for name, value in list(vars(module).items()):
+                if callable(value) and getattr(value, "__hash__", None) and value in fast:
+                    patches.enter_context(patch.object(module, name, _cut(value)))
+        yield
+
+
+def _modules() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.split(".")[0].startswith("radixkv")]
+
+
+def _cut(digest: Callable[..., Any]) -> Callable[..., Any]:
+    def short(*args: Any, **named: Any) -> Any:
+        found = digest(*args, **named)
+        return found & 0xFF if isinstance(found, int) else found[:1] * len(found)
+
+    return short

@@ -1,0 +1,153 @@
+"""What the two-system machine drives: four calls that any prefix cache has, and more if the system has more.
+
+An adapter is one system under audit: a cache, or an engine with its cache. The machine makes two of them, plays the
+same requests of one tenant on both and other tenants' requests beside them, and compares all that the tenant
+observes. ``CacheAdapter`` is the one over a PrefixCache and a deterministic engine, which radixkv's own tests run.
+
+Beyond the four calls of ``Adapter`` the machine uses whatever of these the adapter has:
+
+    append(request, token_id)          the request grows by one token; its copy-on-write is the system's business
+    truncate(request, num_tokens)      uncommitted tokens are rolled back
+    fork(request) -> request           a second request that shares everything so far
+    clear(namespace) -> object         everything of the namespace is forgotten; what it returns is compared
+    purge(tenant) -> object            everything of the tenant is forgotten
+    read(request, num_tokens) -> bytes the KV of the first tokens as the request reads it, deterministic in the ids
+    stats(tenant) -> object            what the tenant is told of itself; compared by ==
+    name(request) -> object            the handle that the tenant sees; compared by ==
+    check()                            the system's own invariants; raises if one is broken
+    refusals: tuple[type[Exception]]   exceptions that a tenant may see (RadixKVError is one always); compared by type
+                                       and text. Any other exception is a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from radixkv.audit import invariants
+from radixkv.audit.oracle import Engine, chain
+from radixkv.audit.properties.material import CacheFactory, Mirror
+from radixkv.clock import Clock
+from radixkv.config import CacheConfig
+from radixkv.namespaces import Namespace, Tenant
+
+
+class Adapter(Protocol):
+    """One system under audit. ``namespace`` has tenant, model, adapter and salt; ids are small integers ≥ 0."""
+
+    block_size: int
+    """Tokens a block: matches are whole blocks of it."""
+
+    def match(self, namespace: Namespace, ids: Sequence[int]) -> int:
+        """How many leading tokens of ``ids`` are cached for this namespace now. Changes nothing."""
+
+    def open(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Any, int]:
+        """Begin a request; the request, any object, and how many leading tokens it need not compute."""
+
+    def commit(self, request: Any, num_tokens: int) -> None:
+        """Compute the request's first ``num_tokens`` tokens, as far as they aren't yet, and make them matchable."""
+
+    def release(self, request: Any) -> None:
+        """The request ends; nothing is called on it any more."""
+
+
+class CacheAdapter:
+    """A PrefixCache with the deterministic engine of the oracle; requests are Mirrors."""
+
+    def __init__(self, cache: Any, engine: Engine | None = None) -> None:
+        self.cache, self.engine = cache, engine or Engine(cache)
+        self.block_size: int = cache.config.block_size
+        if hasattr(cache, "purge"):
+            self.purge = cache.purge
+
+    def match(self, namespace: Namespace, ids: Sequence[int]) -> int:
+        """Matched tokens; raises AssertionError if their blocks hold another prefix's KV."""
+        match = self.cache.match(namespace, ids)
+        if not self.engine.is_behind and not self.engine.holds(
+            match.block_ids, chain(namespace, ids[: match.num_tokens])
+        ):
+            raise AssertionError("a match whose blocks hold other KV")
+        return int(match.num_tokens)
+
+    def open(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Mirror, int]:
+        """A sequence, and its cached tokens."""
+        sequence = self.cache.open(namespace, ids)
+        cached = sequence.num_cached_tokens
+        return Mirror(sequence, namespace, list(ids), chain(namespace, ids), cached, cached), int(cached)
+
+    def commit(self, request: Mirror, num_tokens: int) -> None:
+        """Compute and commit."""
+        if num_tokens > request.num_computed:
+            missing = request.states[request.num_computed : num_tokens]
+            self.engine.write(request.sequence.block_table, request.num_computed, missing)
+            request.num_computed = num_tokens
+        request.sequence.commit(num_tokens)
+        request.num_committed = num_tokens
+
+    def release(self, request: Mirror) -> None:
+        """Release the sequence."""
+        request.sequence.release()
+
+    def append(self, request: Mirror, token_id: int) -> None:
+        """Grow by one id."""
+        request.sequence.append(token_id)
+        before = request.states[-1] if request.states else None
+        request.states.extend(chain(request.namespace, [token_id], before))
+        request.ids.append(token_id)
+
+    def truncate(self, request: Mirror, num_tokens: int) -> None:
+        """Roll back."""
+        request.sequence.truncate(num_tokens)
+        del request.ids[num_tokens:], request.states[num_tokens:]
+        request.num_computed = min(request.num_computed, num_tokens)
+
+    def fork(self, request: Mirror) -> Mirror:
+        """One child."""
+        (child,) = request.sequence.fork(1)
+        ids, states = list(request.ids), list(request.states)
+        return Mirror(child, request.namespace, ids, states, request.num_committed, request.num_computed)
+
+    def clear(self, namespace: Namespace) -> int:
+        """How many blocks were forgotten."""
+        return int(self.cache.clear(namespace))
+
+    def read(self, request: Mirror, num_tokens: int) -> bytes:
+        """The whole blocks among them, as bytes, after the copies that wait."""
+        self.engine.settle()
+        whole = min(num_tokens, request.num_computed) // self.block_size
+        return self.engine.read(request.sequence.block_table[:whole]).tobytes()
+
+    def stats(self, tenant: str) -> object:
+        """The tenant's own counts and namespaces."""
+        return self.cache.tenant_stats(tenant), sorted(map(repr, self.cache.namespaces(tenant)))
+
+    def name(self, request: Mirror) -> object:
+        """How the sequence calls itself."""
+        return repr(request.sequence)
+
+    def check(self) -> None:
+        """Every law of the audit."""
+        invariants.check(self.cache)
+
+
+def has_strict_tenants(factory: Any) -> bool:
+    """Whether what ``factory`` makes has tenants with quotas and modes."""
+    return hasattr(factory(CacheConfig(num_blocks=2)), "add_tenant")
+
+
+def strict_system(
+    factory: CacheFactory, config: CacheConfig, clock: Clock, tenants: Sequence[Tenant]
+) -> CacheAdapter:
+    """A cache that has these tenants."""
+    cache = factory(config, clock=clock)
+    for tenant in tenants:
+        cache.add_tenant(tenant)
+    return CacheAdapter(cache, Engine(cache))
+
+
+def strict_halves(num_blocks: int) -> tuple[Tenant, Tenant]:
+    """Tenants ``a`` and ``b``, strict, each of whom has half of the pool."""
+    each = num_blocks // 2
+    return Tenant("a", guaranteed_blocks=each, mode="strict"), Tenant(
+        "b", guaranteed_blocks=each, mode="strict"
+    )

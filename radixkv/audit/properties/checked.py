@@ -1,0 +1,319 @@
+"""What holds after each step of a life: the laws, the contents, and whether a refusal was true.
+
+``CheckedCache`` is one cache under attack with its oracle, its engine and a mirror of each open sequence; the
+machine beside it (``machine.py``) adds the steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from radixkv.audit import invariants
+from radixkv.audit.oracle import Engine, Oracle, chain
+from radixkv.audit.properties.material import (
+    MAX_PROMPT_BLOCKS,
+    NAMESPACES,
+    CacheFactory,
+    Held,
+    Mirror,
+    expect,
+)
+from radixkv.clock import ManualClock
+from radixkv.config import CacheConfig
+from radixkv.errors import LeaseError, OutOfBlocks
+from radixkv.namespaces import Namespace
+
+
+class CheckedCache(RuleBasedStateMachine):
+    """A cache, and what must be true of it after each step."""
+
+    factory: ClassVar[CacheFactory]
+    policies: ClassVar[tuple[str, ...]] = ("lru", "lfu")
+    with_storage: ClassVar[tuple[bool, ...]] = (False, True)
+
+    def start(self, config: CacheConfig) -> None:
+        """A cache with ``config``, and nothing in it."""
+        self.clock = ManualClock()
+        self.cache = type(self).factory(config, clock=self.clock)
+        self.block_size = config.block_size
+        self.oracle = Oracle(config.block_size)
+        self.engine = Engine(self.cache)
+        self.runs: list[Mirror] = []
+        self.held: list[Held] = []
+        self.lent: list[int] = []
+        self.counts: dict[str, Counter[str]] = {namespace.tenant: Counter() for namespace in NAMESPACES}
+
+    # After each step.
+
+    @invariant()
+    def after_each_step(self) -> None:
+        """The laws hold, and everything is what the oracle says."""
+        if hasattr(self, "cache"):
+            self._stepped()
+            self.laws()
+            self.contents()
+
+    def laws(self) -> None:
+        """Every law of the audit holds."""
+        invariants.check(self.cache)
+
+    def contents(self) -> None:
+        """Sequences are what the oracle says, and read their own KV; leases keep what they leased."""
+        self._counts_agree()
+        behind = self.engine.is_behind
+        for run in self.runs:
+            self._agrees(run, behind)
+        for held in self.held:
+            if held.lease is not None:
+                self._reads(held.lease.block_ids, chain(held.namespace, held.ids[: held.lease.num_tokens]))
+
+    def _counts_agree(self) -> None:
+        """What the cache counts of itself and of each tenant is what happened, whatever other tenants did."""
+        stats = self.cache.stats()
+        parts = (stats.resident_blocks, stats.sequence_blocks, stats.quarantined_blocks, stats.lent_blocks)
+        expect(stats.free_blocks + sum(parts) == stats.num_blocks and min(parts) >= 0, stats)
+        expect(stats.num_sequences == len(self.runs) and stats.lent_blocks == len(self.lent), stats)
+        for tenant, counts in self.counts.items():
+            seen = self.cache.tenant_stats(tenant)
+            counted = (seen.requests, seen.hit_tokens, seen.missed_tokens)
+            expect(counted == (counts["requests"], counts["hit"], counts["missed"]), f"{seen}, but {counts}")
+
+    def _agrees(self, run: Mirror, behind: bool) -> None:
+        sequence = run.sequence
+        seen = (sequence.num_tokens, sequence.num_committed_tokens, sequence.num_blocks, sequence.is_open)
+        expect(
+            seen == (run.num_tokens, run.num_committed, self._blocks(run.num_tokens), True),
+            f"{seen} of {run}",
+        )
+        expect(sequence.token_ids.tolist() == run.ids, "the sequence has other token ids")
+        table = sequence.block_table
+        expect(len(table) == sequence.num_blocks, "the block table has another length")
+        if not behind:
+            self._reads(table, run.states[: run.num_computed])
+        if not run.forgotten:
+            committed = run.num_committed // self.block_size * self.block_size
+            expect(
+                self._matched(run.namespace, run.ids).num_tokens >= committed, "what is leased was forgotten"
+            )
+
+    def _reads(self, table: Any, states: list[int]) -> None:
+        expect(self.engine.holds(table, states), f"wrong KV under blocks {table.tolist()}")
+
+    def teardown(self) -> None:
+        """Everything ends: what remains is the trees'."""
+        if (
+            not hasattr(self, "cache") or sys.exc_info()[0] is not None
+        ):  # an example that failed, or was cut off
+            return
+        for run in self.runs:
+            run.sequence.release()
+        for held in self.held:
+            if held.lease is not None:
+                held.lease.release()
+        self.cache.free(self.lent)
+        self.engine.settle()
+        invariants.check(self.cache)
+        snapshot = self.cache.snapshot()
+        expect(
+            not snapshot.sequences and not snapshot.runs and not snapshot.leases, "released, and still held"
+        )
+        expect(not any(tree.detached for tree in snapshot.trees), "a cleared tree outlives its sequences")
+        expect(
+            self.cache.evict(snapshot.num_blocks) + len(snapshot.free_ids) == snapshot.num_blocks,
+            "not everything could be evicted at the end",
+        )
+        invariants.check(self.cache)
+        self._finished()
+
+    def _finished(self) -> None:
+        """Called at the end of an example that found nothing."""
+
+    def _stepped(self) -> None:
+        """Called after each step."""
+
+    # Helpers.
+
+    def _place(self, where: int, prompt: tuple[int, ...]) -> tuple[Namespace, tuple[int, ...]]:
+        limit = MAX_PROMPT_BLOCKS * self.block_size + 1
+        return NAMESPACES[where % len(NAMESPACES)], prompt[:limit]
+
+    def _run(self, which: int) -> Mirror:
+        return self.runs[which % len(self.runs)]
+
+    def _masked(self, mask: int) -> list[Mirror]:
+        chosen = [run for at, run in enumerate(self.runs) if mask >> at & 1]
+        return chosen or self.runs[:1]
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _copied(self) -> int:
+        return int(self.cache.stats().copied_blocks)
+
+    def _matched(self, namespace: Namespace, ids: Sequence[int]) -> Any:
+        """A match that is no lie, and whose blocks hold what they should."""
+        match = self.cache.match(namespace, ids)
+        lie = self.oracle.served_lie(namespace, ids, match.num_tokens)
+        expect(lie is None, lie)
+        expect(
+            match.num_blocks * self.block_size == match.num_tokens
+            and len(match.block_ids) == match.num_blocks,
+            "the match counts other blocks than it names",
+        )
+        self._reads(match.block_ids, chain(namespace, ids[: match.num_tokens]))
+        return match
+
+    def _compute(self, run: Mirror, stop: int) -> None:
+        if stop > run.num_computed:
+            self.engine.write(run.sequence.block_table, run.num_computed, run.states[run.num_computed : stop])
+            run.num_computed = stop
+
+    def _commit(self, run: Mirror, by: int) -> None:
+        stop = min(run.num_tokens, run.num_committed + by)
+        self._compute(run, stop)
+        if not run.forgotten:
+            self.oracle.commit(run.namespace, run.ids, stop)
+        before = run.sequence.block_table
+        run.sequence.commit(stop)
+        run.num_committed = stop
+        expect(np.array_equal(before, run.sequence.block_table), "commit changed a block table")
+
+    def _is_pending(
+        self, namespace: Namespace, ids: Sequence[int], cached: int, *, certainly: bool = False
+    ) -> bool:
+        """Whether a running sequence will commit a block of ``ids`` beyond those that are cached.
+
+        ``certainly``: as the next block of its own prompt. An heir's is left open, and who is further behind.
+        """
+        stop = cached + self.block_size
+        if stop > (len(ids) - 1) // self.block_size * self.block_size:
+            return False
+        head = list(ids[:stop])
+        return any(
+            run.namespace == namespace
+            and not run.forgotten
+            and run.ids[:stop] == head
+            and run.num_committed < stop
+            and (not certainly or (cached <= run.num_committed and stop <= run.num_prompt))
+            for run in self.runs
+        )
+
+    def _append(self, batch: list[Mirror], ids: tuple[int, int]) -> None:
+        if batch:
+            self._extend(batch, [(ids[at % 2],) for at in range(len(batch))], self._append_batch)
+
+    def _append_batch(self, runs: list[Mirror], ids: list[tuple[int, ...]]) -> None:
+        self.cache.append([run.sequence for run in runs], [token_id for (token_id,) in ids])
+
+    def _extend(
+        self,
+        runs: list[Mirror],
+        ids: list[tuple[int, ...]],
+        call: Callable[[list[Mirror], list[tuple[int, ...]]], object],
+    ) -> None:
+        before = self.cache.snapshot()
+        copies = self._expected_copies([run for run, more in zip(runs, ids, strict=True) if more], before)
+        new = sum(
+            self._blocks(run.num_tokens + len(more)) - self._blocks(run.num_tokens)
+            for run, more in zip(runs, ids, strict=True)
+        )
+        copied = self._copied()
+        try:
+            call(runs, ids)
+        except OutOfBlocks as error:
+            self._true_refusal(error, before, new + copies, set(), {run.namespace.tenant for run in runs})
+            return
+        expect(
+            self._copied() - copied == copies, f"{self._copied() - copied} copies, the formula says {copies}"
+        )
+        for run, more in zip(runs, ids, strict=True):
+            state = run.states[-1] if run.states else None
+            run.states.extend(chain(run.namespace, more, state))
+            run.ids.extend(more)
+            if more:
+                self._owns_tail(run)
+
+    def _expected_copies(self, runs: list[Mirror], snapshot: Any) -> int:
+        """Σ over shared partial tails written in: writers − 1 if every owner writes, otherwise writers."""
+        owners: Counter[int] = Counter()
+        for run in self.runs:
+            owners.update(run.sequence.block_table.tolist())
+        for tree in snapshot.trees:
+            for node in tree.nodes:
+                owners.update(np.frombuffer(node.block_ids, np.int32).tolist())
+        writers = Counter(
+            int(run.sequence.block_table[-1]) for run in runs if run.num_tokens % self.block_size
+        )
+        return sum(number - (number == owners[tail]) for tail, number in writers.items())
+
+    def _owns_tail(self, run: Mirror) -> None:
+        tail = int(run.sequence.block_table[-1])
+        others = [other for other in self.runs if other is not run]
+        expect(
+            not any(tail in other.sequence.block_table for other in others),
+            f"block {tail} was written and is shared",
+        )
+
+    def _heir(self, run: Mirror, sequence: Any) -> Mirror:
+        return Mirror(
+            sequence,
+            run.namespace,
+            list(run.ids),
+            list(run.states),
+            run.num_committed,
+            run.num_computed,
+            0,
+            run.forgotten,
+        )
+
+    def _is_consumed(self, sequence: Any) -> None:
+        expect(not sequence.is_open, "a released sequence says that it is open")
+        self._refused(sequence.release, LeaseError)
+        with sequence:
+            pass
+
+    def _refused(self, call: Callable[[], object], error: type[Exception]) -> None:
+        before = self.cache.snapshot()
+        try:
+            call()
+        except error:
+            self._same(before)
+            return
+        raise AssertionError(f"{error.__name__} was expected")
+
+    def _same(self, before: Any) -> None:
+        changed = invariants.differences(before, self.cache.snapshot())
+        expect(not changed, f"changed by a call that must change nothing: {', '.join(changed)}")
+
+    def _true_refusal(
+        self, error: OutOfBlocks, before: Any, needed: int, path: set[int], tenants: set[str]
+    ) -> None:
+        """The call changed nothing, there was no room, and it told the tenant's own numbers, or the engine the pool's.
+
+        While copies wait for the engine, the blocks that they name may count as neither free nor evictable.
+        """
+        self._same(before)
+        room = len(before.free_ids) + invariants.num_evictable(before, path)
+        expect(needed > room or self.engine.is_behind, f"refused, though there was room for {room}: {error}")
+        expect(error.needed <= needed, f"{error}, but {needed} are needed")
+        if not tenants:
+            facts = (needed, len(before.free_ids), room - len(before.free_ids))
+            told = (error.needed, error.free, error.evictable)
+            expect(told == facts or self.engine.is_behind, f"{error}, but the facts are {facts}")
+            return
+        own = {_own_numbers(before, tenant, path) for tenant in tenants}
+        expect((error.free, error.evictable) in own, f"{error}, but free and evictable are {own}")
+
+
+def _own_numbers(before: Any, tenant: str, path: set[int]) -> tuple[int, int]:
+    """What a tenant's limit leaves it, and what it could evict of its own beside a path."""
+    used = sum(each.used_blocks for each in before.tenants if each.tenant == tenant)
+    own = tuple(tree for tree in before.trees if tree.namespace.tenant == tenant)
+    return before.num_blocks - used, invariants.num_evictable(replace(before, trees=own), path)

@@ -1,0 +1,429 @@
+"""Non-interference: tenant A's calls on two systems that other tenants use differently, compared call by call.
+
+    low    A's call on both systems; what A observes must be equal
+    high   another tenant's call on one of them: only on the second (NI-1: A alone against A among others), or now
+           on this, now on that (NI-2: two runs with different others)
+
+A observes: matched and cached lengths, refusals (type and text), names, statistics, the bytes that it is served. The
+prompts of all tenants come from one small universe, so another's are A's own, one id off, cut at or beside a
+block's boundary, or other ids that spell the same text (2 may stand for 0, 0). Each answer is held against the
+oracle too: nothing is served that the tenant did not commit in that namespace.
+
+Where one tenant may take another's room (a pool that is full, burst mode) answers may differ; the bytes served and
+the oracle's word may not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from radixkv.audit.oracle import Oracle
+from radixkv.audit.properties.adapter import Adapter, CacheAdapter, strict_halves, strict_system
+from radixkv.audit.properties.material import (
+    LAYOUT,
+    MAX_PROMPT_BLOCKS,
+    NAMESPACES,
+    CacheFactory,
+    expect,
+    prompts,
+    small,
+)
+from radixkv.clock import ManualClock
+from radixkv.config import CacheConfig
+from radixkv.errors import ArgumentError, RadixKVError
+from radixkv.namespaces import Namespace, Tenant
+
+who = st.integers(0, 3)
+"""0 and 1: A. 2: another tenant on the second system. 3: on the first, unless A is alone there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a call told its caller, and the bytes that it was served."""
+
+    answer: tuple[object, ...]
+    served: bytes = b""
+
+
+@dataclass(slots=True)
+class Request:
+    """An open request as its player knows it."""
+
+    handle: Any
+    namespace: Namespace
+    ids: list[int]
+    num_committed: int
+    num_cached: int
+
+
+@dataclass(slots=True)
+class Player:
+    """One tenant's calls on one system, and all that the tenant observes of them. Refused calls leave a gap."""
+
+    tenant: str
+    system: Any
+    oracle: Oracle
+    requests: list[Request | None] = field(default_factory=list)
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """The tenant's: they differ in adapter or salt only."""
+        return [Namespace(self.tenant, *each[1:]) for each in NAMESPACES if each.tenant == "a"]
+
+    def open(self, where: int, prompt: Sequence[int], done: int) -> Observed:
+        """What was cached, and its bytes; then ``done`` tokens are committed."""
+        namespace = self.namespaces[where % 3]
+
+        def begin() -> Observed:
+            handle, cached = _pair(self.system.open(namespace, prompt))
+            self._is_no_lie(namespace, prompt, cached)
+            self.requests[-1] = request = Request(handle, namespace, list(prompt), cached, cached)
+            served = self._read(request, cached)
+            self._commit(request, done)
+            return Observed((cached, self._name(request)), served)
+
+        self.requests.append(None)
+        return self._told(begin)
+
+    def serve(self, where: int, prompt: Sequence[int]) -> Observed:
+        """What ``open`` tells; the request is computed and ends."""
+        observed = self.open(where, prompt, len(prompt))
+        self.release(len(self.requests) - 1)
+        return observed
+
+    def match(self, where: int, prompt: Sequence[int]) -> Observed:
+        """How much is matched."""
+        namespace = self.namespaces[where % 3]
+        matched = self.system.match(namespace, prompt)
+        self._is_no_lie(namespace, prompt, matched)
+        return Observed((matched,))
+
+    def commit(self, which: int, by: int) -> Observed:
+        """What is committed after."""
+        return self._on(which, lambda request: self._commit(request, by))
+
+    def append(self, which: int, token_id: int) -> Observed:
+        """How long the request is after, or that there was no room."""
+
+        def call(request: Request) -> None:
+            self.system.append(request.handle, token_id)
+            request.ids.append(token_id)
+
+        return self._on(which, call, needs="append")
+
+    def truncate(self, which: int, by: int) -> Observed:
+        """How long the request is after."""
+
+        def call(request: Request) -> None:
+            stop = max(request.num_committed, len(request.ids) - by)
+            self.system.truncate(request.handle, stop)
+            del request.ids[stop:]
+
+        return self._on(which, call, needs="truncate")
+
+    def fork(self, which: int) -> Observed:
+        """How long the child is, and its name."""
+
+        def call(request: Request) -> None:
+            handle = self.system.fork(request.handle)
+            cached, committed = request.num_cached, request.num_committed
+            self.requests.append(Request(handle, request.namespace, list(request.ids), committed, cached))
+
+        return self._on(which, call, needs="fork")
+
+    def release(self, which: int) -> Observed:
+        """Nothing."""
+        if self.requests:
+            request = self.requests.pop(which % len(self.requests))
+            if request is not None:
+                self.system.release(request.handle)
+        return Observed(())
+
+    def clear(self, where: int) -> Observed:
+        """How much was forgotten."""
+        if not hasattr(self.system, "clear"):
+            return Observed(())
+        namespace = self.namespaces[where % 3]
+        self.oracle.clear(namespace)
+        return Observed((self.system.clear(namespace),))
+
+    def purge(self) -> Observed:
+        """The tenant's requests end, and everything of the tenant is forgotten."""
+        if not hasattr(self.system, "purge"):
+            return Observed(())
+        for namespace in self.namespaces:
+            self.oracle.clear(namespace)
+        answer = self.system.purge(self.tenant)
+        while self.requests:
+            self.release(0)
+        return Observed((answer,))
+
+    def standing(self) -> tuple[object, ...]:
+        """What the tenant sees between calls: its own counts, names and bytes."""
+        counts = self.system.stats(self.tenant) if hasattr(self.system, "stats") else None
+        return counts, [
+            (self._name(each), self._read(each, each.num_committed)) for each in self.open_requests
+        ]
+
+    @property
+    def open_requests(self) -> list[Request]:
+        """Without the gaps."""
+        return [request for request in self.requests if request is not None]
+
+    def _on(self, which: int, call: Callable[[Request], None], needs: str = "commit") -> Observed:
+        request = self.requests[which % len(self.requests)] if self.requests else None
+        if request is None or not hasattr(self.system, needs):
+            return Observed(())
+
+        def told() -> Observed:
+            call(request)
+            return Observed((len(request.ids), request.num_committed, self._name(request)))
+
+        return self._told(told)
+
+    def _told(self, call: Callable[[], Observed]) -> Observed:
+        try:
+            return call()
+        except (RadixKVError, *getattr(self.system, "refusals", ())) as error:
+            return Observed((type(error).__name__, str(error)))
+
+    def _commit(self, request: Request, by: int) -> None:
+        stop = min(len(request.ids), request.num_committed + by)
+        self.oracle.commit(request.namespace, request.ids, stop)
+        self.system.commit(request.handle, stop)
+        request.num_committed = stop
+
+    def _is_no_lie(self, namespace: Namespace, ids: Sequence[int], num_tokens: int) -> None:
+        expect(type(num_tokens) is int and num_tokens >= 0, f"{num_tokens!r} is no number of tokens")
+        lie = self.oracle.served_lie(namespace, ids, num_tokens)
+        expect(lie is None, lie)
+
+    def _name(self, request: Request) -> object:
+        return self.system.name(request.handle) if hasattr(self.system, "name") else None
+
+    def _read(self, request: Request, num_tokens: int) -> bytes:
+        if not hasattr(self.system, "read") or not num_tokens:
+            return b""
+        found = self.system.read(request.handle, num_tokens)
+        expect(isinstance(found, bytes), f"read answered a {type(found).__name__}, not bytes")
+        return bytes(found)
+
+
+def _pair(opened: Any) -> tuple[Any, Any]:
+    expect(
+        isinstance(opened, tuple) and len(opened) == 2, f"open answered {opened!r}, not (request, num_cached)"
+    )
+    return opened[0], opened[1]
+
+
+class TwoSystems(RuleBasedStateMachine):
+    """The steps. A subclass makes the two systems in an ``initialize`` rule that calls ``start``."""
+
+    def start(self, systems: Sequence[Adapter], *, is_alone: bool, compares_all: bool) -> None:
+        """Two systems alike. ``compares_all``: answers too, not only bytes and the oracle's word."""
+        self.systems, self.is_alone, self.compares_all = list(systems), is_alone, compares_all
+        self.block_size = systems[0].block_size
+        oracles = [Oracle(self.block_size) for _ in systems]
+        pairs = list(zip(systems, oracles, strict=True))
+        self.low = [Player("a", *pair) for pair in pairs]
+        self.high = [Player("b", *pair) for pair in pairs]
+
+    def _prompt(self, prompt: tuple[int, ...]) -> list[int]:
+        """Of up to four blocks and a token, whatever the block size."""
+        times = max(self.block_size // 4, 1)
+        return [token for token in prompt for _ in range(times)][: MAX_PROMPT_BLOCKS * self.block_size + 1]
+
+    @rule(by=who, where=small, prompt=prompts, done=st.sampled_from((17, 4, 0)), opens=st.booleans())
+    def ask(self, by: int, where: int, prompt: tuple[int, ...], done: int, opens: bool) -> None:
+        """A request, or a lookup."""
+        ids = self._prompt(prompt)
+        done *= max(self.block_size // 4, 1)
+        if opens:
+            self._play(by, lambda player: player.open(where, ids, done))
+        else:
+            self._play(by, lambda player: player.match(where, ids))
+
+    @rule(by=who, where=small, first=st.integers(0, 9), count=st.integers(1, 6), blocks=st.integers(1, 4))
+    def serve(self, by: int, where: int, first: int, count: int, blocks: int) -> None:
+        """Whole requests, one after another, that differ in their first ids: what fills a cache, and floods one."""
+        for at in range(first, first + count):
+            ids = [at % 10] + [0] * (blocks * self.block_size - 1)
+            self._play(by, lambda player, ids=ids: player.serve(where, ids))  # type: ignore[misc]
+
+    @rule(by=who, kind=st.integers(0, 3), which=small, amount=st.integers(0, 6))
+    def go_on(self, by: int, kind: int, which: int, amount: int) -> None:
+        """A running request commits, grows, shrinks or forks."""
+        calls: list[Callable[[Player], Observed]] = [
+            lambda player: player.commit(which, amount),
+            lambda player: player.append(which, amount % 3),
+            lambda player: player.truncate(which, amount),
+            lambda player: player.fork(which),
+        ]
+        self._play(by, calls[kind])
+
+    @rule(by=who, which=small)
+    def release(self, by: int, which: int) -> None:
+        """A request ends, or is cancelled."""
+        self._play(by, lambda player: player.release(which))
+
+    @rule(by=who, where=small, purges=st.booleans())
+    def forget(self, by: int, where: int, purges: bool) -> None:
+        """A namespace is cleared, or a tenant purged."""
+        self._play(by, (lambda player: player.purge()) if purges else lambda player: player.clear(where))
+
+    @invariant()
+    def nothing_seen_differs(self) -> None:
+        """What A sees between calls is the same; the systems' own laws hold."""
+        if not hasattr(self, "systems"):
+            return
+        self._stepped()
+        first, second = (player.standing() for player in self.low)
+        if self.compares_all:
+            expect(first == second, f"A's counts, names or bytes depend on B: {first} and {second}")
+        self._check()
+
+    def teardown(self) -> None:
+        """Everything ends."""
+        if not hasattr(self, "systems") or sys.exc_info()[0] is not None:
+            return
+        for player in (*self.low, *self.high):
+            while player.requests:
+                player.release(0)
+        self._check()
+        self._finished()
+
+    def _check(self) -> None:
+        for system in self.systems:
+            if hasattr(system, "check"):
+                system.check()
+
+    def _finished(self) -> None:
+        """Called at the end of an example that found nothing."""
+
+    def _stepped(self) -> None:
+        """Called after each step."""
+
+    def _play(self, by: int, call: Callable[[Player], Observed]) -> None:
+        if by >= 2:
+            call(self.high[1 if self.is_alone else by - 2])
+            return
+        first, second = (call(player) for player in self.low)
+        if self.compares_all:
+            expect(first == second, f"A observes {second.answer} beside B and {first.answer} otherwise")
+        size = min(len(first.served), len(second.served))
+        expect(first.served[:size] == second.served[:size], "A is served other bytes beside B than otherwise")
+
+
+class TwoRuns(TwoSystems):
+    """The machine over two caches of ``factory``: a pool that is never full, a tiny one, or a tiny one with A strict.
+
+    In the first and the last A must observe the same; in a tiny pool of burst tenants contents alone count. Where A is
+    strict the other one may be strict too, or borrow with a guarantee and without one, or be nobody that the cache
+    was told of; and operators add tenants, change them and remove them on one of the systems, all but A. One clock
+    runs for both; segments are single blocks, so that policies have ghosts.
+    """
+
+    factory: ClassVar[CacheFactory]
+    policies: ClassVar[tuple[str, ...]] = ("lru", "lfu")
+    with_storage: ClassVar[tuple[bool, ...]] = (False, True)
+    modes: ClassVar[tuple[str, ...]] = ("burst",)
+
+    @initialize(
+        policy=st.integers(0, 63),
+        stored=st.booleans(),
+        block_size=st.sampled_from((2, 4, 1)),
+        is_tiny=st.booleans(),
+        is_alone=st.booleans(),
+        mode=st.integers(0, 1),
+        room=st.sampled_from((16, 8, 24)),
+        beside=st.integers(0, 3),
+    )
+    def make(
+        self,
+        policy: int,
+        stored: bool,
+        block_size: int,
+        is_tiny: bool,
+        is_alone: bool,
+        mode: int,
+        room: int,
+        beside: int,
+    ) -> None:
+        """Two caches that are alike."""
+        cls = type(self)
+        layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
+        name = cls.policies[policy % len(cls.policies)]
+        self.is_strict = cls.modes[mode % len(cls.modes)] == "strict"
+        num_blocks = room if self.is_strict else 12 if is_tiny else 512
+        config = CacheConfig(num_blocks, block_size, layout, policy=name, segment_tokens=block_size)
+        self.clock = ManualClock()
+        self.start(
+            [self._system(config, beside) for _ in range(2)],
+            is_alone=is_alone,
+            compares_all=self.is_strict or not is_tiny,
+        )
+
+    def _system(self, config: CacheConfig, beside: int) -> CacheAdapter:
+        factory = type(self).factory
+        if not self.is_strict:
+            return CacheAdapter(factory(config, clock=self.clock))
+        a, b = strict_halves(config.num_blocks)
+        other = [(b,), (_changed("b", 2, 3),), (_changed("b", 0, 1),), ()][beside]
+        return strict_system(factory, config, self.clock, (a, *other))
+
+    @rule(seconds=st.sampled_from((1, 0, 60)), learns=st.booleans())
+    def wait(self, seconds: int, learns: bool) -> None:
+        """Time passes, on both systems; policies learn."""
+        self.clock.advance(seconds)
+        for system in self.systems if learns else ():
+            system.cache.maintain()  # type: ignore[attr-defined]
+
+    @precondition(lambda self: getattr(self, "is_strict", False))
+    @rule(
+        by=st.integers(2, 3),
+        tenant=st.sampled_from("bc"),
+        guarantee=st.integers(-1, 8),
+        kind=st.integers(0, 7),
+    )
+    def promise(self, by: int, tenant: str, guarantee: int, kind: int) -> None:
+        """Another tenant is added, changed or removed (-1) on one system, or it can't be."""
+        cache = self.systems[1 if self.is_alone else by - 2].cache  # type: ignore[attr-defined]
+        try:
+            if guarantee < 0:
+                cache.remove_tenant(tenant)
+            else:
+                cache.add_tenant(_changed(tenant, guarantee, kind))
+        except ArgumentError:
+            return
+
+    def _play(self, by: int, call: Callable[[Player], Observed]) -> None:
+        self.clock.advance(1.0)
+        super()._play(by, call)
+
+
+def _changed(tenant: str, guarantee: int, kind: int) -> Tenant:
+    """A tenant: strict, or one that borrows, up to a limit or not, at one of three weights."""
+    if kind >= 6 and guarantee:
+        return Tenant(tenant, guaranteed_blocks=guarantee, mode="strict")
+    most = guarantee + 3 if kind % 2 else None
+    return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most)
+
+
+class TwoAdapters(TwoSystems):
+    """The machine over two of the systems that ``factory()`` makes."""
+
+    factory: ClassVar[Callable[[], Adapter]]
+    contents_only: ClassVar[bool] = False
+
+    @initialize(is_alone=st.booleans())
+    def make(self, is_alone: bool) -> None:
+        """Two systems that are alike."""
+        cls = type(self)
+        systems = [cls.factory() for _ in range(2)]
+        self.start(systems, is_alone=is_alone, compares_all=not cls.contents_only)

@@ -1,0 +1,201 @@
+"""The timing audit: does the time to the first token tell one tenant what another asked?
+
+    control   own hits against own misses, 250 each, shuffled. If they don't differ, the instrument is blind.
+    arms      *cross*: B computes P, then A probes P. *miss*: B computes Q, as long as P, then A probes P. Only the
+              content differs. Pairs of one each, in random order within the pair; nothing is dropped.
+
+All of it is fixed before the first request (``TimingPlan``), the rule for stopping early too: after each eighth of the
+samples the interval at 99.99 % is looked at, and only if all of it lies outside the margin the run ends, with
+*leaks*. There is no early *isolated*: that takes the full number.
+
+Prompts are random words drawn for each sample, so a cache never knows them but through the audit itself.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from radixkv.audit import statistics
+from radixkv.audit.target import Target
+from radixkv.audit.verdict import Check, Verdict
+from radixkv.errors import ArgumentError
+
+LOOKS = 8
+STOP_CONFIDENCE = 0.9999
+WARM_UP = 4
+_WORDS = ("rule", "page", "answer", "manual", "order", "return", "price", "letter", "number", "question")
+
+
+@dataclass(frozen=True, slots=True)
+class TimingPlan:
+    """What is fixed beforehand. ``samples`` and ``control`` are an arm's; fewer than 7,200 rarely show isolation."""
+
+    samples: int = 7_200
+    control: int = 250
+    prompt_words: int = 60
+    margin: float = statistics.MARGIN
+    control_p: float = statistics.CONTROL_P
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("samples", 20), ("control", 20), ("prompt_words", 1)):
+            if getattr(self, name) < low:
+                raise ArgumentError(name, getattr(self, name), f"an integer ≥ {low}")
+        if not 0 < self.margin < 0.5:
+            raise ArgumentError("margin", self.margin, "a number between 0 and 0.5")
+
+    @property
+    def steps(self) -> int:
+        """Probes in all, for a progress bar."""
+        return 2 * self.control + 2 * self.samples
+
+    def as_dict(self) -> dict[str, object]:
+        """As JSON types, with the fixed rules."""
+        return asdict(self) | {
+            "confidence": statistics.CONFIDENCE,
+            "looks": LOOKS,
+            "stop_confidence": STOP_CONFIDENCE,
+            "stopping_rule": "leaks only, if the whole interval at stop_confidence is outside the margin at a look",
+        }
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds to the first token, by arm, in the order taken."""
+
+    hit: list[float] = field(default_factory=list)
+    own_miss: list[float] = field(default_factory=list)
+    cross: list[float] = field(default_factory=list)
+    miss: list[float] = field(default_factory=list)
+
+
+class TimingAudit:
+    """A, who probes, and B, the other tenant. ``run`` once; ``samples`` holds what was measured."""
+
+    def __init__(self, a: Target, b: Target, plan: TimingPlan, progress: Callable[[int], None]) -> None:
+        self._a, self._b, self.plan, self._progress = a, b, plan, progress
+        self._random = random.Random(plan.seed)
+        self._prompts = random.SystemRandom()
+        self._done = 0
+        self.samples = Samples()
+
+    def run(self) -> list[Check]:
+        """Checks 9, 10 and 12. Raises TargetError."""
+        control = self._timed(self._control)
+        if control.verdict is Verdict.BLIND:
+            reason = "void: the instrument is blind"
+            return [
+                control,
+                Check(10, "timing: cross-tenant against miss", Verdict.BLIND, reason),
+                Check(12, "leaked bits", None, reason),
+            ]
+        arms = self._timed(self._arms)
+        return [control, arms, self._timed(self._bits)]
+
+    def _timed(self, check: Callable[[], Check]) -> Check:
+        began = time.perf_counter()
+        done = check()
+        return Check(
+            done.number, done.name, done.verdict, done.detail, done.figures, time.perf_counter() - began
+        )
+
+    def _control(self) -> Check:
+        for _ in range(WARM_UP):
+            self._own_hit(), self._own_miss()
+        schedule = [True, False] * self.plan.control
+        self._random.shuffle(schedule)
+        for is_hit in schedule:
+            if is_hit:
+                self.samples.hit.append(self._own_hit())
+            else:
+                self.samples.own_miss.append(self._own_miss())
+            self._tick()
+        p = statistics.control_p(self.samples.hit, self.samples.own_miss)
+        sees = p < self.plan.control_p
+        detail = (
+            f"own hits are faster than own misses, p = {p:.2g} < {self.plan.control_p:g}"
+            if sees
+            else f"own hits can't be told from own misses, p = {p:.2g} ≥ {self.plan.control_p:g}: nothing follows"
+        )
+        seen = statistics.auc(self.samples.hit, self.samples.own_miss)
+        figures = {"p_value": p, "threshold": self.plan.control_p, "auc": seen.as_dict()} | self._sizes()
+        verdict = None if sees else Verdict.BLIND
+        return Check(9, "timing control: own hits against own misses", verdict, detail, figures)
+
+    def _arms(self) -> Check:
+        looked, stopped = 0, False
+        for look in range(1, LOOKS + 1):
+            until = self.plan.samples * look // LOOKS
+            for _ in range(until - looked):
+                self._pair()
+            looked = until
+            if look < LOOKS and looked >= 20 and self._is_plain():
+                stopped = True
+                break
+        confidence = STOP_CONFIDENCE if stopped else statistics.CONFIDENCE
+        interval = statistics.auc(self.samples.cross, self.samples.miss, confidence)
+        verdict = statistics.judged(interval, self.plan.margin)
+        figures = {
+            "auc": interval.as_dict(),
+            "confidence": confidence,
+            "margin": self.plan.margin,
+            "stopped_early": stopped,
+        }
+        allowed = f"0.5 ± {self.plan.margin:g}"
+        detail = {
+            Verdict.ISOLATED: f"equivalent: AUC {interval} lies within {allowed}",
+            Verdict.LEAKS: f"another tenant's prompts answer differently: AUC {interval} lies outside {allowed}",
+            Verdict.INCONCLUSIVE: f"undecided: AUC {interval} straddles {allowed}; take more samples, or less noise",
+        }[verdict]
+        return Check(10, "timing: cross-tenant against miss", verdict, detail, figures | self._sizes())
+
+    def _is_plain(self) -> bool:
+        interval = statistics.auc(self.samples.cross, self.samples.miss, STOP_CONFIDENCE)
+        return statistics.judged(interval, self.plan.margin) is Verdict.LEAKS
+
+    def _bits(self) -> Check:
+        told = statistics.leaked_bits(self.samples.cross, self.samples.miss, self.plan.seed)
+        known = statistics.leaked_bits(self.samples.hit, self.samples.own_miss, self.plan.seed)
+        detail = f"{told} bits a request across tenants; own hits against own misses tell {known}"
+        figures = {"cross": told.as_dict(), "control": known.as_dict(), "confidence": 0.95}
+        return Check(12, "leaked bits", None, detail, figures)
+
+    def _own_hit(self) -> float:
+        prompt = self.prompt()
+        self._a.complete(prompt)
+        return self._a.first_token_s(prompt)
+
+    def _own_miss(self) -> float:
+        self._a.complete(self.prompt())
+        return self._a.first_token_s(self.prompt())
+
+    def _pair(self) -> None:
+        for is_cross in self._random.sample([True, False], 2):
+            prompt = self.prompt()
+            self._b.complete(prompt if is_cross else self.prompt())
+            arm = self.samples.cross if is_cross else self.samples.miss
+            arm.append(self._a.first_token_s(prompt))
+            self._tick()
+
+    def prompt(self) -> str:
+        """A prompt that nobody ever asked, of as many words as every other."""
+        draw = self._prompts
+        words = (f"{draw.choice(_WORDS)} {draw.randrange(100, 1000)}." for _ in range(self.plan.prompt_words))
+        return " ".join(words)
+
+    def _sizes(self) -> dict[str, int]:
+        samples = self.samples
+        return {
+            "num_hits": len(samples.hit),
+            "num_own_misses": len(samples.own_miss),
+            "num_cross": len(samples.cross),
+            "num_misses": len(samples.miss),
+            "num_busy_retries": self._a.num_retries + self._b.num_retries,
+        }
+
+    def _tick(self) -> None:
+        self._done += 1
+        self._progress(self._done)

@@ -1,0 +1,124 @@
+"""An OpenAI-compatible server over a real socket, with a prefix cache that may be shared across keys.
+
+It answers as slowly as it computes: ``COMPUTE_S`` for a prompt that it doesn't know, next to nothing for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMPUTE_S = 0.008
+
+
+@dataclass
+class Behaviour:
+    """What is wrong with a server."""
+
+    shares: bool = False
+    caches: bool = True
+    tells_cached: bool = True
+    global_metrics: bool = False
+    counts_in_ids: bool = False
+    chat_only: bool = False
+    busy_every: int = 0
+    known: set[tuple[str, str]] = field(default_factory=set)
+    served: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    paths: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def openai_server(behaviour: Behaviour) -> Iterator[str]:
+    """Its base URL, as long as the ``with`` lasts. Keys are whatever is given."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = -1
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+        def do_GET(self) -> None:
+            behaviour.paths.append(self.path)
+            if self.path == "/v1/models":
+                self._json({"object": "list", "data": [{"id": "some-model"}]})
+            elif self.path == "/metrics" and behaviour.global_metrics:
+                self._send(
+                    200, f"requests_total {len(behaviour.paths)}\ntokens {len(behaviour.known)}\n".encode()
+                )
+            else:
+                self._json({"error": "no such path"}, 404)
+
+        def do_DELETE(self) -> None:
+            self._json({"error": "no such path"}, 404)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            path = "/v1/chat/completions" if behaviour.chat_only else "/v1/completions"
+            if self.path != path:
+                self._json({"error": "no such path"}, 404)
+                return
+            try:
+                request = json.loads(body)
+                prompt = request["messages"][0]["content"] if behaviour.chat_only else request["prompt"]
+                assert request["model"] == "some-model" and prompt
+            except (ValueError, LookupError, AssertionError):
+                self._json({"error": "bad request"}, 400)
+                return
+            number = next(behaviour.served)
+            if behaviour.busy_every and number % behaviour.busy_every == 0:
+                self._json({"error": "busy"}, 429, {"Retry-After": "0"})
+                return
+            self._complete(number, prompt, bool(request.get("stream")))
+
+        def _complete(self, number: int, prompt: str, stream: bool) -> None:
+            who = "" if behaviour.shares else self.headers["Authorization"]
+            cached = (who, prompt) in behaviour.known
+            if not cached:
+                time.sleep(COMPUTE_S)
+            if behaviour.caches:
+                behaviour.known.add((who, prompt))
+            tokens = len(prompt.split())
+            usage: dict[str, Any] = {"prompt_tokens": tokens, "completion_tokens": 1}
+            if behaviour.tells_cached:
+                usage["prompt_tokens_details"] = {"cached_tokens": tokens if cached else 0}
+            name = f"cmpl-{number}" if behaviour.counts_in_ids else f"cmpl-{hash((number, prompt)):x}"
+            choice = {"delta": {"content": "x"}} if behaviour.chat_only else {"text": "x"}
+            document = {"id": name, "choices": [choice], "usage": usage}
+            if stream:
+                events = [
+                    b": ping\n\n",
+                    b"data: " + json.dumps(document).encode() + b"\n\n",
+                    b"data: [DONE]\n\n",
+                ]
+                self._send(200, b"".join(events), {"Content-Type": "text/event-stream"})
+            else:
+                self._json(document)
+
+        def _json(self, document: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+            self._send(status, json.dumps(document).encode(), headers)
+
+        def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

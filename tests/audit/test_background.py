@@ -1,0 +1,102 @@
+"""The audit in the background: rounds, budget, what it finds, and that it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from radixkv import ArgumentError, CacheConfig, IntegrityError, Namespace, PrefixCache, audit
+from radixkv.audit import Report, Watch, invariants
+
+NS = Namespace("a", "m")
+DEADLINE_S = 30.0
+
+
+def filled(num_nodes: int) -> PrefixCache:
+    cache = PrefixCache(CacheConfig(num_blocks=num_nodes + 8, block_size=1))
+    for at in range(num_nodes):
+        with cache.open(NS, [at, 7]) as sequence:
+            sequence.commit(1)
+    return cache
+
+
+def eventually(condition: Any) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_it_goes_round_a_live_cache() -> None:
+    cache = filled(50)
+    with Watch(cache, budget=1.0, every_s=0.0) as watch:
+        for at in range(300):
+            with cache.open(NS, [1000 + at, 7]) as sequence:
+                sequence.commit(1)
+        eventually(lambda: watch.num_rounds >= 3)
+        watch.check()
+    assert watch.report is not None and watch.report.ok and watch.report.counts["nodes"] > 0
+
+
+def test_it_rests_between_slices_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are many, and each is followed by a rest of (1 / budget − 1) times what it cost."""
+    monkeypatch.setattr(invariants, "SLICE", 10)
+    slices: list[None] = []
+    cache = filled(200)
+    assert audit.inspect(cache, lambda: slices.append(None)).ok
+    assert len(slices) >= 4 * 200 // 10
+    with Watch(cache, budget=0.2, every_s=0.0) as watch:
+        eventually(lambda: watch.num_rounds >= 2)
+    assert watch.asleep_s >= 3.9 * watch.busy_s > 0
+
+
+def test_the_work_is_linear_in_the_nodes() -> None:
+    """Counted in slices, not in seconds."""
+
+    def slices(num_nodes: int) -> int:
+        found: list[None] = []
+        audit.inspect(filled(num_nodes), lambda: found.append(None))
+        return len(found)
+
+    small, large = slices(1024), slices(4096)
+    assert small > 0 and large == 4 * small
+
+
+class Broken:
+    """A live cache, one of whose blocks is lost."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+
+    def snapshot(self) -> Any:
+        found = self.cache.snapshot()
+        return replace(found, free_ids=found.free_ids[1:])
+
+
+def test_a_broken_law_is_told_once_and_raised() -> None:
+    told: list[Report] = []
+    with Watch(Broken(filled(10)), every_s=0.0, on_broken=told.append) as watch:
+        eventually(lambda: told)
+    assert len(told) == 1 and told[0].violations[0].law == "conservation"
+    with pytest.raises(IntegrityError, match="conservation"):
+        watch.check()
+
+
+def test_it_ends_in_the_middle_of_a_round() -> None:
+    watch = Watch(filled(2000), budget=1e-6, every_s=1000.0)
+    watch.start()
+    watch.stop()
+    assert "radixkv-audit" not in {thread.name for thread in threading.enumerate()}
+    watch.check()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 0}, {"budget": 1.5}, {"every_s": -1}, {"every_s": float("nan")}]
+)
+def test_what_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ArgumentError):
+        Watch(filled(1), **wrong)

@@ -1,0 +1,52 @@
+"""The audit against radixkv's own service: as it is, and with the tenant left out of the lookup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixkv import PrefixCache
+from radixkv.audit import remote
+from radixkv.audit.timing import TimingPlan
+from radixkv.audit.verdict import Verdict
+from tests.service.running import KEYS, Running, service_in_thread
+
+PLAN = TimingPlan(samples=48, control=40, prompt_words=40)
+PAIR = (KEYS["acme"], KEYS["globex"])
+
+
+@pytest.fixture(scope="module")
+def live() -> Any:
+    with service_in_thread() as running:
+        yield running
+
+
+def test_the_service_as_it_is(live: Running) -> None:
+    report = remote.run(live.url, PAIR, PLAN, probes=5)
+    assert report.check(3).verdict is Verdict.ISOLATED and report.check(3).figures["probes"] == 5
+    assert report.check(7).verdict is Verdict.ISOLATED, report.check(7)
+    assert report.check(8).verdict is Verdict.ISOLATED
+    assert report.check(9).verdict is None, "own hits are faster than own misses"
+    assert report.check(10).verdict is not Verdict.LEAKS and report.check(10).figures["num_cross"] == 48
+    assert report.verdict is not Verdict.BLIND
+    assert not live.service.cache.namespaces(), "what the audit asked is forgotten"
+
+
+def test_a_build_without_the_tenant_in_the_lookup_leaks(
+    live: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree is looked up as if everybody were one tenant; timing alone says so, and so do the counts."""
+    for name in ("open", "match"):
+        original = getattr(PrefixCache, name)
+
+        def blended(self: Any, namespace: Any, *args: Any, original: Any = original, **named: Any) -> Any:
+            return original(self, namespace._replace(tenant="acme"), *args, **named)
+
+        monkeypatch.setattr(PrefixCache, name, blended)
+    report = remote.run(live.url, PAIR, PLAN, probes=2)
+    timing = report.check(10)
+    assert timing.verdict is Verdict.LEAKS and timing.figures["auc"]["low"] > 0.52
+    assert report.check(9).verdict is None and report.check(9).figures["p_value"] < 1e-8
+    assert report.check(3).verdict is Verdict.LEAKS
+    assert report.verdict is Verdict.LEAKS

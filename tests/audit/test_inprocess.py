@@ -1,0 +1,231 @@
+"""The audit of a cache in this process: what it says of a sound one, and of one with a bug for each check.
+
+The bugs are made from outside, over the cache's public calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from radixkv import PrefixCache, Tenant
+from radixkv.audit import inprocess
+from radixkv.audit.inprocess import CANARY, InProcess
+from radixkv.audit.verdict import Verdict
+
+Check = Callable[[InProcess], inprocess.Found]
+
+
+def audit_of(factory: Any) -> InProcess:
+    return InProcess(factory, 30, 30, 0, lambda phase, done, of: None, shrink=False)
+
+
+class Scrubbing(PrefixCache):
+    """Fresh blocks are zero when they are handed out."""
+
+    def open(self, *args: Any, **named: Any) -> Any:
+        sequence = super().open(*args, **named)
+        if self.storage is not None:
+            fresh = sequence.block_table[sequence.num_cached_tokens // self.config.block_size :]
+            self.storage.data[fresh.tolist()] = 0
+        return sequence
+
+
+class Unscrubbed(PrefixCache):
+    """Fresh blocks hold what somebody wrote."""
+
+    def open(self, *args: Any, **named: Any) -> Any:
+        sequence = super().open(*args, **named)
+        if self.storage is not None:
+            self.storage.data[sequence.block_table[-1:].tolist()] = CANARY
+        return sequence
+
+
+class OneForAll(PrefixCache):
+    """The tenant is left out of the lookup."""
+
+    def open(self, namespace: Any, *args: Any, **named: Any) -> Any:
+        return super().open(namespace._replace(tenant="a"), *args, **named)
+
+    def match(self, namespace: Any, *args: Any, **named: Any) -> Any:
+        return super().match(namespace._replace(tenant="a"), *args, **named)
+
+
+class Unsalted(PrefixCache):
+    """The salt is."""
+
+    def open(self, namespace: Any, *args: Any, **named: Any) -> Any:
+        return super().open(namespace._replace(salt=""), *args, **named)
+
+    def match(self, namespace: Any, *args: Any, **named: Any) -> Any:
+        return super().match(namespace._replace(salt=""), *args, **named)
+
+
+class HashTrusted(PrefixCache):
+    """Namespaces are told apart by their hashes."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.first: dict[int, Any] = {}
+
+    def open(self, namespace: Any, *args: Any, **named: Any) -> Any:
+        return super().open(self.first.setdefault(hash(namespace), namespace), *args, **named)
+
+    def match(self, namespace: Any, *args: Any, **named: Any) -> Any:
+        return super().match(self.first.setdefault(hash(namespace), namespace), *args, **named)
+
+
+class LastIdUnseen(PrefixCache):
+    """The last id of a prompt isn't compared."""
+
+    def match(self, namespace: Any, ids: Any) -> Any:
+        ids = list(ids)
+        best = max((super(LastIdUnseen, self).match(namespace, [*ids[:-1], last]) for last in range(3)),
+                   key=lambda match: match.num_tokens)  # fmt: skip
+        return best if ids else super().match(namespace, ids)
+
+
+class Counting(PrefixCache):
+    """Matches are numbered for all tenants together."""
+
+    total = 0
+
+    def open(self, *args: Any, **named: Any) -> Any:
+        self.total += 1
+        return super().open(*args, **named)
+
+    def match(self, namespace: Any, ids: Any) -> Any:
+        return _Numbered(super().match(namespace, ids), self.total)
+
+    def lease(self, match: Any) -> Any:
+        return super().lease(match.match)
+
+
+class _Numbered:
+    def __init__(self, match: Any, number: int) -> None:
+        self.match, self.number = match, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.match, name)
+
+    def __repr__(self) -> str:
+        return f"match {self.number}"
+
+
+class Talkative(PrefixCache):
+    """Every request of anybody's is logged."""
+
+    def open(self, namespace: Any, *args: Any, **named: Any) -> Any:
+        logging.getLogger("radixkv.cache").warning("open of %s", namespace.tenant)
+        return super().open(namespace, *args, **named)
+
+
+class Silent(PrefixCache):
+    """Nothing is ever found: no control can see anything."""
+
+    def match(self, namespace: Any, ids: Any) -> Any:
+        return super().match(namespace, [])
+
+
+@pytest.mark.parametrize(
+    ("factory", "check", "verdict"),
+    [
+        (PrefixCache, InProcess.laws, Verdict.ISOLATED),
+        (PrefixCache, InProcess.two_runs, Verdict.ISOLATED),
+        (PrefixCache, InProcess.cross_tenant_probe, Verdict.ISOLATED),
+        (Scrubbing, InProcess.fresh_blocks, Verdict.ISOLATED),
+        (PrefixCache, InProcess.short_digests, Verdict.ISOLATED),
+        (PrefixCache, InProcess.token_boundaries, Verdict.ISOLATED),
+        (PrefixCache, InProcess.names, Verdict.ISOLATED),
+        (PrefixCache, InProcess.scrapes, Verdict.ISOLATED),
+        (PrefixCache, InProcess.two_strict_runs, Verdict.ISOLATED),
+        (PrefixCache, InProcess.eviction_signal, Verdict.ISOLATED),
+        (PrefixCache, InProcess.order, Verdict.ISOLATED),
+        (OneForAll, InProcess.laws, Verdict.LEAKS),
+        (OneForAll, InProcess.two_runs, Verdict.LEAKS),
+        (OneForAll, InProcess.cross_tenant_probe, Verdict.LEAKS),
+        (Unsalted, InProcess.cross_tenant_probe, Verdict.LEAKS),
+        (Unscrubbed, InProcess.fresh_blocks, Verdict.LEAKS),
+        (HashTrusted, InProcess.short_digests, Verdict.LEAKS),
+        (LastIdUnseen, InProcess.token_boundaries, Verdict.LEAKS),
+        (Counting, InProcess.names, Verdict.LEAKS),
+        (Talkative, InProcess.scrapes, Verdict.LEAKS),
+        (Silent, InProcess.cross_tenant_probe, Verdict.BLIND),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_each_check_tells_a_sound_cache_from_one_with_its_bug(
+    factory: Any, check: Check, verdict: Verdict
+) -> None:
+    found, detail, figures = inprocess.found_by(lambda: check(audit_of(factory)))
+    assert found is verdict, (detail, figures)
+    assert detail and figures
+
+
+def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
+    verdict, detail, figures = audit_of(PrefixCache).burst_bits()
+    assert verdict is None and "bits" in detail
+    assert 0 <= figures["bits"]["low"] <= figures["bits"]["estimate"] <= figures["bits"]["high"] <= 1
+
+
+def test_a_whole_run_reports_every_check_and_its_progress() -> None:
+    told: list[tuple[str, int, int]] = []
+    report = inprocess.run(Scrubbing, examples=8, steps=10, progress=lambda *each: told.append(each))
+    assert [check.number for check in report.checks] == [1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
+    assert told and all(0 < done <= of + 1 for _, done, of in told)
+    assert all(check.detail and check.seconds >= 0 for check in report.checks)
+    failed = {check.name for check in report.checks if check.verdict is Verdict.LEAKS}
+    assert failed <= {"errors, counts and logs"}
+
+
+def test_a_cache_that_breaks_leaves_its_checks_undone() -> None:
+    class Broken(PrefixCache):
+        def match(self, namespace: Any, ids: Any) -> Any:
+            raise KeyError("lost")
+
+    verdict, detail, _ = inprocess.found_by(audit_of(Broken).cross_tenant_probe)
+    assert verdict is Verdict.INCONCLUSIVE and "KeyError: 'lost'" in detail
+
+
+def test_what_needs_strict_tenants_says_so_without_them() -> None:
+    audit = audit_of(lambda config, **named: Untenanted(PrefixCache(config, **named)))
+    for check in (audit.two_strict_runs, audit.eviction_signal, audit.order):
+        verdict, detail, _ = check()
+        assert verdict is Verdict.INCONCLUSIVE and "strict" in detail
+
+
+class Untenanted:
+    """A cache as it looks to who asks for tenants and finds none."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "add_tenant":
+            raise AttributeError(name)
+        return getattr(self.cache, name)
+
+
+class OnlyInName(PrefixCache):
+    """It takes strict tenants, and lets them borrow all the same."""
+
+    def add_tenant(self, tenant: Any) -> None:
+        """Not here."""
+
+
+class Borrowing(PrefixCache):
+    """Strict tenants have a limit, and their guarantee is forgotten."""
+
+    def add_tenant(self, tenant: Tenant) -> None:
+        super().add_tenant(Tenant(tenant.id, max_blocks=2 * tenant.guaranteed_blocks))
+
+
+@pytest.mark.parametrize("factory", [OnlyInName, Borrowing])
+def test_tenants_that_are_strict_only_in_name_are_found(factory: Any) -> None:
+    audit = audit_of(factory)
+    for check in (audit.two_strict_runs, audit.eviction_signal, audit.order):
+        verdict, detail, figures = inprocess.found_by(check)
+        assert verdict is Verdict.LEAKS, (detail, figures)

@@ -1,0 +1,101 @@
+"""The audit over HTTP: OpenAI-compatible servers that isolate, leak, and can't be seen through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixkv.audit import remote
+from radixkv.audit.target import Target, TargetError
+from radixkv.audit.timing import TimingPlan
+from radixkv.audit.verdict import AuditReport, Verdict
+from radixkv.errors import ArgumentError, ConfigError
+from tests.audit.openai_server import Behaviour, openai_server
+
+PLAN = TimingPlan(samples=40, control=30, prompt_words=4)
+
+
+def audited(behaviour: Behaviour, **named: Any) -> AuditReport:
+    with openai_server(behaviour) as url:
+        return remote.run(url, ("key-a", "key-b"), PLAN, probes=3, **named)
+
+
+def test_a_server_that_isolates() -> None:
+    report = audited(Behaviour())
+    verdicts = {check.number: check.verdict for check in report.checks}
+    assert verdicts[3] is verdicts[7] is verdicts[8] is Verdict.ISOLATED
+    assert verdicts[9] is None and verdicts[12] is None
+    assert verdicts[10] in (Verdict.INCONCLUSIVE, Verdict.ISOLATED), "40 samples decide nothing"
+    sizes = report.check(10).figures
+    assert (sizes["num_hits"], sizes["num_own_misses"]) == (30, 30)
+    assert (sizes["num_cross"], sizes["num_misses"]) == (40, 40) and not sizes["stopped_early"]
+    assert {arm: len(times) for arm, times in report.samples.items()} == {
+        "hit": 30, "own_miss": 30, "cross": 40, "miss": 40,
+    }  # fmt: skip
+    assert report.settings["timing"]["stopping_rule"] and report.settings["timing"]["samples"] == 40
+
+
+def test_a_server_that_shares_its_cache_leaks_by_content_and_by_time() -> None:
+    report = audited(Behaviour(shares=True))
+    assert report.verdict is Verdict.LEAKS and report.exit_code == 1
+    assert report.check(3).verdict is Verdict.LEAKS and report.check(3).figures["leaks"] == 3
+    timing = report.check(10)
+    assert timing.verdict is Verdict.LEAKS and timing.figures["auc"]["low"] > 0.52
+    assert timing.figures["stopped_early"] and timing.figures["num_cross"] < 40
+    assert report.check(12).figures["cross"]["low"] > 0.2
+
+
+def test_without_counts_time_alone_tells() -> None:
+    report = audited(Behaviour(shares=True, tells_cached=False))
+    assert report.check(3).verdict is Verdict.INCONCLUSIVE
+    assert report.check(10).verdict is Verdict.LEAKS
+
+
+def test_a_server_without_a_cache_leaves_the_instrument_blind() -> None:
+    report = audited(Behaviour(caches=False))
+    assert report.check(3).verdict is Verdict.BLIND
+    assert report.check(9).verdict is report.check(10).verdict is Verdict.BLIND
+    assert report.verdict is Verdict.BLIND and "cross" in report.samples and not report.samples["cross"]
+
+
+def test_open_metrics_of_everybody_are_a_leak_and_named() -> None:
+    report = audited(Behaviour(global_metrics=True), timing=False)
+    assert report.check(7).verdict is Verdict.LEAKS
+    assert any("tokens #" in line for line in report.check(7).figures["changed"]), report.check(7)
+
+
+def test_ids_that_count_everybodys_requests_are_a_leak() -> None:
+    assert audited(Behaviour(counts_in_ids=True), timing=False).check(8).verdict is Verdict.LEAKS
+
+
+def test_chat_only_servers_and_busy_ones() -> None:
+    report = audited(Behaviour(chat_only=True, shares=True, busy_every=7))
+    assert report.check(3).verdict is report.check(10).verdict is Verdict.LEAKS
+    assert report.check(10).figures["num_busy_retries"] > 0
+
+
+def test_it_talks_to_the_server_that_was_named_and_to_none_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    behaviour = Behaviour()
+    with openai_server(behaviour) as url, Target(f"{url}/v1/", "key") as target:
+        assert target.complete("a b c").prompt_tokens == 3
+        assert target.first_token_s("a b c") > 0
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Target("localhost", "key")
+    with pytest.raises(ArgumentError):
+        remote.run("http://127.0.0.1:9", ("same", "same"), PLAN)
+    with pytest.raises(TargetError, match="can't be reached"):
+        remote.run("http://127.0.0.1:9", ("a", "b"), PLAN)
+    for named in ({"samples": 5}, {"control": 1}, {"prompt_words": 0}, {"margin": 0.5}):
+        with pytest.raises(ArgumentError):
+            TimingPlan(**named)
+    with openai_server(Behaviour()) as url, Target(url, "key", model="another") as target:
+        with pytest.raises(TargetError, match="400"):
+            target.complete("x")
+        with pytest.raises(TargetError, match="400"):
+            target.first_token_s("x")
