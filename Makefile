@@ -2,6 +2,8 @@
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
 #   make test PYTEST="tests/core -q"   what pytest is told
+#   make run RADIXKV_PURE=1            with the index as pure Python, though it is compiled
+#   make test RADIXKV_COMPILE=1        fail if the index can't be compiled; 0: don't compile it
 #   make fuzz SECONDS=600              how long each fuzz driver goes on
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) that .venv is made of
 #   make … VENV=/path/to/venv          another place than .venv
@@ -11,16 +13,19 @@ PYTHON ?=
 ARGS   ?=
 PYTEST ?=
 SECONDS ?= 60
+INDEX_TESTS = tests/core tests/policies tests/isolation tests/storage tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help run test fuzz lint format clean
+.PHONY: help run test compile test-browser fuzz lint format clean
 MAKEFLAGS += --no-print-directory
 
 help:
 	@printf '%s\n' \
 	  'make run      set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
 	  'make test     set up, and run the whole test suite (PYTEST="…" for options)' \
-	  'make fuzz     set up, and let each fuzz driver go on for SECONDS=60' \
+	  'make compile  bring the compiled index up to date with its sources' \
+	  'make test-browser   set up, and run the tests that look at pages in a Chromium' \
+  'make fuzz     set up, and let each fuzz driver (and each target of atheris) go on for SECONDS=60' \
 	  'make lint     ruff, mypy --strict, import contracts' \
 	  'make format   let ruff format and mend what it can' \
 	  'make clean    remove .venv, caches and builds'
@@ -28,8 +33,17 @@ help:
 run: $(VENV)/.installed-all
 	@exec $(VENV)/bin/radixkv serve $(ARGS)
 
-test: $(VENV)/.installed-dev
-	@exec $(VENV)/bin/python -m pytest $(PYTEST)
+# The index's tests on the compiled index, if there is one; then the whole suite, or what PYTEST says, as pure Python.
+test: compile
+	$(if $(PYTEST),,@if $(VENV)/bin/python -c 'import radixkv, sys; sys.exit(not radixkv.COMPILED)'; then \
+	  $(VENV)/bin/python -m pytest $(INDEX_TESTS); fi)
+	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(PYTEST)
+
+compile: $(VENV)/.installed-dev
+	@$(VENV)/bin/python hatch_build.py
+
+test-browser: $(VENV)/.installed-dev
+	@exec $(VENV)/bin/python -m pytest -m browser $(PYTEST)
 
 fuzz: $(VENV)/.installed-dev
 	@for driver in fuzz/*.py; do $(VENV)/bin/python $$driver --seconds $(SECONDS) || exit 1; done
@@ -46,7 +60,7 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist radixkv/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What runs the service is a part of what tests it: whoever has the second has the first.
@@ -69,7 +83,9 @@ define install
 	echo 'Installing radixkv[$(1)] into $(VENV) (the first time takes a minute or two) ...'; \
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 	  --editable '.[$(1)]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; \
-	  echo 'make: pip could not install radixkv[$(1)]; what it said stands above' >&2; exit 1; }
+	  echo 'make: pip could not install radixkv[$(1)]; what it said stands above' >&2; exit 1; }; \
+	$(VENV)/bin/python -c 'import radixkv, sys; sys.exit(not radixkv.COMPILED)' || \
+	  echo 'The index runs as pure Python, at half the speed (RADIXKV_COMPILE=1 says why it is not compiled)'
 endef
 
 # Prints the first Python that is new enough: the one given as PYTHON, otherwise one on PATH.
