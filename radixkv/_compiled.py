@@ -33,6 +33,7 @@ READ = (
     "config",
     "errors",
     "recovery",
+    "scrubbing",
     "segments",
     "snapshots",
     "storage/layout",

@@ -6,10 +6,12 @@ Type checkers read them, the compiler of the index doesn't: what it has read, it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from radixkv.cache import Match
+    from radixkv.types import BlockIds
 
 OnPending: TypeAlias = Literal["compute", "raise", "wait"]
 
@@ -17,3 +19,6 @@ Seconds: TypeAlias = float | None
 """Seconds, None for as long as it takes."""
 
 MatchLike: TypeAlias = "Match"
+
+ScrubBlocks: TypeAlias = Callable[["BlockIds"], Any] | None
+"""Zeroes blocks, distinct int32 ids; None where nobody needs to."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from radixkv.errors import ArgumentError
+from radixkv.scrubbing import Scrubber
 from radixkv.types import ID_BYTES, BlockIds
 
 
@@ -29,10 +30,11 @@ def unpack(block_ids: bytes) -> BlockIds:
 class BlockPool:
     """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device."""
 
-    __slots__ = ("_free", "held", "lent", "named", "named_in_trees", "num_blocks")
+    __slots__ = ("_free", "held", "lent", "named", "named_in_trees", "num_blocks", "scrubber")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, scrubber: Scrubber | None = None) -> None:
         self.num_blocks = num_blocks
+        self.scrubber = scrubber
         self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
         self.lent: set[int] = set()
         self.named: set[int] = set()  # by a plan that waits
@@ -65,6 +67,8 @@ class BlockPool:
         """Put packed ids on the free stack, those that a waiting plan names at ``settle``. O(n) copy."""
         if self.named:
             block_ids = self.hold_named(block_ids)
+        if self.scrubber is not None:
+            self.scrubber.free(block_ids)
         self._free += block_ids
 
     def hold_named(self, block_ids: bytes | bytearray | memoryview) -> bytearray:
@@ -123,8 +127,10 @@ class BlockPool:
                     "block_ids", block_id, "blocks that are lent or free; this one is owned already"
                 )
 
-    def claim(self, block_ids: BlockIds) -> None:
-        """Take ids that passed ``check_claim`` out of the lent and the free ones. O(free)."""
+    def claim(self, block_ids: BlockIds, label: int) -> None:
+        """Take ids that passed ``check_claim`` out of the lent and the free ones, for the owner of a label. O(free)."""
+        if self.scrubber is not None:
+            self.scrubber.filled(block_ids, label)
         self.lent.difference_update(block_ids.tolist())
         free = self.free_ids()
         self._free = bytearray(free[np.isin(free, block_ids, invert=True)].tobytes())

@@ -39,11 +39,19 @@ from radixkv._compiled import mypyc_attr
 from radixkv.blocks import BlockPool, unpack
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
-from radixkv.errors import ArgumentError, LeaseError, NamespaceError, PendingError, StaleGeneration
+from radixkv.errors import (
+    ArgumentError,
+    ConfigError,
+    LeaseError,
+    NamespaceError,
+    PendingError,
+    StaleGeneration,
+)
 from radixkv.eviction import Evictor, path_between
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.recovery import mend
+from radixkv.scrubbing import make_scrubber
 from radixkv.segments import segment_keys
 from radixkv.sequence import Run, Sequence
 from radixkv.tenants import NamespaceTree, TenantState
@@ -56,7 +64,7 @@ from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
-    from radixkv.arguments import MatchLike, OnPending, Seconds
+    from radixkv.arguments import MatchLike, OnPending, ScrubBlocks, Seconds
     from radixkv.storage.device import DeviceStorage
 
 SLICE_BLOCKS = 512
@@ -139,11 +147,18 @@ class PrefixCache:
     """A prefix cache over one pool of KV blocks. Safe to use from several threads.
 
     config: see CacheConfig. clock: seconds, for policies and timeouts. journal: hears what becomes resident and
-    what leaves (see ``types.Journal``). Raises ConfigError if the storage can't be made.
+    what leaves (see ``types.Journal``). scrub_blocks: of an engine that owns its KV (``layout=None``): zeroes the
+    blocks of an int32 array, in the order of its other work on them; called under the cache's lock. Raises
+    ConfigError.
     """
 
     def __init__(
-        self, config: CacheConfig, *, clock: Clock = monotonic, journal: Journal | None = None
+        self,
+        config: CacheConfig,
+        *,
+        clock: Clock = monotonic,
+        journal: Journal | None = None,
+        scrub_blocks: ScrubBlocks = None,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -159,7 +174,8 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._num_waiting = 0
-        self._pool = BlockPool(config.num_blocks)
+        self._scrubber = make_scrubber(config, self._storage, scrub_blocks)
+        self._pool = BlockPool(config.num_blocks, self._scrubber)
         self._tenants: dict[str, TenantState] = {}
         self._evictor = Evictor(self._pool, self._tenants, config.block_size, journal, config.segment_blocks)
         self._journal = journal
@@ -410,8 +426,15 @@ class PrefixCache:
             )
         if tenant is None:
             assert default is not None
-            tenant = TenantState(replace(default, id=namespace.tenant), self._new_policy(), is_added=False)
+            tenant = self._new_state(replace(default, id=namespace.tenant))
         return NamespaceTree(namespace, tenant, self._block_bytes)
+
+    def _new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
+        return TenantState(settings, self._new_policy(), is_added=is_added, label=self._new_label(settings))
+
+    def _new_label(self, settings: Tenant) -> int:
+        """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
+        return 0 if self._scrubber is None else self._scrubber.new_label(is_strict=settings.mode == "strict")
 
     def _new_policy(self) -> Policy:
         config = self._config
@@ -963,7 +986,9 @@ class PrefixCache:
         at = resident * self._block_bytes
         keys = self._ghost_keys(tree, key, resident, len(blocks)) if self._uses_ghost_keys else None
         node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
-        self._pool.claim(blocks[resident:])  # only now: until a tree has them they are whose they were
+        self._pool.claim(
+            blocks[resident:], tree.tenant.label
+        )  # only now: until a tree has them they are whose they were
         evictor.release(node, tree)
         if self._journal is not None:
             self._evictor.report_stored(tree, key, resident, len(blocks))
@@ -973,18 +998,26 @@ class PrefixCache:
     def add_tenant(self, tenant: Tenant) -> None:
         """Promise a tenant its guarantee and hold it to its limit from now on; changes one that was added before.
 
-        What it uses above a new limit is evicted; what runs meanwhile stays. Raises ArgumentError, and changes
-        nothing, if the guarantees of all would exceed the pool, if running sequences hold too much of it for
-        this guarantee to be met, or if its own hold more than the limit. O(tenants + blocks evicted).
+        What it uses above a new limit is evicted; what runs meanwhile stays. Raises, and changes nothing:
+        ConfigError for a strict tenant of a cache that can't zero its blocks; ArgumentError if the guarantees of all
+        would exceed the pool, if running sequences hold too much of it for this guarantee to be met, or if its own
+        hold more than the limit. O(tenants + blocks evicted).
         """
         if not isinstance(tenant, Tenant):
             raise ArgumentError("tenant", tenant, "a Tenant")
+        if tenant.mode == "strict" and self._scrubber is None:
+            allowed = (
+                "'burst' without scrubbing: a strict tenant's blocks are zeroed, by a storage or scrub_blocks"
+            )
+            raise ConfigError("mode", tenant.mode, allowed)
         with self._lock:
             try:
                 state = self._tenants.get(tenant.id)
                 if state is None:
-                    state = TenantState(tenant, self._new_policy(), is_added=True)
+                    state = self._new_state(tenant, is_added=True)
                 self._require_promise(tenant, state)
+                if state.settings.mode != tenant.mode:
+                    state.label = self._new_label(tenant)
                 self._tenants[tenant.id] = state
                 state.is_added = True
                 state.set(tenant)
@@ -1027,6 +1060,8 @@ class PrefixCache:
                 )
                 raise ArgumentError("tenant", tenant, allowed)
             state.is_added = False
+            if state.settings.mode != settings.mode:
+                state.label = self._new_label(settings)
             state.set(settings)
             self._evictor.settle_promises(self._tenants.values())
             self._evictor.keep_limit(state, 0)
@@ -1091,6 +1126,7 @@ class PrefixCache:
                 trees = list(state.trees.values())
                 forgotten = sum(tree.num_blocks for tree in trees)
                 state.generation += 1
+                state.label = self._new_label(state.settings)
                 for tree in trees:
                     if self._journal is not None:
                         self._journal.cleared(tree.namespace)
@@ -1131,12 +1167,14 @@ class PrefixCache:
 
     def _reclaim_slice(self, tree: NamespaceTree, pending: list[Node]) -> None:
         """Free the unused leaves of a cleared tree, and with them their ancestors, as far as one slice goes."""
+        freed = bytearray()
         for _ in range(min(SLICE_NODES, len(pending))):
             node = pending.pop()
             if node.children:
                 pending.extend(node.children.values())
             else:
-                self._evictor.reclaim(node)
+                self._evictor.reclaim(node, freed)
+        self._pool.give(freed)
 
     # --- counts
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from radixkv.errors import ConfigError
 from radixkv.namespaces import Tenant
 from radixkv.storage.layout import KVLayout
+
+Scrub = Literal["cross-tenant", "always", "never"]
 
 MAX_BLOCKS = 2**31 - 1
 """Block ids are int32."""
@@ -24,6 +27,9 @@ class CacheConfig:
     seed: of whatever a policy draws at random.
     default_tenant: what a tenant that nobody added is held to (its id doesn't matter; no guarantee), or None to
     refuse such tenants.
+    scrub: which blocks are zeroed before they are handed out: those that held another tenant's KV
+    (``"cross-tenant"``; those of strict tenants as soon as they are freed), all (``"always"``, as soon as they are
+    freed), or none (``"never"``; refuses strict tenants). By the storage, or by an engine's ``scrub_blocks``.
     segment_tokens: grain at which a policy may remember what was evicted, rounded down to whole blocks, at least one.
     """
 
@@ -35,6 +41,7 @@ class CacheConfig:
     seed: int = 0
     segment_tokens: int = 512
     default_tenant: Tenant | None = field(default_factory=lambda: Tenant("default"))
+    scrub: Scrub = "cross-tenant"
 
     @property
     def segment_blocks(self) -> int:
@@ -46,6 +53,8 @@ class CacheConfig:
         _require_int("block_size", self.block_size, 1, 2**20)
         _require_int("seed", self.seed, 0, 2**63 - 1)
         _require_int("segment_tokens", self.segment_tokens, 1, 2**20)
+        if self.scrub not in ("cross-tenant", "always", "never"):
+            raise ConfigError("scrub", self.scrub, "'cross-tenant', 'always' or 'never'")
         default: object = self.default_tenant
         if default is not None and (not isinstance(default, Tenant) or default.guaranteed_blocks):
             raise ConfigError("default_tenant", default, "a burst Tenant without a guarantee, or None")

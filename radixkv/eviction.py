@@ -23,6 +23,7 @@ from typing import cast
 
 from radixkv.blocks import BlockPool
 from radixkv.errors import IntegrityError, OutOfBlocks, QuotaExceeded
+from radixkv.scrubbing import ENGINE
 from radixkv.tenants import NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node
 from radixkv.types import ID_BYTES, Journal
@@ -37,6 +38,7 @@ class Evictor:
         "_journal",
         "_pool",
         "_ranking",
+        "_scrubber",
         "_segment_blocks",
         "evictable_blocks",
         "promised_blocks",
@@ -54,6 +56,7 @@ class Evictor:
         self._segment_blocks = segment_blocks
         self._grain = journal.grain_tokens if journal is not None else 0
         self._ranking = Ranking(tenants)
+        self._scrubber = pool.scrubber
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
 
@@ -103,7 +106,9 @@ class Evictor:
         if tenant.ranked_blocks < 0:
             self._ranking.rank(tenant)
         if tree.detached:
-            self.reclaim(node)
+            freed = bytearray()
+            self.reclaim(node, freed)
+            self._pool.give(freed)
         if not tree.root.children:
             tenant.drop_if_empty(tree)
 
@@ -223,7 +228,11 @@ class Evictor:
         if tenant.protected_blocks + tenant.evictable_blocks + num_blocks > tenant.max_blocks:
             self.keep_limit(tenant, num_blocks)
         taken = self._pool.take(num_blocks)
-        return self._take_evicting(num_blocks, tenant) if taken is None else taken
+        if taken is None:
+            taken = self._take_evicting(num_blocks, tenant)
+        if self._scrubber is not None:
+            self._scrubber.hand_out(taken, tenant.label)
+        return taken
 
     def take_for_engine(self, num_blocks: int) -> bytearray:
         """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
@@ -232,7 +241,11 @@ class Evictor:
             free = self._pool.num_free
             raise OutOfBlocks(num_blocks, free, max(spare - free, 0))
         taken = self._pool.take(num_blocks)
-        return self._take_evicting(num_blocks, None) if taken is None else taken
+        if taken is None:
+            taken = self._take_evicting(num_blocks, None)
+        if self._scrubber is not None:
+            self._scrubber.hand_out(taken, ENGINE)
+        return taken
 
     def _take_evicting(self, num_blocks: int, requester: TenantState | None) -> bytearray:
         """Packed ids of more blocks than are free."""
@@ -344,8 +357,8 @@ class Evictor:
         tenant.evicted_blocks += num_blocks
         self.evictable_blocks -= num_blocks
 
-    def reclaim(self, node: Node) -> None:
-        """Free a node of a cleared tree, and its ancestors as far as nothing else holds them."""
+    def reclaim(self, node: Node, freed: bytearray) -> None:
+        """Take a node out of a cleared tree, and its ancestors as far as nothing else holds them; adds their ids."""
         tree = cast(NamespaceTree, node.tree)
         tenant = tree.tenant
         at: Node | None = node
@@ -354,7 +367,7 @@ class Evictor:
             if tree.is_linked(at):
                 tenant.on_removed(at)
                 tree.remove(at)
-                self._pool.give(at.block_ids)
+                freed += at.block_ids
                 tenant.evictable_blocks -= at.num_blocks
                 self.evictable_blocks -= at.num_blocks
             at = parent

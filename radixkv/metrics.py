@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
-_COUNTERS = frozenset({"requests", "hit_tokens", "missed_tokens", "evicted_blocks", "copied_blocks"})
+_COUNTERS = frozenset(
+    {"requests", "hit_tokens", "missed_tokens", "evicted_blocks", "copied_blocks", "scrubbed_blocks"}
+)
 """Counts of the cache that only grow; all others are levels."""
 
 _TEXTS = {
@@ -43,6 +45,7 @@ _TEXTS = {
     "missed_tokens": "Prompt tokens whose KV had to be computed",
     "evicted_blocks": "Blocks evicted by policy",
     "copied_blocks": "Blocks copied by copy-on-write",
+    "scrubbed_blocks": "Blocks zeroed before another tenant could read them",
 }
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -57,6 +57,7 @@ def stats_of(
         missed_tokens=sum(state.missed_tokens for state in states),
         evicted_blocks=sum(state.evicted_blocks for state in states),
         copied_blocks=num_copied_blocks,
+        scrubbed_blocks=0 if pool.scrubber is None else pool.scrubber.num_scrubbed,
     )
 
 

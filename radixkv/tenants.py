@@ -30,6 +30,7 @@ class TenantState:
     """What one tenant has in the cache: its trees, its policy, its counts.
 
     ``settings``: what it is promised and held to; ``is_added`` unless they are the default's.
+    ``label``: what its blocks are known by, see ``scrubbing``.
     ``protected_blocks``: leased in its trees, private to its sequences, or quarantined. ``evictable_blocks``: in
     its trees and protected by no lease. Together they are what it uses. ``on_…``: the policy's hooks, None for
     those that it leaves out, bound once so that a request doesn't look them up or call what does nothing.
@@ -43,6 +44,7 @@ class TenantState:
         "guaranteed_blocks",
         "hit_tokens",
         "is_added",
+        "label",
         "max_blocks",
         "missed_tokens",
         "on_extended",
@@ -66,8 +68,9 @@ class TenantState:
         "weight",
     )
 
-    def __init__(self, settings: Tenant, policy: Policy, *, is_added: bool) -> None:
+    def __init__(self, settings: Tenant, policy: Policy, *, is_added: bool, label: int = 0) -> None:
         self.tenant_id = settings.id
+        self.label = label
         self.is_added = is_added
         self.set(settings)
         self.follow(policy)

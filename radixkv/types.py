@@ -43,6 +43,8 @@ class CacheStats:
     evicted_blocks: int
     copied_blocks: int
     """Copies by copy-on-write."""
+    scrubbed_blocks: int
+    """Zeroed, because they changed tenant or a strict tenant freed them."""
 
 
 @dataclass(frozen=True, slots=True)

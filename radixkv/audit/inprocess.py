@@ -1,8 +1,9 @@
 """The audit of a cache in this process: checks 1 to 8, 11 and 12 of the table in docs/security.md.
 
-Caches are made by a factory, ``factory(config, clock=clock)``, small ones, and only by their public calls they are
-used. A deterministic engine (``oracle.Engine``) writes KV that says whose it is. Every check that finds nothing
-shows by a positive control that it would have found something; without one it says *instrument blind*.
+Caches are made by a factory, ``factory(config, clock=clock)``, with ``scrub_blocks=`` where the config has no layout;
+they are small, and only their public calls are used. A deterministic engine (``oracle.Engine``) writes KV that says
+whose it is. Every check that finds nothing shows by a positive control that it would have found something; without
+one it says *instrument blind*.
 
 What concerns strict mode (parts of 1, 2 and 11) needs a cache with tenants; without, these checks say so and are
 inconclusive.
@@ -396,7 +397,7 @@ class InProcess:
         return None, detail, {"bits": told.as_dict(), "trials": 2 * TRIALS, "confidence": 0.95}
 
     def _system(self, num_blocks: int) -> CacheAdapter:
-        return CacheAdapter(self._factory(CacheConfig(num_blocks, BLOCK), clock=ManualClock()))
+        return strict_system(self._factory, CacheConfig(num_blocks, BLOCK), ManualClock(), ())
 
     def _strict(self) -> CacheAdapter:
         return strict_system(self._factory, CacheConfig(64, BLOCK), ManualClock(), strict_halves(64))

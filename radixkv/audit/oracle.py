@@ -14,13 +14,15 @@ tell whose they are, and contents are compared bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from radixkv.clock import Clock
+    from radixkv.config import CacheConfig
     from radixkv.plan import StepPlan
 
 _MASK = 2**64 - 1
@@ -94,6 +96,19 @@ class Oracle:
         return None
 
 
+def cache_with_engine(
+    factory: Callable[..., Any], config: CacheConfig, *, clock: Clock
+) -> tuple[Any, Engine]:
+    """A cache of ``factory`` and its engine; one that owns its KV zeroes what the cache asks it to."""
+    if config.layout is not None:
+        cache = factory(config, clock=clock)
+        return cache, Engine(cache)
+    made: list[Engine] = []
+    cache = factory(config, clock=clock, scrub_blocks=lambda block_ids: made[0].scrub(block_ids))
+    made.append(Engine(cache))
+    return cache, made[0]
+
+
 class Engine:
     """A deterministic engine over a cache's blocks, ``rows[block, key or value, row]``.
 
@@ -117,6 +132,10 @@ class Engine:
     def is_behind(self) -> bool:
         """Whether copies wait for ``settle``; an engine that owns its KV executes them before its next write."""
         return self._owned and self._cache.stats().copied_blocks != self._copied_when_settled
+
+    def scrub(self, block_ids: NDArray[np.int32]) -> None:
+        """Zero these blocks, of an engine that owns its KV."""
+        self._rows[block_ids] = 0
 
     def settle(self) -> None:
         """Execute the copies that wait."""

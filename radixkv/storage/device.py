@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.plan import StepPlan
@@ -39,6 +41,9 @@ class DeviceStorage:
         self.num_launches = 0
         self.num_copied_blocks = 0
         self.data = _allocate(layout, num_blocks, block_size, _usable_device(device))
+        self._rows = self.data.view(num_blocks, -1).view(
+            torch.uint8
+        )  # zeroing needs no arithmetic of the dtype
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +82,17 @@ class DeviceStorage:
             ) from error
         self.num_launches += 1
         self.num_copied_blocks += plan.num_copies
+
+    def scrub(self, block_ids: NDArray[np.int32]) -> None:
+        """Enqueues the zeroing of blocks, distinct ids, in one launch. Cost: their bytes, written.
+
+        Raises KernelError for a launch that failed.
+        """
+        try:
+            ids = torch.from_numpy(block_ids.astype(np.int64)).to(self.device, non_blocking=True)
+            self._rows.index_fill_(0, ids, 0)
+        except (RuntimeError, IndexError) as error:
+            raise KernelError(f"zeroing {len(block_ids)} blocks on {self.device} failed: {error}") from error
 
     def __repr__(self) -> str:
         return (

@@ -7,41 +7,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from radixkv import PrefixCache, Tenant
+from radixkv import CacheConfig, PrefixCache, Tenant
 from radixkv.audit import inprocess
-from radixkv.audit.inprocess import CANARY, InProcess
+from radixkv.audit.inprocess import InProcess
 from radixkv.audit.verdict import Verdict
 
 Check = Callable[[InProcess], inprocess.Found]
 
 
-def audit_of(factory: Any) -> InProcess:
-    return InProcess(factory, 30, 30, 0, lambda phase, done, of: None, shrink=False)
-
-
-class Scrubbing(PrefixCache):
-    """Fresh blocks are zero when they are handed out."""
-
-    def open(self, *args: Any, **named: Any) -> Any:
-        sequence = super().open(*args, **named)
-        if self.storage is not None:
-            fresh = sequence.block_table[sequence.num_cached_tokens // self.config.block_size :]
-            self.storage.data[fresh.tolist()] = 0
-        return sequence
+def audit_of(factory: Any, lives: int = 30) -> InProcess:
+    return InProcess(factory, lives, 30, 0, lambda phase, done, of: None, shrink=False)
 
 
 class Unscrubbed(PrefixCache):
     """Fresh blocks hold what somebody wrote."""
 
-    def open(self, *args: Any, **named: Any) -> Any:
-        sequence = super().open(*args, **named)
-        if self.storage is not None:
-            self.storage.data[sequence.block_table[-1:].tolist()] = CANARY
-        return sequence
+    def __init__(self, config: CacheConfig, **named: Any) -> None:
+        super().__init__(replace(config, scrub="never"), **named)
 
 
 class OneForAll(PrefixCache):
@@ -136,7 +123,7 @@ class Silent(PrefixCache):
         (PrefixCache, InProcess.laws, Verdict.ISOLATED),
         (PrefixCache, InProcess.two_runs, Verdict.ISOLATED),
         (PrefixCache, InProcess.cross_tenant_probe, Verdict.ISOLATED),
-        (Scrubbing, InProcess.fresh_blocks, Verdict.ISOLATED),
+        (PrefixCache, InProcess.fresh_blocks, Verdict.ISOLATED),
         (PrefixCache, InProcess.short_digests, Verdict.ISOLATED),
         (PrefixCache, InProcess.token_boundaries, Verdict.ISOLATED),
         (PrefixCache, InProcess.names, Verdict.ISOLATED),
@@ -173,7 +160,7 @@ def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
 
 def test_a_whole_run_reports_every_check_and_its_progress() -> None:
     told: list[tuple[str, int, int]] = []
-    report = inprocess.run(Scrubbing, examples=8, steps=10, progress=lambda *each: told.append(each))
+    report = inprocess.run(PrefixCache, examples=8, steps=10, progress=lambda *each: told.append(each))
     assert [check.number for check in report.checks] == [1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12]
     assert told and all(0 < done <= of + 1 for _, done, of in told)
     assert all(check.detail and check.seconds >= 0 for check in report.checks)
@@ -225,7 +212,7 @@ class Borrowing(PrefixCache):
 
 @pytest.mark.parametrize("factory", [OnlyInName, Borrowing])
 def test_tenants_that_are_strict_only_in_name_are_found(factory: Any) -> None:
-    audit = audit_of(factory)
+    audit = audit_of(factory, lives=300)  # it ends with the first that finds it
     for check in (audit.two_strict_runs, audit.eviction_signal, audit.order):
         verdict, detail, figures = inprocess.found_by(check)
         assert verdict is Verdict.LEAKS, (detail, figures)

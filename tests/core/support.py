@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit import invariants
 
@@ -12,8 +15,13 @@ NS = Namespace("a", "m")
 
 
 def make_cache(num_blocks: int = 16, block_size: int = 4, **settings: Any) -> PrefixCache:
-    """A cache without storage."""
-    return PrefixCache(CacheConfig(num_blocks, block_size, **settings))
+    """A cache without storage, of an engine that takes scrubbing upon itself."""
+    return PrefixCache(CacheConfig(num_blocks, block_size, **settings), scrub_blocks=scrubbed)
+
+
+def scrubbed(block_ids: NDArray[np.int32]) -> None:
+    """Nothing lies in the blocks."""
+    assert len(block_ids)
 
 
 def compute(cache: PrefixCache, ids: Sequence[int], namespace: Namespace = NS) -> int:

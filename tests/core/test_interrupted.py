@@ -193,6 +193,9 @@ class World:
             0,
             0,
         )
+        if self.stored:
+            with self.cache.open(Namespace("last", "m"), [0] * (NUM_BLOCKS * BLOCK_SIZE)) as sequence:
+                assert not self.engine.read(sequence.block_table).any(), "another tenant's bytes"
         audit.check(self.cache)
 
 

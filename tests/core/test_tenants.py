@@ -29,7 +29,7 @@ from radixkv import (
     audit,
 )
 from radixkv_policies import POLICIES
-from tests.core.support import compute, make_cache, same
+from tests.core.support import compute, make_cache, same, scrubbed
 
 A, B = Namespace("a", "m"), Namespace("b", "m")
 
@@ -350,7 +350,7 @@ class World:
 
     def __init__(self, policy: str, default: Tenant, promises: list[Tenant]) -> None:
         config = CacheConfig(NUM_BLOCKS, SIZE, policy=policy, segment_tokens=SIZE, default_tenant=default)
-        self.cache, self.default = PrefixCache(config), default
+        self.cache, self.default = PrefixCache(config, scrub_blocks=scrubbed), default
         self.promises: dict[str, Tenant] = {}
         self.running: list[tuple[str, Any]] = []
         self.leases: list[Any] = []

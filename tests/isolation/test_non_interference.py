@@ -12,6 +12,7 @@ from radixkv.audit import properties
 from radixkv.audit.oracle import Engine, chain
 from radixkv.namespaces import Mode
 from radixkv_policies import POLICIES
+from tests.core.support import make_cache
 
 EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 5
 SEED = int(os.environ.get("RADIXKV_SEED", "0"))
@@ -57,7 +58,7 @@ def test_a_flood_of_ten_times_the_capacity(policy: str, mode: Mode) -> None:
 
 def _hits(policy: str, mode: Mode, flooded: bool) -> list[int]:
     """How much of each of its prompts A matches; it asked for more than its guarantee."""
-    cache = PrefixCache(CacheConfig(num_blocks=32, block_size=4, policy=policy, segment_tokens=4))
+    cache = make_cache(num_blocks=32, block_size=4, policy=policy, segment_tokens=4)
     cache.add_tenant(Tenant("a", guaranteed_blocks=12, mode=mode))
     cache.add_tenant(Tenant("b", weight=1e6))  # its share is all that A isn't guaranteed
     prompts = [[at, *range(11)] for at in range(8)]

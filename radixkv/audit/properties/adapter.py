@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from radixkv.audit import invariants
-from radixkv.audit.oracle import Engine, chain
+from radixkv.audit.oracle import Engine, cache_with_engine, chain
 from radixkv.audit.properties.material import CacheFactory, Mirror
 from radixkv.clock import Clock
 from radixkv.config import CacheConfig
@@ -139,10 +139,10 @@ def strict_system(
     factory: CacheFactory, config: CacheConfig, clock: Clock, tenants: Sequence[Tenant]
 ) -> CacheAdapter:
     """A cache that has these tenants."""
-    cache = factory(config, clock=clock)
+    cache, engine = cache_with_engine(factory, config, clock=clock)
     for tenant in tenants:
         cache.add_tenant(tenant)
-    return CacheAdapter(cache, Engine(cache))
+    return CacheAdapter(cache, engine)
 
 
 def strict_halves(num_blocks: int) -> tuple[Tenant, Tenant]:

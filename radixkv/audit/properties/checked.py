@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from radixkv.audit import invariants
-from radixkv.audit.oracle import Engine, Oracle, chain
+from radixkv.audit.oracle import Oracle, cache_with_engine, chain
 from radixkv.audit.properties.material import (
     MAX_PROMPT_BLOCKS,
     NAMESPACES,
@@ -41,10 +41,9 @@ class CheckedCache(RuleBasedStateMachine):
     def start(self, config: CacheConfig) -> None:
         """A cache with ``config``, and nothing in it."""
         self.clock = ManualClock()
-        self.cache = type(self).factory(config, clock=self.clock)
+        self.cache, self.engine = cache_with_engine(type(self).factory, config, clock=self.clock)
         self.block_size = config.block_size
         self.oracle = Oracle(config.block_size)
-        self.engine = Engine(self.cache)
         self.runs: list[Mirror] = []
         self.held: list[Held] = []
         self.lent: list[int] = []

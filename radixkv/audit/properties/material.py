@@ -12,7 +12,8 @@ from radixkv.namespaces import Namespace
 from radixkv.storage.layout import KVLayout
 
 CacheFactory = Callable[..., Any]
-"""Called as ``factory(config, clock=clock)``; returns a PrefixCache or what behaves like one."""
+"""Called as ``factory(config, clock=clock)``, with ``scrub_blocks`` where the config has no layout (see PrefixCache);
+returns a PrefixCache or what behaves like one."""
 
 NAMESPACES = (
     Namespace("a", "m"),

@@ -372,7 +372,7 @@ class TwoRuns(TwoSystems):
     def _system(self, config: CacheConfig, beside: int) -> CacheAdapter:
         factory = type(self).factory
         if not self.is_strict:
-            return CacheAdapter(factory(config, clock=self.clock))
+            return strict_system(factory, config, self.clock, ())
         a, b = strict_halves(config.num_blocks)
         other = [(b,), (_changed("b", 2, 3),), (_changed("b", 0, 1),), ()][beside]
         return strict_system(factory, config, self.clock, (a, *other))

@@ -1,0 +1,312 @@
+"""Blocks that change tenant are zeroed: nobody reads what another wrote, however the blocks come round."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from radixkv import CacheConfig, CapacityError, ConfigError, Namespace, PrefixCache, Tenant, audit
+from radixkv.audit.properties import LAYOUT
+from radixkv_policies import POLICIES
+
+BLOCK = 2
+NUM_BLOCKS = 24
+A, B, C = Namespace("a", "m"), Namespace("b", "m"), Namespace("c", "m")
+SPACES = (A, B, C, Namespace("a", "other"))
+
+
+class Blocks:
+    """A cache whose blocks' bytes are at hand: the storage's, or those of an engine that owns them."""
+
+    def __init__(self, *, owned: bool, num_blocks: int = NUM_BLOCKS, **settings: Any) -> None:
+        config = CacheConfig(num_blocks, BLOCK, None if owned else LAYOUT, **settings)
+        self.calls: list[list[int]] = []
+        if owned:
+            self.rows: NDArray[np.float64] = np.zeros((num_blocks, 2 * BLOCK))
+            self.cache = PrefixCache(config, scrub_blocks=self._zero)
+        else:
+            self.cache = PrefixCache(config)
+            storage = self.cache.storage
+            assert storage is not None
+            self.rows = storage.data.numpy().reshape(num_blocks, 2 * BLOCK)
+            if settings.get("scrub") != "never":
+                self.cache._scrubber._zero = lambda ids: (self.calls.append(ids.tolist()), storage.scrub(ids))
+
+    def _zero(self, ids: NDArray[np.int32]) -> None:
+        assert ids.dtype == np.int32 and len(set(ids.tolist())) == len(ids) > 0
+        self.calls.append(ids.tolist())
+        self.rows[ids] = 0
+
+    def settle(self) -> None:
+        """Execute the copies that wait, as an engine that owns its blocks does."""
+        for source, target, rows in self.cache.flush():
+            self.rows[target, :rows] = self.rows[source, :rows]
+
+    def seen(self, block_ids: NDArray[np.int32]) -> set[float]:
+        """What lies in these blocks, but for zeros."""
+        return set(self.rows[block_ids].ravel().tolist()) - {0.0}
+
+
+class Tenants:
+    """Tenants that write their canary into every block they get, before and after they look what is in it."""
+
+    def __init__(self, blocks: Blocks, seed: int) -> None:
+        self.blocks, self.cache, self.draw = blocks, blocks.cache, random.Random(seed)
+        self.running: list[Any] = []
+        self.hand_overs = 0
+        self.cache.add_tenant(Tenant("a", guaranteed_blocks=8, mode="strict"))
+        self.cache.add_tenant(Tenant("b", guaranteed_blocks=4))
+        self.canary = {"a": 1.0, "b": 2.0, "c": 3.0}
+
+    def look_and_write(self, sequence: Any, start: int) -> None:
+        """Nothing but its own may be in the tenant's blocks from position ``start`` on."""
+        mine, fresh = self.canary[sequence.namespace.tenant], sequence.block_table[start:]
+        assert self.blocks.seen(fresh) <= {mine}, "the bytes of another"
+        self.blocks.rows[fresh] = mine
+        self.hand_overs += len(fresh)
+
+    def step(self) -> None:
+        draw, cache = self.draw, self.cache
+        try:
+            getattr(
+                self, draw.choice(("ask", "ask", "ask", "grow", "fork", "end", "end", "forget", "lend"))
+            )()
+        except CapacityError:
+            if self.running:
+                self.running.pop(draw.randrange(len(self.running))).release()
+            else:
+                cache.evict(NUM_BLOCKS)
+
+    def ask(self) -> None:
+        space = self.draw.choice(SPACES)
+        ids = [self.draw.randrange(2) for _ in range(self.draw.randrange(1, 9))]
+        sequence = self.cache.open(space, ids)
+        self.running.append(sequence)
+        self.look_and_write(sequence, sequence.num_cached_tokens // BLOCK)
+        sequence.commit(self.draw.randrange(sequence.num_cached_tokens, len(ids) + 1))
+
+    def grow(self) -> None:
+        if self.running:
+            sequence = self.draw.choice(self.running)
+            before = sequence.block_table
+            sequence.extend([self.draw.randrange(2) for _ in range(self.draw.randrange(1, 4))])
+            self.blocks.settle()
+            after = sequence.block_table[: len(before)]
+            self.look_and_write(sequence, int((before == after).sum()))
+
+    def fork(self) -> None:
+        if self.running and len(self.running) < 6:
+            self.running += self.draw.choice(self.running).fork(1)
+
+    def end(self) -> None:
+        if self.running:
+            sequence = self.running.pop(self.draw.randrange(len(self.running)))
+            if self.draw.random() < 0.3:
+                sequence.truncate(sequence.num_committed_tokens)
+            sequence.release()
+
+    def forget(self) -> None:
+        kind = self.draw.randrange(6)
+        if kind == 0:
+            self.cache.clear(self.draw.choice(SPACES))
+        elif kind == 1:
+            self.cache.evict(self.draw.randrange(NUM_BLOCKS))
+        elif kind == 2:
+            tenant = self.draw.choice("abc")
+            self.cache.purge(tenant)
+            for sequence in [each for each in self.running if each.namespace.tenant == tenant]:
+                sequence.release()
+                self.running.remove(sequence)
+            self.canary[tenant] += 3  # what it had before is not its own any more
+        elif not any(each.namespace.tenant == "b" for each in self.running):
+            self.cache.add_tenant(
+                Tenant("b", guaranteed_blocks=4, mode=self.draw.choice(("burst", "strict")))
+            )
+
+    def lend(self) -> None:
+        lent = self.cache.allocate(self.draw.randrange(1, 4))
+        assert not self.blocks.seen(lent), "the engine may fill them for anybody"
+        self.blocks.rows[lent] = 100.0
+        self.hand_overs += len(lent)
+        self.cache.free(lent)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("owned", [False, True])
+def test_no_canary_of_another_over_ten_thousand_hand_overs(policy: str, owned: bool) -> None:
+    """Together well over 10,000; for each policy some 600, with storage and without."""
+    blocks = Blocks(owned=owned, policy=policy, segment_tokens=BLOCK)
+    tenants = Tenants(blocks, seed=len(policy))
+    while tenants.hand_overs < 600:
+        tenants.step()
+    audit.check(blocks.cache)
+    assert sum(map(len, blocks.calls)) == blocks.cache.stats().scrubbed_blocks > 50
+
+
+def test_the_canaries_are_found_where_nothing_is_scrubbed() -> None:
+    """The test above would see them."""
+    blocks = Blocks(owned=True, scrub="cross-tenant")
+    tenants = Tenants(blocks, seed=1)
+    blocks.cache._scrubber._zero = lambda ids: None
+    with pytest.raises(AssertionError, match=r"another|anybody"):
+        for _ in range(1000):
+            tenants.step()
+
+
+def written(blocks: Blocks, space: Namespace, ids: range, *, commit: bool) -> NDArray[np.int32]:
+    """A request that writes, and is over; its blocks."""
+    with blocks.cache.open(space, ids) as sequence:
+        table = sequence.block_table
+        blocks.rows[table] = 7.0
+        if commit:
+            sequence.commit(len(ids))
+    return table
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_what_a_strict_tenant_frees_is_zeroed_at_once(owned: bool) -> None:
+    blocks = Blocks(owned=owned)
+    cache = blocks.cache
+    cache.add_tenant(Tenant("a", guaranteed_blocks=8, mode="strict"))
+    table = written(blocks, A, range(12), commit=False)
+    assert not blocks.seen(table) and blocks.calls == [table.tolist()], "released: one call"
+    table = written(blocks, A, range(12), commit=True)
+    assert blocks.seen(table) == {7.0}, "resident"
+    cache.evict(2)
+    assert len(blocks.calls) == 2 and sorted(blocks.calls[1]) == sorted(table[-2:].tolist())
+    assert not blocks.seen(table[-2:])
+    cache.clear(A)
+    assert not blocks.seen(table) and len(blocks.calls) == 3, "cleared: one call"
+    table = written(blocks, A, range(12), commit=True)
+    cache.purge("a")
+    assert not blocks.seen(table)
+    with cache.open(A, range(5)) as sequence:
+        blocks.rows[sequence.block_table] = 7.0
+        last = sequence.block_table[1:]
+        sequence.truncate(2)
+        assert not blocks.seen(last)
+        cache.purge("a")
+        held = sequence.block_table
+        assert blocks.seen(held) == {7.0}, "quarantined"
+    assert not blocks.seen(held), "and zeroed by the release"
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_what_a_borrower_frees_is_zeroed_when_another_gets_it(owned: bool) -> None:
+    blocks = Blocks(owned=owned, num_blocks=4)
+    table = written(blocks, A, range(8), commit=True)
+    with blocks.cache.open(A, range(100, 108)) as sequence:
+        assert blocks.seen(sequence.block_table) == {7.0} and not blocks.calls, "its own"
+    with blocks.cache.open(B, range(8)) as sequence:
+        assert sorted(sequence.block_table) == sorted(table)
+        assert not blocks.seen(sequence.block_table) and len(blocks.calls) == 1
+
+
+def test_a_purged_tenant_does_not_read_what_it_was() -> None:
+    blocks = Blocks(owned=True, num_blocks=4)
+    written(blocks, A, range(8), commit=True)
+    blocks.cache.purge("a")
+    with blocks.cache.open(A, range(8)) as sequence:
+        assert not blocks.seen(sequence.block_table)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_always(owned: bool) -> None:
+    """Zeroed when freed, also if the tenant's next request takes it at once."""
+    blocks = Blocks(owned=owned, num_blocks=4, scrub="always")
+    written(blocks, A, range(4), commit=False)
+    assert not blocks.rows.any()
+    written(blocks, A, range(8), commit=True)
+    with blocks.cache.open(A, range(100, 108)) as sequence:
+        assert not blocks.seen(sequence.block_table)
+
+
+def test_never() -> None:
+    blocks = Blocks(owned=False, num_blocks=4, scrub="never")
+    written(blocks, A, range(8), commit=True)
+    with blocks.cache.open(B, range(8)) as sequence:
+        assert blocks.seen(sequence.block_table) == {7.0} and not blocks.calls
+    assert blocks.cache.stats().scrubbed_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        PrefixCache(CacheConfig(4)),
+        PrefixCache(CacheConfig(4, layout=LAYOUT, scrub="never")),
+        PrefixCache(CacheConfig(4, scrub="never"), scrub_blocks=print),
+    ],
+    ids=["nobody can", "never", "never, though the engine could"],
+)
+def test_a_strict_tenant_needs_scrubbing(cache: PrefixCache) -> None:
+    with pytest.raises(ConfigError, match=r"mode='strict' .* a strict tenant's blocks are zeroed"):
+        cache.add_tenant(Tenant("a", guaranteed_blocks=2, mode="strict"))
+    assert cache.tenant("a") is None
+
+
+def test_settings_that_cannot_work() -> None:
+    with pytest.raises(
+        ConfigError, match="scrub='sometimes' is not allowed: 'cross-tenant', 'always' or 'never'"
+    ):
+        CacheConfig(4, scrub="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"scrub='always' is not allowed: .* scrub_blocks"):
+        PrefixCache(CacheConfig(4, scrub="always"))
+    with pytest.raises(ConfigError, match=r"scrub_blocks=.* is not allowed: None with a layout"):
+        PrefixCache(CacheConfig(4, layout=LAYOUT), scrub_blocks=print)
+    with pytest.raises(ConfigError, match="scrub_blocks='zero' is not allowed: a function"):
+        PrefixCache(CacheConfig(4), scrub_blocks="zero")  # type: ignore[arg-type]
+
+
+def test_if_scrubbing_fails_nobody_gets_the_blocks() -> None:
+    blocks = Blocks(owned=True, num_blocks=4)
+    table = written(blocks, A, range(8), commit=True)
+    zero = blocks.cache._scrubber._zero
+
+    def fails(ids: NDArray[np.int32]) -> None:
+        raise RuntimeError("the device is gone")
+
+    blocks.cache._scrubber._zero = fails
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        blocks.cache.open(B, range(8))
+    audit.check(blocks.cache)
+    assert blocks.seen(table) == {7.0} and blocks.cache.stats().num_sequences == 0
+    blocks.cache._scrubber._zero = zero
+    with blocks.cache.open(B, range(8)) as sequence:
+        assert not blocks.seen(sequence.block_table)
+    audit.check(blocks.cache)
+
+
+def test_what_the_engine_inserts_is_the_tenants() -> None:
+    blocks = Blocks(owned=True, num_blocks=4)
+    lent = blocks.cache.allocate(4)
+    blocks.rows[lent] = 7.0
+    blocks.cache.insert(A, range(8), lent)
+    assert blocks.seen(blocks.cache.match(A, range(8)).block_ids) == {7.0} and not blocks.calls
+    with blocks.cache.open(A, range(100, 104)) as sequence:
+        assert blocks.seen(sequence.block_table) == {7.0} and not blocks.calls
+    with blocks.cache.open(B, range(4)) as sequence:
+        assert not blocks.seen(sequence.block_table)
+
+
+@given(
+    dtype=st.sampled_from(
+        ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
+    ),
+    ids=st.sets(st.integers(0, 8), min_size=1),
+)
+def test_a_storage_zeroes_exactly_these_blocks(dtype: str, ids: set[int]) -> None:
+    from radixkv.storage import DeviceStorage, KVLayout
+
+    storage = DeviceStorage(KVLayout(2, 1, 4, dtype), 9, 4)
+    raw = storage.data.view(9, -1).view(torch.uint8)
+    raw.fill_(0xA5)
+    storage.scrub(np.array(sorted(ids), np.int32))
+    for block in range(9):
+        assert bool((raw[block] == (0 if block in ids else 0xA5)).all())
