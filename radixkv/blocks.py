@@ -4,11 +4,10 @@ Free ids are a stack of packed int32: taking and giving back n ids are one slice
 are kept where the owning happens (a tree's nodes, a sequence's runs), because an array of owners would cost
 more than the rest of a request; the conservation law is that
 
-    free + owned by trees + owned by sequences + lent == num_blocks
+    free + owned by trees + owned by sequences + held + lent == num_blocks
 
-with every id in exactly one place. The audit counts it. Blocks that a waiting copy names (``name_in_plan``) are,
-once freed, lent to the device until ``settle``: otherwise they could be handed out, and overwritten, before
-the copy has read them.
+with every id in exactly one place. The audit counts it. A private block that a waiting copy names is, once freed,
+held for its tenant until ``settle``: otherwise it could be handed out, and overwritten, before the copy has read it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def unpack(block_ids: bytes) -> BlockIds:
 class BlockPool:
     """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device."""
 
-    __slots__ = ("_free", "held", "lent", "named", "named_in_trees", "num_blocks", "scrubber")
+    __slots__ = ("_free", "held", "lent", "named", "num_blocks", "scrubber")
 
     def __init__(self, num_blocks: int, scrubber: Scrubber | None = None) -> None:
         self.num_blocks = num_blocks
@@ -38,10 +37,7 @@ class BlockPool:
         self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
         self.lent: set[int] = set()
         self.named: set[int] = set()  # by a plan that waits
-        self.named_in_trees: set[int] = (
-            set()
-        )  # of those, blocks that an eviction might free and the plan would hold
-        self.held: list[int] = []  # freed meanwhile
+        self.held = bytearray()  # freed meanwhile, packed
 
     @property
     def num_free(self) -> int:
@@ -64,39 +60,31 @@ class BlockPool:
         return taken
 
     def give(self, block_ids: bytes | bytearray | memoryview) -> None:
-        """Put packed ids on the free stack, those that a waiting plan names at ``settle``. O(n) copy."""
-        if self.named:
-            block_ids = self.hold_named(block_ids)
+        """Put packed ids on the free stack. O(n) copy."""
         if self.scrubber is not None:
             self.scrubber.free(block_ids)
         self._free += block_ids
 
-    def hold_named(self, block_ids: bytes | bytearray | memoryview) -> bytearray:
-        """Keep those that a waiting plan names until ``settle``; returns the others."""
+    def hold_named(self, block_ids: bytes | bytearray | memoryview) -> tuple[bytes, bytes]:
+        """Keep those of the ids that a waiting plan names until ``settle``. Returns those kept, and the others."""
         ids = unpack(bytes(block_ids))
         is_named = np.isin(ids, list(self.named))
-        kept = ids[is_named].tolist()
+        kept = ids[is_named].tobytes()
         self.held += kept
-        self.named_in_trees.difference_update(kept)
-        return bytearray(ids[~is_named].tobytes())
+        return kept, ids[~is_named].tobytes()
 
-    def name_in_plan(self, source: int, target: int, *, source_in_tree: bool) -> None:
-        """A plan that waits for its engine reads ``source`` and writes ``target``."""
-        if source_in_tree and source not in self.named:
-            self.named_in_trees.add(source)
-        self.named.update((source, target))
-
-    def forget_named(self, block_ids: bytes) -> None:
-        """These blocks' KV exist, says the engine: whatever was to be copied into or out of them is done."""
-        self.named.difference_update(unpack(block_ids).tolist())
-        self.named_in_trees &= self.named
+    def names_one_of(self, block_ids: bytes | bytearray) -> bool:
+        """Whether a waiting plan reads or writes one of these packed ids. O(ids)."""
+        return not self.named.isdisjoint(unpack(bytes(block_ids)).tolist())
 
     def settle(self) -> None:
-        """No plan waits any more: what was freed meanwhile is free."""
+        """No plan waits any more: what was freed meanwhile is free.
+
+        Not zeroed now, whoever had it: the engine has yet to execute the plan. It is when it is handed out.
+        """
         self.named.clear()
-        self.named_in_trees.clear()
-        self._free += np.array(self.held, dtype=np.int32).tobytes()
-        self.held.clear()
+        self._free += self.held
+        self.held = bytearray()
 
     def free_ids(self) -> BlockIds:
         """The free ids, int32, a copy. O(free)."""

@@ -182,6 +182,7 @@ class PrefixCache:
         self._sequences: set[Sequence] = set()
         self._leases: set[Lease] = set()
         self._copies = WaitingCopies()
+        self._kept_for_plan: list[Lease] = []
         self._num_copied_blocks = 0
         self._upkeep = Upkeep(self._lock, self._tenants)
         if clock is monotonic and policy.maintain is not Policy.maintain:
@@ -258,13 +259,16 @@ class PrefixCache:
             try:
                 if not lease._is_open:
                     raise LeaseError("this lease is released already")
-                lease._is_open = False
-                self._leases.discard(lease)
-                if lease._node is not None:
-                    self._evictor.release(lease._node, cast(NamespaceTree, lease._node.tree))
+                self._end_lease(lease)
             except BaseException as error:
                 mend(self, error, leases=[lease])
                 raise
+
+    def _end_lease(self, lease: Lease) -> None:
+        lease._is_open = False
+        self._leases.discard(lease)
+        if lease._node is not None:
+            self._evictor.release(lease._node, cast(NamespaceTree, lease._node.tree))
 
     def _lease_end(self, tree: NamespaceTree, node: Node, child: Node | None, common: int) -> Node:
         """Lease the end of a walk, splitting there if it lies inside a node, and tell the policy of the use."""
@@ -504,8 +508,10 @@ class PrefixCache:
                     num_tokens = _require_between("num_tokens", num_tokens, sequence._num_committed, high)
                 sequence._num_committed = num_tokens
                 new = num_tokens // self._block_size
-                if new > sequence._node.depth:
+                if new > (old := sequence._node.depth):
                     self._store(sequence, sequence._node, new)
+                    if self._pool.named:
+                        self._keep_named(sequence, old, new)
                     if self._num_waiting:
                         self._progress.notify_all()
             except BaseException as error:
@@ -543,8 +549,6 @@ class PrefixCache:
             )
         else:
             self._evictor.grow(node, key[at:stop], block_ids, tree, sequence._hints, keys)
-        if self._pool.named:
-            self._pool.forget_named(block_ids)
         if sequence._own == resident:
             sequence._own = new
         else:
@@ -747,7 +751,9 @@ class PrefixCache:
         source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
         self._copies.add(source, target, rows)
         if self._storage is None:  # before the tail is given up, which may free the source
-            self._pool.name_in_plan(source, target, source_in_tree=tail.node is not None)
+            self._pool.named.update((source, target))
+            if tail.node is not None:
+                self._keep_for_plan(tail.node, sequence._tree)
         self._num_copied_blocks += 1
         sequence._table[-ID_BYTES:] = fresh
         last = sequence.num_blocks - 1
@@ -761,18 +767,40 @@ class PrefixCache:
         self._drop(tail, sequence._tree)
         sequence._run, sequence._own = parent, last
 
+    def _keep_named(self, sequence: Sequence, old: int, new: int) -> None:
+        """Blocks ``[old, new)``, which became the tree's, stay until the plan is fetched if it reads one of them."""
+        if self._pool.names_one_of(sequence._table[old * ID_BYTES : new * ID_BYTES]):
+            self._keep_for_plan(sequence._node, sequence._tree)
+
+    def _keep_for_plan(self, node: Node, tree: NamespaceTree) -> None:
+        """Lease a node, which is leased already, until the plan is fetched."""
+        lease = self._lease_at(node, tree)
+        self._kept_for_plan.append(lease)
+        self._leases.add(lease)
+        self._evictor.lease(node, tree)
+
+    def _lease_at(self, node: Node, tree: NamespaceTree) -> Lease:
+        """A lease on all that a node ends; nobody knows of it yet."""
+        packed = b"".join(each.block_ids for each in path_between(tree.root, node))
+        return Lease(self, node, Match(tree.namespace, tree.key_of(node), packed))
+
     def flush(self) -> StepPlan:
         """The copies that an engine which owns its KV must execute before it writes again; then they are forgotten.
 
-        Fetch it once a step. Until then blocks that the plan names are not handed out again, even if they are
-        freed. With storage, copies are executed as soon as they are decided, and the plan is empty.
+        Fetch it once a step, and execute it before any other call. Until it is fetched, blocks that the plan names
+        are not handed out again, even if they are freed: they stay their tenant's. With storage, copies are executed
+        as soon as they are decided, and the plan is empty.
         """
         with self._lock:
             waiting = self._copies
             try:
                 plan = waiting.plan()
-                self._pool.settle()
                 self._copies = WaitingCopies()
+                for lease in self._kept_for_plan:
+                    self._end_lease(lease)
+                self._kept_for_plan = []
+                if self._pool.named:
+                    self._evictor.settle()
                 return plan
             except BaseException as error:
                 self._copies = waiting

@@ -183,9 +183,8 @@ class Evictor:
 
     @property
     def _usable_blocks(self) -> int:
-        """Blocks that tenants can have: not lent, and not named by a plan that waits for its engine."""
-        pool = self._pool
-        return pool.num_blocks - len(pool.lent) - len(pool.held) - len(pool.named_in_trees)
+        """Blocks that tenants can have: not lent."""
+        return self._pool.num_blocks - len(self._pool.lent)
 
     def require(
         self, needed: int, tenant: TenantState, about_to_lease: int = 0, of_them_lent: int = 0
@@ -249,14 +248,8 @@ class Evictor:
 
     def _take_evicting(self, num_blocks: int, requester: TenantState | None) -> bytearray:
         """Packed ids of more blocks than are free."""
-        pool = self._pool
-        freed = pool.take_all()
-        while (
-            short := num_blocks * ID_BYTES - len(freed)
-        ) > 0:  # once, or twice if a waiting plan holds some
-            self._evict(short, requester, freed)
-            if pool.named:
-                freed = pool.hold_named(freed)
+        freed = self._pool.take_all()
+        self._evict(num_blocks * ID_BYTES - len(freed), requester, freed)
         return freed
 
     def charge(self, tenant: TenantState, num_blocks: int) -> None:
@@ -268,9 +261,22 @@ class Evictor:
             self._ranking.rank(tenant)
 
     def give(self, block_ids: bytes | bytearray | memoryview, tenant: TenantState) -> None:
-        """Free blocks that were private to the tenant's sequences."""
+        """Free blocks that were private to the tenant's sequences; those that a waiting plan names stay its own."""
+        if self._pool.named:
+            held, block_ids = self._pool.hold_named(block_ids)
+            tenant.held_blocks += len(held) // ID_BYTES
         self._pool.give(block_ids)
-        num_blocks = len(block_ids) // ID_BYTES
+        self._discharge(tenant, len(block_ids) // ID_BYTES)
+
+    def settle(self) -> None:
+        """No plan waits any more: what was freed meanwhile is free, and on nobody's account. O(tenants + blocks)."""
+        self._pool.settle()
+        for tenant in self._ranking.tenants:
+            held, tenant.held_blocks = tenant.held_blocks, 0
+            self._discharge(tenant, held)
+
+    def _discharge(self, tenant: TenantState, num_blocks: int) -> None:
+        """So many blocks are not private to the tenant any more."""
         if tenant.protected_blocks > tenant.guaranteed_blocks:
             self.promised_blocks -= min(tenant.protected_blocks - tenant.guaranteed_blocks, num_blocks)
         tenant.protected_blocks -= num_blocks

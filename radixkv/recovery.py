@@ -107,7 +107,7 @@ class _Books:
         self.tenants = list(cache._tenants.values())
         self.nodes: list[Node] = []  # of all trees, parents before children
         self.home = np.full(cache._pool.num_blocks, -1, np.int64)  # which of them has the block
-        self.is_private = np.zeros(cache._pool.num_blocks, np.bool_)
+        self.private_to = np.full(cache._pool.num_blocks, -1, np.int64)  # which of the tenants
         self.num_private: Counter[TenantState] = Counter()
 
     def rebuild(self) -> None:
@@ -117,6 +117,7 @@ class _Books:
             self._relink(tree)
         self._close_what_lost_its_node()
         self._share_blocks()
+        self._keep_for_plan()
         self._count_uses()
         self._forget_what_was_cleared(trees)
         self._count()
@@ -243,7 +244,7 @@ class _Books:
         return self.nodes[index] if index >= 0 else None
 
     def _own(self, block_ids: bytearray, sequence: Sequence) -> None:
-        self.is_private[unpack(bytes(block_ids))] = True
+        self.private_to[unpack(bytes(block_ids))] = self.tenants.index(sequence._tree.tenant)
         self.num_private[sequence._tree.tenant] += len(block_ids) // ID_BYTES
 
     def _count_uses(self) -> None:
@@ -258,6 +259,35 @@ class _Books:
                 assert node.parent is not None
                 node.parent.uses += 1
 
+    # --- copies that wait
+
+    def _keep_for_plan(self) -> None:
+        """What a copy that waits reads or writes stays: leased in a tree, or held for its tenant.
+
+        A copy into what nobody owns is dropped.
+        """
+        cache, pool, copies = self.cache, self.cache._pool, self.cache._copies._copies
+        cache._leases.difference_update(cache._kept_for_plan)
+        for target in [target for target in copies if self._owner(target) is None]:
+            del copies[target]
+        pool.named = {block_id for target, (source, _) in copies.items() for block_id in (source, target)}
+        nodes = {self.nodes[at] for at in self.home[sorted(pool.named)].tolist() if at >= 0}
+        cache._kept_for_plan = [cache._lease_at(node, cast(NamespaceTree, node.tree)) for node in nodes]
+        cache._leases.update(cache._kept_for_plan)
+        held = {source: self._owner(target) for target, (source, _) in copies.items()}
+        held = {source: tenant for source, tenant in held.items() if self._owner(source) is None}
+        pool.held = bytearray(np.array(list(held), np.int32).tobytes())
+        counts = Counter(held.values())
+        for tenant in self.tenants:
+            tenant.held_blocks = counts[tenant]
+
+    def _owner(self, block_id: int) -> TenantState | None:
+        """The tenant that has a block in a tree or in a sequence."""
+        node, tenant = int(self.home[block_id]), int(self.private_to[block_id])
+        if node >= 0:
+            return cast(NamespaceTree, self.nodes[node].tree).tenant
+        return self.tenants[tenant] if tenant >= 0 else None
+
     # --- tenants
 
     def _count(self) -> None:
@@ -266,7 +296,8 @@ class _Books:
             nodes[cast(NamespaceTree, node.tree).tenant].append(node)
         for tenant, its_nodes in nodes.items():
             evictable = [node for node in its_nodes if not node.uses]
-            num_used = sum(node.num_blocks for node in its_nodes) + self.num_private[tenant]
+            num_used = sum(node.num_blocks for node in its_nodes)
+            num_used += self.num_private[tenant] + tenant.held_blocks
             tenant.evictable_blocks = sum(node.num_blocks for node in evictable)
             tenant.protected_blocks = num_used - tenant.evictable_blocks
             tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED
@@ -288,19 +319,13 @@ class _Books:
     # --- the pool and the journal
 
     def _refill_pool(self) -> None:
-        """What nobody owns is free, or held if a copy that waits needs it. A copy into what nobody owns is dropped."""
-        pool, copies = self.cache._pool, self.cache._copies._copies
-        is_owned = self.is_private | (self.home >= 0)
-        for target in [target for target in copies if not is_owned[target]]:
-            del copies[target]
+        """What nobody owns, and no copy that waits needs, is free."""
+        pool = self.cache._pool
+        is_owned = (self.private_to >= 0) | (self.home >= 0)
+        is_owned[unpack(bytes(pool.held))] = True
         pool.lent = {block_id for block_id in pool.lent if not is_owned[block_id]}
         is_owned[list(pool.lent)] = True
-        pool.named = {block_id for target, (source, _) in copies.items() for block_id in (source, target)}
-        is_named = np.zeros(pool.num_blocks, np.bool_)
-        is_named[list(pool.named)] = True
-        pool.named_in_trees = set(np.flatnonzero(is_named & (self.home >= 0)).tolist())
-        pool.held = np.flatnonzero(is_named & ~is_owned).tolist()
-        pool._free = _packed(~is_owned & ~is_named)
+        pool._free = _packed(~is_owned)
 
     def _tell_journal(self, trees: list[NamespaceTree]) -> None:
         journal, evictor = self.cache._journal, self.cache._evictor

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from radixkv.blocks import BlockPool
+from radixkv.blocks import BlockPool, unpack
 from radixkv.config import CacheConfig
 from radixkv.sequence import Run, Sequence
 from radixkv.tenants import NamespaceTree, TenantState
@@ -45,7 +45,7 @@ def stats_of(
         free_blocks=pool.num_free,
         resident_blocks=resident,
         sequence_blocks=sum(state.used_blocks for state in states) - resident - quarantined,
-        quarantined_blocks=quarantined + len(pool.held),
+        quarantined_blocks=quarantined,
         lent_blocks=len(pool.lent),
         evictable_blocks=sum(state.evictable_blocks for state in states),
         num_nodes=sum(tree.num_nodes for state in states for tree in state.trees.values()),
@@ -101,7 +101,8 @@ def snapshot_of(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         free_ids=pool.free_ids(),
-        lent_ids=(*pool.lent, *pool.held),
+        lent_ids=tuple(pool.lent),
+        held_ids=unpack(bytes(pool.held)),
         trees=tree_snapshots,
         runs=tuple(run_snapshots),
         sequences=tuple(sequence_snapshots),
@@ -114,6 +115,7 @@ def snapshot_of(
                 len(state.policy),
                 state.guaranteed_blocks,
                 state.settings.limit,
+                state.held_blocks,
             )
             for state in states
         ),

@@ -6,6 +6,7 @@ Whose blocks go: ``Ranking``. What is promised to whom: ``eviction.Evictor.promi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final
 
@@ -31,9 +32,10 @@ class TenantState:
 
     ``settings``: what it is promised and held to; ``is_added`` unless they are the default's.
     ``label``: what its blocks are known by, see ``scrubbing``.
-    ``protected_blocks``: leased in its trees, private to its sequences, or quarantined. ``evictable_blocks``: in
-    its trees and protected by no lease. Together they are what it uses. ``on_…``: the policy's hooks, None for
-    those that it leaves out, bound once so that a request doesn't look them up or call what does nothing.
+    ``protected_blocks``: leased in its trees, private to its sequences, quarantined, or freed and held for a plan that
+    waits (``held_blocks``). ``evictable_blocks``: in its trees and protected by no lease. Together they are what it
+    uses. ``on_…``: the policy's hooks, None for those that it leaves out, bound once so that a request doesn't look
+    them up or call what does nothing.
     """
 
     __slots__ = (
@@ -42,6 +44,7 @@ class TenantState:
         "evicted_blocks",
         "generation",
         "guaranteed_blocks",
+        "held_blocks",
         "hit_tokens",
         "is_added",
         "label",
@@ -78,6 +81,7 @@ class TenantState:
         self.detached: set[NamespaceTree] = set()
         self.protected_blocks = 0
         self.evictable_blocks = 0
+        self.held_blocks = 0
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
         self.evicted_blocks = 0
         self.generation = 0  # how often it was purged
@@ -117,8 +121,8 @@ class TenantState:
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of cleared namespaces that running sequences still hold."""
-        return sum(tree.num_blocks for tree in self.detached)
+        """Blocks of cleared namespaces that running sequences still hold, and those held for a plan that waits."""
+        return sum(tree.num_blocks for tree in self.detached) + self.held_blocks
 
     def detach(self, tree: NamespaceTree) -> None:
         """Make a tree unreachable; it lives on for the sequences that lease it. O(1)."""
@@ -166,6 +170,11 @@ class Ranking:
         self._tenants = tenants
         self._heap: list[tuple[float, int, TenantState]] | None = None
         self._entries = 0
+
+    @property
+    def tenants(self) -> Iterable[TenantState]:
+        """All of them."""
+        return self._tenants.values()
 
     def rank(self, tenant: TenantState) -> None:
         """Note what the tenant uses now. O(log tenants), amortised."""

@@ -158,6 +158,8 @@ class TenantSnapshot:
     policy_nodes: int
     guaranteed_blocks: int
     max_blocks: int | None
+    held_blocks: int
+    """Freed while a copy that waits needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class Snapshot:
     block_size: int
     free_ids: BlockIds
     lent_ids: tuple[int, ...]
+    held_ids: BlockIds
     trees: tuple[TreeSnapshot, ...]
     runs: tuple[RunSnapshot, ...]
     sequences: tuple[SequenceSnapshot, ...]

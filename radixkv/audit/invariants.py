@@ -138,7 +138,7 @@ def differences(before: Snapshot, after: Snapshot) -> list[str]:
     found = []
     for field in dataclasses.fields(Snapshot):
         old, new = getattr(before, field.name), getattr(after, field.name)
-        if field.name in ("free_ids", "lent_ids"):
+        if field.name in ("free_ids", "lent_ids", "held_ids"):
             old, new = sorted(map(int, old)), sorted(map(int, new))
         if old != new:
             found.append(field.name)
@@ -212,6 +212,7 @@ class _Audit:
         """Each owner of blocks and the ids that it owns."""
         yield "the free list", self.snapshot.free_ids
         yield "the lent blocks", np.array(self.snapshot.lent_ids, dtype=np.int32)
+        yield "the held blocks", self.snapshot.held_ids
         for at, tree in enumerate(self.snapshot.trees):
             yield f"tree {at}", _ids(b"".join(node.block_ids for node in tree.nodes))
         for at, run in enumerate(self.snapshot.runs):
@@ -429,8 +430,12 @@ class _Audit:
             unprotected[tenant] += sum(not node.uses for node in tree.nodes)
         for tenant, at in self._private_runs():
             used[tenant] += len(snapshot.runs[at].block_ids) // ID_BYTES
+        held = sum(counted.held_blocks for counted in snapshot.tenants)
+        if held != len(snapshot.held_ids):
+            yield Violation("usage", f"tenants count {held} held blocks, {len(snapshot.held_ids)} are there")
         for counted in snapshot.tenants:
             name = counted.tenant
+            used[name] += counted.held_blocks
             if (counted.used_blocks, counted.evictable_blocks) != (used[name], evictable[name]):
                 counts = f"{counted.used_blocks} used and {counted.evictable_blocks} evictable blocks"
                 yield Violation(

@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixkv import CacheConfig, KernelError, KVLayout, LeaseError, Namespace, PrefixCache, StepPlan, audit
+from radixkv import (
+    CacheConfig,
+    KernelError,
+    KVLayout,
+    LeaseError,
+    Namespace,
+    OutOfBlocks,
+    PrefixCache,
+    StepPlan,
+    Tenant,
+    audit,
+)
 
 NS = Namespace("a", "m")
 
@@ -140,4 +151,67 @@ def test_copies_that_fail_cost_the_sequences_that_needed_them(monkeypatch: pytes
     parent.release()
     alone.release()
     assert cache.stats().free_blocks == 8
+    audit.check(cache)
+
+
+def test_a_source_that_was_committed_and_evicted_while_its_copy_waits() -> None:
+    """Its last row exists though the copy needs fewer: a commit makes it the tree's, and others want its room."""
+    rows = np.zeros((4, 4), dtype=np.int64)
+
+    def zero(block_ids: np.ndarray) -> None:
+        rows[block_ids] = 0
+
+    cache = PrefixCache(CacheConfig(num_blocks=4, block_size=4), scrub_blocks=zero)
+    parent = cache.open(NS, [1, 2, 3, 4])
+    rows[parent.block_table] = [1, 2, 3, 4]
+    child = parent.fork(1)[0]
+    child.truncate(2)
+    child.append(9)
+    parent.commit(4)
+    parent.release()
+    audit.check(cache)
+    assert cache.tenant_stats("a").evictable_blocks == 0
+    with cache.open(Namespace("b", "m"), range(8)), pytest.raises(OutOfBlocks):
+        cache.open(Namespace("b", "m"), range(50, 54))
+    _execute_at_once(rows, cache.flush())
+    audit.check(cache)
+    assert rows[child.block_table[0], :2].tolist() == [1, 2]
+    child.release()
+    assert cache.evict(4) == 1 and cache.stats().free_blocks == 4
+
+
+def test_blocks_that_wait_are_on_their_tenants_account() -> None:
+    """A borrower that never fetches its plan runs out itself; a tenant within its guarantee doesn't notice."""
+    cache = PrefixCache(CacheConfig(num_blocks=16, block_size=2), scrub_blocks=lambda ids: None)
+    cache.add_tenant(Tenant("strict", guaranteed_blocks=8, mode="strict"))
+    greedy = cache.open(Namespace("b", "m"), [1])
+    refused = 0
+    for _ in range(40):
+        (child,) = greedy.fork(1)
+        try:
+            child.append(2)
+        except OutOfBlocks:
+            refused += 1
+        child.release()
+        audit.check(cache)
+    assert refused and cache.stats().quarantined_blocks == cache.tenant_stats("b").used_blocks - 1 == 7
+    with cache.open(Namespace("strict", "m"), range(16)) as sequence:
+        assert sequence.num_blocks == 8
+    assert cache.flush().num_copies > 0
+    audit.check(cache)
+    assert cache.tenant_stats("b").used_blocks == 1 and cache.stats().quarantined_blocks == 0
+
+
+def test_a_waiting_plan_outlives_the_purge_of_its_tenant() -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=6, block_size=2))
+    parent = cache.open(NS, [1, 2, 3])
+    (child,) = parent.fork(1)
+    child.append(4)
+    cache.purge("a")
+    child.release()
+    parent.release()
+    audit.check(cache)
+    assert cache.stats().quarantined_blocks == 2 == cache.tenant_stats("a").used_blocks
+    assert cache.flush().num_copies == 1
+    assert cache.stats().free_blocks == 6
     audit.check(cache)

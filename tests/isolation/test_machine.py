@@ -95,7 +95,7 @@ class Reached(properties.CacheMachine):
                     ).values()
                 ),
                 "copies that wait": self.engine.is_behind,
-                "waiting plans hold blocks": len(snapshot.lent_ids) > stats.lent_blocks,
+                "waiting plans hold blocks": len(snapshot.held_ids) > 0,
                 "committed and private": any(
                     run.num_committed >= self.block_size and not run.forgotten and self._is_private(run)
                     for run in self.runs
