@@ -60,6 +60,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         layout=layout_of(model),
         device=settings.device,
         policy=settings.policy,
+        scrub=settings.scrub,
         default_tenant=None,
     )
     cache = PrefixCache(config, journal=coordinator.journal)

@@ -18,9 +18,10 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast, get_args
 from urllib.parse import urlsplit
 
-from radixkv.config import policy_names
+from radixkv.config import Scrub, policy_names
 from radixkv.coordination.costs import COSTS
 from radixkv.errors import ConfigError
 from radixkv.service.limits import Limits
@@ -44,6 +45,7 @@ DEFAULTS: Mapping[str, str] = {
     "num-blocks": "4096",
     "block-size": "16",
     "policy": "lru",
+    "scrub": "cross-tenant",
     "device": "cpu",
     "dtype": "float32",
     "threads": "0",
@@ -94,6 +96,7 @@ class ServeSettings:
     num_blocks: int
     block_size: int
     policy: str
+    scrub: Scrub
     device: str
     dtype: str
     threads: int
@@ -123,6 +126,7 @@ class ServeSettings:
             num_blocks=reader.integer("num-blocks", 2, 2**31 - 1),
             block_size=reader.integer("block-size", 1, 1024),
             policy=reader.choice("policy", policy_names()),
+            scrub=cast("Scrub", reader.choice("scrub", get_args(Scrub))),
             device=reader.pattern("device", _DEVICE, "cpu, mps, cuda, cuda:N, xpu or xpu:N"),
             dtype=reader.choice("dtype", _DTYPES),
             threads=reader.integer("threads", 0, 1024),

@@ -291,6 +291,13 @@ def test_keys_become_tenants_of_the_cache(service: Running, keys_file: Path) -> 
     assert service.operator.put("/v1/tenants/initech", json={"guaranteed_blocks": 56}).status_code == 200
 
 
+def test_a_strict_tenant_needs_a_service_that_scrubs() -> None:
+    with service_in_thread(scrub="never") as running:
+        answer = running.operator.put("/v1/tenants/acme", json={"mode": "strict", "guaranteed_blocks": 8})
+        assert answer.status_code == 409 and refusal(answer)["field"] == "mode"
+        assert running.operator.put("/v1/tenants/acme", json={"guaranteed_blocks": 8}).status_code == 200
+
+
 def test_the_cache_knows_only_the_tenants_of_the_keys(service: Running) -> None:
     with pytest.raises(NamespaceError, match="not known"):
         service.service.cache.open(service.service.namespace("nobody", "", None), [1] * 32)

@@ -31,7 +31,7 @@ def test_nothing_set_is_the_embedded_default() -> None:
         ("host", ""), ("host", "no such host"), ("host", "256.1.1.1"),
         ("lease-s", "0"), ("lease-s", "nan"), ("lease-s", "inf"), ("lease-s", "soon"),
         ("num-blocks", "0"), ("num-blocks", "many"), ("num-blocks", str(2**31)),
-        ("block-size", "0"), ("policy", "mru"), ("policy", ""),
+        ("block-size", "0"), ("policy", "mru"), ("policy", ""), ("scrub", "some"),
         ("device", "gpu"), ("device", "cuda:x"), ("dtype", "int8"), ("threads", "-1"),
         ("model", "/nowhere"), ("model", ""), ("keys", "/nowhere"), ("keys", "/"),
         ("redis", "127.0.0.1:6379"), ("redis", "http://x"), ("replica", "a b"), ("replica", ""),
