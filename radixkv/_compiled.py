@@ -32,6 +32,7 @@ READ = (
     "clock",
     "config",
     "errors",
+    "pins",
     "recovery",
     "scrubbing",
     "segments",

@@ -49,6 +49,7 @@ from radixkv.errors import (
 )
 from radixkv.eviction import Evictor, path_between
 from radixkv.namespaces import Namespace, Tenant
+from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.recovery import mend
 from radixkv.scrubbing import make_scrubber
@@ -184,7 +185,8 @@ class PrefixCache:
         self._copies = WaitingCopies()
         self._kept_for_plan: list[Lease] = []
         self._num_copied_blocks = 0
-        self._upkeep = Upkeep(self._lock, self._tenants)
+        self._pins = Pins(clock, self._evictor, self._leases)
+        self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
         if clock is monotonic and policy.maintain is not Policy.maintain:
             self._upkeep.start()
 
@@ -199,8 +201,8 @@ class PrefixCache:
         return self._storage
 
     def maintain(self) -> None:
-        """Let policies learn, without the lock. A cache on the monotonic clock has a thread that does; on another
-        clock, as in a simulation, call it between requests.
+        """End pins whose time is over, and let policies learn, without the lock. A cache on the monotonic clock has a
+        thread that does; on another clock, as in a simulation, call it between requests.
         """
         self._upkeep.maintain()
 
@@ -214,11 +216,14 @@ class PrefixCache:
         _require_namespace(namespace)
         key = encode(ids)
         with self._lock:
-            tree = self._tree(namespace)
-            if tree is None:
-                return Match(namespace, b"", b"")
-            table = bytearray()
-            _, at, _, common = tree.walk(key, len(key), table)
+            return self._match(namespace, key)
+
+    def _match(self, namespace: Namespace, key: bytes) -> Match:
+        tree = self._tree(namespace)
+        if tree is None:
+            return Match(namespace, b"", b"")
+        table = bytearray()
+        _, at, _, common = tree.walk(key, len(key), table)
         return Match(namespace, key[: at + common], bytes(table))
 
     def lease(self, match: MatchLike) -> Lease:
@@ -251,6 +256,7 @@ class PrefixCache:
             raise LeaseError(
                 f"the match of {match.num_tokens} tokens is stale: its blocks were evicted; match again"
             )
+        self._evictor.end_due_pins(tree.tenant)
         self._evictor.require(0, tree.tenant, self._newly_protected(node, child, common))
         return self._lease_end(tree, node, child, common)
 
@@ -327,6 +333,7 @@ class PrefixCache:
                 total = -(-num_bytes // size)
                 needed, tenant = total - cached, tree.tenant
                 if not self._evictor.surely_has(total, tenant):
+                    self._evictor.end_due_pins(tenant)
                     self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
                 if not tree.root.children:
                     self._register_tree(tree)
@@ -378,6 +385,7 @@ class PrefixCache:
                 tree = self._tree(namespace) or self._new_tree(namespace)
                 node, at, child, common = tree.walk(key, len(key) - 1, table)
                 needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
+                self._evictor.end_due_pins(tree.tenant)
                 self._evictor.require(needed, tree.tenant, self._newly_protected(node, child, common))
                 matched = Match(namespace, key[: at + common], bytes(table))
                 end = self._lease_end(tree, node, child, common) if table else None
@@ -401,6 +409,7 @@ class PrefixCache:
         while short > 0:
             with self._lock:
                 try:
+                    self._evictor.end_due_pins(tenant)
                     self._evictor.require(num_blocks, tenant)
                     short = num_blocks - self._pool.num_free
                     if short > 0:
@@ -942,6 +951,7 @@ class PrefixCache:
             with self._lock:
                 try:
                     wanted = min(left, SLICE_BLOCKS)
+                    self._evictor.end_due_pins(None)
                     freed = self._evictor.evict(wanted)
                 except BaseException as error:
                     mend(self, error)
@@ -997,6 +1007,7 @@ class PrefixCache:
                 resident = (at + common) // size
                 if resident < len(blocks):
                     lent = sum(block_id in self._pool.lent for block_id in blocks[resident:].tolist())
+                    self._evictor.end_due_pins(tree.tenant)
                     protected = self._newly_protected(node, child, common)
                     self._evictor.require(len(blocks) - resident, tree.tenant, protected, lent)
                     self._register_tree(tree)
@@ -1021,6 +1032,66 @@ class PrefixCache:
         if self._journal is not None:
             self._evictor.report_stored(tree, key, resident, len(blocks))
 
+    # --- pins
+
+    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: Any) -> Pin:
+        """Keep a prefix resident for ``ttl_s`` seconds, whatever is evicted; pinned again, its time begins anew.
+
+        All whole blocks of ``ids`` have to be resident; they count once against the tenant's ``pin_budget``, and as
+        in use. A clear or a purge ends the pin. Raises TokenError, ArgumentError, NotResident, PinBudgetExceeded, and
+        OutOfBlocks if they are borrowed and others couldn't have what they are guaranteed; then nothing is changed.
+        O(nodes on the path + blocks), and log of the tenant's pins.
+        """
+        _require_namespace(namespace)
+        ttl_s, key = require_ttl(ttl_s), encode(ids)
+        key = key[: len(key) // self._block_bytes * self._block_bytes]
+        if not key:
+            raise ArgumentError(
+                "ids", "less than a block", f"at least {self._block_size} token ids, one block"
+            )
+        if self._clock is monotonic:
+            self._upkeep.start()
+        lease: Lease | None = None
+        with self._lock:
+            try:
+                tenant = self._tenants.get(namespace.tenant)
+                self._evictor.end_due_pins(tenant)
+                match = self._match(namespace, key)
+                budget = 0 if tenant is None else tenant.settings.pin_budget
+                pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget)
+                if pin is None:
+                    lease = Lease(self, self._lease_match(match), match)
+                    self._leases.add(lease)
+                    pin = self._pins.hold(lease, ttl_s)
+                return pin
+            except BaseException as error:
+                mend(self, error, leases=[lease])
+                raise
+
+    def unpin(self, pin: Any) -> None:
+        """End a pin before its time. Raises LeaseError for one that has ended."""
+        if not isinstance(pin, Pin):
+            raise ArgumentError("pin", pin, "a Pin")
+        with self._lock:
+            try:
+                self._pins.unpin(pin)
+            except BaseException as error:
+                mend(self, error)
+                raise
+
+    def pins(self, tenant: str | None = None) -> list[Pin]:
+        """The pins that hold, of one tenant or of all, each with the seconds that are left."""
+        with self._lock:
+            return self._pins.told(tenant)
+
+    def _end_due_pins(self) -> None:
+        with self._lock:
+            try:
+                self._evictor.end_due_pins(None)
+            except BaseException as error:
+                mend(self, error)
+                raise
+
     # --- tenants
 
     def add_tenant(self, tenant: Tenant) -> None:
@@ -1043,6 +1114,7 @@ class PrefixCache:
                 state = self._tenants.get(tenant.id)
                 if state is None:
                     state = self._new_state(tenant, is_added=True)
+                self._evictor.end_due_pins(state)
                 self._require_promise(tenant, state)
                 if state.settings.mode != tenant.mode:
                     state.label = self._new_label(tenant)
@@ -1178,13 +1250,14 @@ class PrefixCache:
             return 0 if state is None else state.generation
 
     def _reclaim(self, tree: NamespaceTree) -> None:
-        """Free what nobody uses of a cleared tree, slice by slice."""
+        """End the pins of a cleared tree, and free what nobody uses of it, slice by slice."""
         pending = [tree.root]
         try:
             while pending:
                 with self._lock:
                     try:
-                        self._reclaim_slice(tree, pending)
+                        if not self._pins.end_in(tree):
+                            self._reclaim_slice(tree, pending)
                     except BaseException as error:
                         mend(self, error)
                         raise
@@ -1210,13 +1283,13 @@ class PrefixCache:
         """Counts of the whole cache at this moment. O(namespaces + tenants)."""
         with self._lock:
             return snapshots.stats_of(
-                self._pool, self._tenants, len(self._sequences), self._num_copied_blocks
+                self._pool, self._tenants, len(self._sequences), self._num_copied_blocks, self._pins
             )
 
     def tenant_stats(self, tenant: str) -> TenantStats:
         """Counts of one tenant; all zero for one that isn't known. O(its namespaces)."""
         with self._lock:
-            return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant))
+            return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
 
     def tenants(self) -> list[str]:
         """The tenants that the cache has seen."""
@@ -1232,6 +1305,7 @@ class PrefixCache:
                 self._tenants,
                 self._sequences,
                 [(lease._node, lease._packed) for lease in self._leases],
+                self._pins,
             )
 
     # --- checks

@@ -18,7 +18,7 @@ so one sum decides whether a request can be granted, and a tenant within its gua
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import cast
 
 from radixkv.blocks import BlockPool
@@ -41,6 +41,7 @@ class Evictor:
         "_scrubber",
         "_segment_blocks",
         "evictable_blocks",
+        "on_need",
         "promised_blocks",
     )
 
@@ -59,6 +60,7 @@ class Evictor:
         self._scrubber = pool.scrubber
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
+        self.on_need: Callable[[TenantState | None], object] | None = None  # ends pins that are due
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -213,12 +215,18 @@ class Evictor:
             and self.promised_blocks + num_blocks <= self._usable_blocks
         )
 
+    def end_due_pins(self, requester: TenantState | None) -> None:
+        """Before ``require``: pins that are due give up what the requester could get (None: all). Moves no node."""
+        if self.on_need is not None:
+            self.on_need(requester)
+
     def take(self, num_blocks: int, tenant: TenantState) -> bytearray:
         """Packed ids of ``num_blocks`` blocks for a tenant, evicting what is short. Raises like ``require``.
 
         On nobody's account yet: see ``charge``.
         """
         if not self.surely_has(num_blocks, tenant):
+            self.end_due_pins(tenant)
             self.require(num_blocks, tenant)
         return self.take_granted(num_blocks, tenant)
 
@@ -235,6 +243,8 @@ class Evictor:
 
     def take_for_engine(self, num_blocks: int) -> bytearray:
         """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
+        if num_blocks > self.spare_blocks:
+            self.end_due_pins(None)
         spare = self.spare_blocks
         if num_blocks > spare:
             free = self._pool.num_free
@@ -284,6 +294,11 @@ class Evictor:
     def require_all(self, needs: dict[TenantState, int]) -> None:
         """Raise unless several tenants can have what they need at once, like ``require``. O(tenants)."""
         rise = 0
+        if self.on_need is not None:
+            total = sum(needs.values())
+            for tenant in needs:
+                if not self.surely_has(total, tenant):
+                    self.on_need(tenant)
         for tenant, needed in needs.items():
             rise += self.require(needed, tenant, of_them_lent=-rise)
 

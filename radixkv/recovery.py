@@ -9,6 +9,7 @@ exception goes on. It keeps what is certain, and makes everything else anew from
     which nodes hang below a root, and their blocks     parents, depths, uses, counts of a tree
     block table, ids and leased node of a sequence      its runs and who owns them
     leases; blocks lent; copies that wait               counts of tenants, policies' orders, the free list
+    pins, by the leases that they hold                  what they hold in all, and which ends first
 
 - **An interrupted call costs the sequences that it was working on**: they are closed. A sequence that it was
   about to return never was. Every other sequence keeps its blocks and doesn't notice.
@@ -116,6 +117,7 @@ class _Books:
         for tree in trees:
             self._relink(tree)
         self._close_what_lost_its_node()
+        self.cache._pins.settle()
         self._share_blocks()
         self._keep_for_plan()
         self._count_uses()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from radixkv.blocks import BlockPool, unpack
 from radixkv.config import CacheConfig
+from radixkv.pins import Pins
 from radixkv.sequence import Run, Sequence
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tree import Node
@@ -19,6 +20,7 @@ from radixkv.types import (
     CacheStats,
     LeaseSnapshot,
     NodeSnapshot,
+    PinSnapshot,
     RunSnapshot,
     SequenceSnapshot,
     Snapshot,
@@ -34,7 +36,7 @@ NOWHERE: NodeIndex = (-1, None)
 
 
 def stats_of(
-    pool: BlockPool, tenants: dict[str, TenantState], num_sequences: int, num_copied_blocks: int
+    pool: BlockPool, tenants: dict[str, TenantState], num_sequences: int, num_copied_blocks: int, pins: Pins
 ) -> CacheStats:
     """See PrefixCache.stats."""
     states = list(tenants.values())
@@ -58,13 +60,15 @@ def stats_of(
         evicted_blocks=sum(state.evicted_blocks for state in states),
         copied_blocks=num_copied_blocks,
         scrubbed_blocks=0 if pool.scrubber is None else pool.scrubber.num_scrubbed,
+        pinned_blocks=pins.num_blocks(),
+        num_pins=pins.num_pins(),
     )
 
 
-def tenant_stats_of(tenant_id: str, state: TenantState | None) -> TenantStats:
+def tenant_stats_of(tenant_id: str, state: TenantState | None, pins: Pins) -> TenantStats:
     """See PrefixCache.tenant_stats."""
     if state is None:
-        return TenantStats(tenant_id, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        return TenantStats(tenant_id, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     resident = state.resident_blocks
     return TenantStats(
         tenant=tenant_id,
@@ -77,6 +81,8 @@ def tenant_stats_of(tenant_id: str, state: TenantState | None) -> TenantStats:
         hit_tokens=state.hit_tokens,
         missed_tokens=state.missed_tokens,
         evicted_blocks=state.evicted_blocks,
+        pinned_blocks=pins.num_blocks(tenant_id),
+        num_pins=pins.num_pins(tenant_id),
     )
 
 
@@ -86,6 +92,7 @@ def snapshot_of(
     tenants: dict[str, TenantState],
     sequences: Iterable[Sequence],
     leases: Iterable[tuple[Node | None, bytes]],
+    pins: Pins,
 ) -> Snapshot:
     """See PrefixCache.snapshot. Copies references to immutable bytes, not the bytes."""
     states = list(tenants.values())
@@ -116,8 +123,14 @@ def snapshot_of(
                 state.guaranteed_blocks,
                 state.settings.limit,
                 state.held_blocks,
+                pins.num_blocks(state.tenant_id),
             )
             for state in states
+        ),
+        pins=tuple(
+            PinSnapshot(tenant, where[held.lease._node or held.tree.root], held.table, held.until)
+            for tenant, own in pins.tenants.items()
+            for held in own.by_id.values()
         ),
     )
 

@@ -45,6 +45,9 @@ class CacheStats:
     """Copies by copy-on-write."""
     scrubbed_blocks: int
     """Zeroed, because they changed tenant or a strict tenant freed them."""
+    pinned_blocks: int
+    """Owned by trees and kept by pins, each counted once. A pin whose time is over counts until upkeep comes by."""
+    num_pins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class TenantStats:
     hit_tokens: int
     missed_tokens: int
     evicted_blocks: int
+    pinned_blocks: int
+    num_pins: int
 
 
 class Journal(Protocol):
@@ -146,6 +151,16 @@ class LeaseSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class PinSnapshot:
+    """A pin: the node whose lease it holds, among the snapshot's leases. ``until``: on the cache's clock."""
+
+    tenant: str
+    node: tuple[int, int | None]
+    block_ids: bytes
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class TenantSnapshot:
     """A tenant's counts as the cache keeps them; ``policy_nodes`` is how many nodes its policy calls evictable.
 
@@ -160,6 +175,7 @@ class TenantSnapshot:
     max_blocks: int | None
     held_blocks: int
     """Freed while a copy that waits needs them."""
+    pinned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +195,4 @@ class Snapshot:
     sequences: tuple[SequenceSnapshot, ...]
     leases: tuple[LeaseSnapshot, ...]
     tenants: tuple[TenantSnapshot, ...]
+    pins: tuple[PinSnapshot, ...] = ()

@@ -18,6 +18,7 @@ The laws, as named in a report:
     quotas             no tenant uses more than its limit, and every guarantee can be met
     usage              a tenant's used and evictable blocks, and a tree's blocks, are what they sum to
     policy             a policy holds exactly the nodes that no lease protects
+    pins               a pin holds a lease in its tenant's trees; what a tenant's pins hold is what they sum to
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ def _counts(snapshot: Snapshot) -> dict[str, int]:
         "runs": len(snapshot.runs),
         "leases": len(snapshot.leases),
         "tenants": len(snapshot.tenants),
+        "pins": len(snapshot.pins),
     }
 
 
@@ -182,6 +184,7 @@ class _Audit:
         yield from self._committed()
         yield from self._tables()
         yield from self._usage()
+        yield from self._pins()
 
     def _sliced(self, items: Iterable[T]) -> Iterator[T]:
         for at, item in enumerate(items, 1):
@@ -456,6 +459,24 @@ class _Audit:
             yield Violation("quotas", f"{promised} blocks are held or guaranteed, of {snapshot.num_blocks}")
         if unknown := (+used).keys() - {counted.tenant for counted in snapshot.tenants}:
             yield Violation("usage", f"{len(unknown)} tenants own blocks and aren't counted")
+
+    def _pins(self) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        leases = Counter((lease.node, lease.block_ids) for lease in snapshot.leases)
+        leases.subtract((pin.node, pin.block_ids) for pin in snapshot.pins)
+        blocks: dict[str, set[int]] = {}
+        for at, pin in self._sliced(enumerate(snapshot.pins)):
+            if leases[pin.node, pin.block_ids] < 0:
+                yield Violation("pins", f"pin {at} holds no lease of its own")
+            elif snapshot.trees[pin.node[0]].namespace.tenant != pin.tenant:
+                yield Violation("pins", f"pin {at} holds a node of another tenant")
+            blocks.setdefault(pin.tenant, set()).update(_ids(pin.block_ids).tolist())
+        for counted in snapshot.tenants:
+            pinned = len(blocks.get(counted.tenant, ()))
+            if counted.pinned_blocks != pinned:
+                yield Violation(
+                    "pins", f"a tenant counts {counted.pinned_blocks} pinned blocks, {pinned} are"
+                )
 
     def _private_runs(self) -> set[tuple[str, int]]:
         """(tenant, run) of the runs that own their blocks; what two tenants reach comes twice, and is miscounted."""
