@@ -256,7 +256,7 @@ class PrefixCache:
             raise LeaseError(
                 f"the match of {match.num_tokens} tokens is stale: its blocks were evicted; match again"
             )
-        self._evictor.end_due_pins(tree.tenant)
+        self._evictor.end_due_pins(tree.tenant, match.num_blocks)
         self._evictor.require(0, tree.tenant, self._newly_protected(node, child, common))
         return self._lease_end(tree, node, child, common)
 
@@ -333,7 +333,7 @@ class PrefixCache:
                 total = -(-num_bytes // size)
                 needed, tenant = total - cached, tree.tenant
                 if not self._evictor.surely_has(total, tenant):
-                    self._evictor.end_due_pins(tenant)
+                    self._evictor.end_due_pins(tenant, total)
                     self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
                 if not tree.root.children:
                     self._register_tree(tree)
@@ -385,7 +385,7 @@ class PrefixCache:
                 tree = self._tree(namespace) or self._new_tree(namespace)
                 node, at, child, common = tree.walk(key, len(key) - 1, table)
                 needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
-                self._evictor.end_due_pins(tree.tenant)
+                self._evictor.end_due_pins(tree.tenant, needed + len(table) // ID_BYTES)
                 self._evictor.require(needed, tree.tenant, self._newly_protected(node, child, common))
                 matched = Match(namespace, key[: at + common], bytes(table))
                 end = self._lease_end(tree, node, child, common) if table else None
@@ -409,7 +409,7 @@ class PrefixCache:
         while short > 0:
             with self._lock:
                 try:
-                    self._evictor.end_due_pins(tenant)
+                    self._evictor.end_due_pins(tenant, num_blocks)
                     self._evictor.require(num_blocks, tenant)
                     short = num_blocks - self._pool.num_free
                     if short > 0:
@@ -951,7 +951,7 @@ class PrefixCache:
             with self._lock:
                 try:
                     wanted = min(left, SLICE_BLOCKS)
-                    self._evictor.end_due_pins(None)
+                    self._evictor.end_due_pins(None, wanted)
                     freed = self._evictor.evict(wanted)
                 except BaseException as error:
                     mend(self, error)
@@ -1007,7 +1007,7 @@ class PrefixCache:
                 resident = (at + common) // size
                 if resident < len(blocks):
                     lent = sum(block_id in self._pool.lent for block_id in blocks[resident:].tolist())
-                    self._evictor.end_due_pins(tree.tenant)
+                    self._evictor.end_due_pins(tree.tenant, len(blocks))
                     protected = self._newly_protected(node, child, common)
                     self._evictor.require(len(blocks) - resident, tree.tenant, protected, lent)
                     self._register_tree(tree)
@@ -1055,7 +1055,7 @@ class PrefixCache:
         with self._lock:
             try:
                 tenant = self._tenants.get(namespace.tenant)
-                self._evictor.end_due_pins(tenant)
+                self._pins.end_due(namespace.tenant)
                 match = self._match(namespace, key)
                 budget = 0 if tenant is None else tenant.settings.pin_budget
                 pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget)
@@ -1087,7 +1087,7 @@ class PrefixCache:
     def _end_due_pins(self) -> None:
         with self._lock:
             try:
-                self._evictor.end_due_pins(None)
+                self._evictor.end_due_pins(None, 0)
             except BaseException as error:
                 mend(self, error)
                 raise
@@ -1114,7 +1114,7 @@ class PrefixCache:
                 state = self._tenants.get(tenant.id)
                 if state is None:
                     state = self._new_state(tenant, is_added=True)
-                self._evictor.end_due_pins(state)
+                self._evictor.end_due_pins(state, tenant.guaranteed_blocks)
                 self._require_promise(tenant, state)
                 if state.settings.mode != tenant.mode:
                     state.label = self._new_label(tenant)
@@ -1287,9 +1287,14 @@ class PrefixCache:
             )
 
     def tenant_stats(self, tenant: str) -> TenantStats:
-        """Counts of one tenant; all zero for one that isn't known. O(its namespaces)."""
+        """Counts of one tenant, whose pins that are due end; zero for one that isn't known. O(its namespaces)."""
         with self._lock:
-            return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
+            try:
+                self._pins.end_due(tenant)
+                return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
+            except BaseException as error:
+                mend(self, error)
+                raise
 
     def tenants(self) -> list[str]:
         """The tenants that the cache has seen."""

@@ -60,7 +60,7 @@ class Evictor:
         self._scrubber = pool.scrubber
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
-        self.on_need: Callable[[TenantState | None], object] | None = None  # ends pins that are due
+        self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends pins that are due
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -215,10 +215,17 @@ class Evictor:
             and self.promised_blocks + num_blocks <= self._usable_blocks
         )
 
-    def end_due_pins(self, requester: TenantState | None) -> None:
-        """Before ``require``: pins that are due give up what the requester could get (None: all). Moves no node."""
-        if self.on_need is not None:
-            self.on_need(requester)
+    def end_due_pins(self, requester: TenantState | None, num_blocks: int) -> None:
+        """Before ``require``: if a tenant isn't sure of so many blocks, pins that are due end; for None all of them.
+
+        Moves no node.
+        """
+        if self.on_need is None:
+            return
+        if requester is None:
+            self.on_need(None, True)
+        elif not self.surely_has(num_blocks, requester):
+            self.on_need(requester, self.promised_blocks + num_blocks > self._usable_blocks)
 
     def take(self, num_blocks: int, tenant: TenantState) -> bytearray:
         """Packed ids of ``num_blocks`` blocks for a tenant, evicting what is short. Raises like ``require``.
@@ -226,7 +233,7 @@ class Evictor:
         On nobody's account yet: see ``charge``.
         """
         if not self.surely_has(num_blocks, tenant):
-            self.end_due_pins(tenant)
+            self.end_due_pins(tenant, num_blocks)
             self.require(num_blocks, tenant)
         return self.take_granted(num_blocks, tenant)
 
@@ -244,7 +251,7 @@ class Evictor:
     def take_for_engine(self, num_blocks: int) -> bytearray:
         """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
         if num_blocks > self.spare_blocks:
-            self.end_due_pins(None)
+            self.end_due_pins(None, num_blocks)
         spare = self.spare_blocks
         if num_blocks > spare:
             free = self._pool.num_free
@@ -297,8 +304,7 @@ class Evictor:
         if self.on_need is not None:
             total = sum(needs.values())
             for tenant in needs:
-                if not self.surely_has(total, tenant):
-                    self.on_need(tenant)
+                self.end_due_pins(tenant, total)
         for tenant, needed in needs.items():
             rise += self.require(needed, tenant, of_them_lent=-rise)
 

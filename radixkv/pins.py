@@ -7,9 +7,10 @@ interrupted call leaves behind is mended as for any lease. What is added here is
 - **Budget.** A tenant pins at most ``Tenant.pin_budget`` blocks; what several of its pins share counts once. Block
   tables of one tenant, sorted as bytes, are a tree of common beginnings: what a pin adds is what neither of its
   neighbours has. O(log pins) comparisons, no count a node or a block.
-- **Time.** A pin ends when its time is over, and is looked at only then: about once a second in upkeep, and when a
-  request is short of room. Requests pay nothing for it. Room of a tenant that borrows nothing is nobody else's, so
-  nobody else's requests end its pins: what a strict tenant sees doesn't depend on others.
+- **Time.** A pin ends when its time is over; somebody looks about once a second in upkeep, when a request is short of
+  room, and when its tenant asks for its counts. Requests pay nothing for it. A request ends its own tenant's pins, and
+  others' only where the pool is short and they borrow: so what a strict tenant sees never depends on others, and what
+  others see doesn't as long as there is room.
 - A clear or a purge ends the pins of what it forgets.
 
 ``lock`` is the cache's; every method is called under it.
@@ -174,7 +175,7 @@ class Pins:
         own.last_id += 1
         held = Held(own.last_id, lease, self._clock() + ttl_s)
         own.add(held)
-        self._evictor.on_need = self.expire
+        self._evictor.on_need = self.make_room
         return self._told(held)
 
     def unpin(self, pin: Pin) -> None:
@@ -200,15 +201,23 @@ class Pins:
 
     # --- their end
 
-    def expire(self, requester: TenantState | None) -> None:
-        """End what is due, of all tenants, or of those whose room a requester could get. O(tenants with pins + due)."""
-        now = self._clock()
-        for own in self.tenants.values():
-            held = own.next_due(now)
-            if held is not None and _may_give(held.tree.tenant, requester):
-                while held is not None:
-                    self._end(own, held)
-                    held = own.next_due(now)
+    def make_room(self, requester: TenantState | None, pool_is_short: bool) -> None:
+        """End what is due: a requester's own and, if the pool is short, what others borrow; of all tenants for None.
+
+        O(tenants with pins + what is due).
+        """
+        for tenant, own in self.tenants.items():
+            held = own.next_due(self._clock())
+            if held is not None and _may_give(held.tree.tenant, requester, pool_is_short):
+                self.end_due(tenant)
+
+    def end_due(self, tenant: str) -> None:
+        """End what is due of one tenant's. O(1), and what is due."""
+        own = self.tenants.get(tenant)
+        if own is not None:
+            now = self._clock()
+            while (held := own.next_due(now)) is not None:
+                self._end(own, held)
 
     def end_in(self, tree: NamespaceTree) -> int:
         """End some pins of a cleared tree, at most SLICE_PINS; returns how many. O(the tenant's pins)."""
@@ -240,7 +249,7 @@ class Pins:
                     self._leases.discard(held.lease)
                     del own.by_id[held.id]
             own.settle()
-        self._evictor.on_need = self.expire if self.cache is not None else None
+        self._evictor.on_need = self.make_room if self.cache is not None else None
 
     # --- counts
 
@@ -268,9 +277,10 @@ def require_ttl(ttl_s: object) -> float:
     return float(ttl_s)
 
 
-def _may_give(owner: TenantState, requester: TenantState | None) -> bool:
+def _may_give(owner: TenantState, requester: TenantState | None, pool_is_short: bool) -> bool:
     """Whether an end of the owner's pins could make room for the requester: they are its own, or borrowed."""
-    return requester is None or owner is requester or owner.protected_blocks > owner.guaranteed_blocks
+    borrows = owner.protected_blocks > owner.guaranteed_blocks
+    return requester is None or owner is requester or (pool_is_short and borrows)
 
 
 def _num_common(one: bytes, other: bytes) -> int:

@@ -46,7 +46,7 @@ class CacheStats:
     scrubbed_blocks: int
     """Zeroed, because they changed tenant or a strict tenant freed them."""
     pinned_blocks: int
-    """Owned by trees and kept by pins, each counted once. A pin whose time is over counts until upkeep comes by."""
+    """Kept by pins, each counted once. A pin whose time is over counts until upkeep comes by, about a second."""
     num_pins: int
 
 

@@ -11,6 +11,9 @@ Beyond the four calls of ``Adapter`` the machine uses whatever of these the adap
     fork(request) -> request           a second request that shares everything so far
     clear(namespace) -> object         everything of the namespace is forgotten; what it returns is compared
     purge(tenant) -> object            everything of the tenant is forgotten
+    pin(namespace, ids, ttl_s)         the prefix stays resident for so long; what it returns is compared
+    unpin(tenant, which)               one of the tenant's pins ends, if it has any
+    pins(tenant) -> object             the tenant's pins; compared by ==
     read(request, num_tokens) -> bytes the KV of the first tokens as the request reads it, deterministic in the ids
     stats(tenant) -> object            what the tenant is told of itself; compared by ==
     name(request) -> object            the handle that the tenant sees; compared by ==
@@ -59,6 +62,8 @@ class CacheAdapter:
         self.block_size: int = cache.config.block_size
         if hasattr(cache, "purge"):
             self.purge = cache.purge
+        if hasattr(cache, "pin"):
+            self.pin, self.pins, self.unpin = cache.pin, cache.pins, self._unpin
 
     def match(self, namespace: Namespace, ids: Sequence[int]) -> int:
         """Matched tokens; raises AssertionError if their blocks hold another prefix's KV."""
@@ -110,6 +115,11 @@ class CacheAdapter:
     def clear(self, namespace: Namespace) -> int:
         """How many blocks were forgotten."""
         return int(self.cache.clear(namespace))
+
+    def _unpin(self, tenant: str, which: int) -> None:
+        pins = self.cache.pins(tenant)
+        if pins:
+            self.cache.unpin(pins[which % len(pins)])
 
     def read(self, request: Mirror, num_tokens: int) -> bytes:
         """The whole blocks among them, as bytes, after the copies that wait."""

@@ -164,10 +164,24 @@ class Player:
             self.release(0)
         return Observed((answer,))
 
+    def pin(self, where: int, prompt: Sequence[int], seconds: int) -> Observed:
+        """The pin, or why it was refused."""
+        if not hasattr(self.system, "pin"):
+            return Observed(())
+        namespace = self.namespaces[where % 3]
+        return self._told(lambda: Observed((self.system.pin(namespace, prompt, seconds),)))
+
+    def unpin(self, which: int) -> Observed:
+        """Nothing."""
+        if not hasattr(self.system, "unpin"):
+            return Observed(())
+        return self._told(lambda: Observed((self.system.unpin(self.tenant, which),)))
+
     def standing(self) -> tuple[object, ...]:
-        """What the tenant sees between calls: its own counts, names and bytes."""
+        """What the tenant sees between calls: its own counts, pins, names and bytes."""
         counts = self.system.stats(self.tenant) if hasattr(self.system, "stats") else None
-        return counts, [
+        pins = self.system.pins(self.tenant) if hasattr(self.system, "pins") else None
+        return (counts, pins), [
             (self._name(each), self._read(each, each.num_committed)) for each in self.open_requests
         ]
 
@@ -277,6 +291,18 @@ class TwoSystems(RuleBasedStateMachine):
         """A namespace is cleared, or a tenant purged."""
         self._play(by, (lambda player: player.purge()) if purges else lambda player: player.clear(where))
 
+    @rule(
+        by=who, where=small, prompt=prompts, seconds=st.sampled_from((60, 5, 20, 1)), unpins=st.integers(0, 3)
+    )
+    def pin(self, by: int, where: int, prompt: tuple[int, ...], seconds: int, unpins: int) -> None:
+        """A prefix is computed and pinned, or a pin ends before its time."""
+        if not unpins:
+            self._play(by, lambda player: player.unpin(where))
+            return
+        ids = self._prompt(prompt)
+        self._play(by, lambda player: player.serve(where, ids))
+        self._play(by, lambda player: player.pin(where, ids, seconds))
+
     @invariant()
     def nothing_seen_differs(self) -> None:
         """What A sees between calls is the same; the systems' own laws hold."""
@@ -361,7 +387,10 @@ class TwoRuns(TwoSystems):
         name = cls.policies[policy % len(cls.policies)]
         self.is_strict = cls.modes[mode % len(cls.modes)] == "strict"
         num_blocks = room if self.is_strict else 12 if is_tiny else 512
-        config = CacheConfig(num_blocks, block_size, layout, policy=name, segment_tokens=block_size)
+        everybody = Tenant("default", max_pinned_blocks=5)
+        config = CacheConfig(
+            num_blocks, block_size, layout, policy=name, segment_tokens=block_size, default_tenant=everybody
+        )
         self.clock = ManualClock()
         self.start(
             [self._system(config, beside) for _ in range(2)],
@@ -412,7 +441,7 @@ def _changed(tenant: str, guarantee: int, kind: int) -> Tenant:
     if kind >= 6 and guarantee:
         return Tenant(tenant, guaranteed_blocks=guarantee, mode="strict")
     most = guarantee + 3 if kind % 2 else None
-    return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most)
+    return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most, max_pinned_blocks=most)
 
 
 class TwoAdapters(TwoSystems):
