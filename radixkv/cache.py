@@ -1194,6 +1194,14 @@ class PrefixCache:
         never matched and is freed at their release. O(1) under the lock, then slices.
         """
         _require_namespace(namespace)
+        try:
+            return self._clear(namespace)
+        except BaseException as error:  # between two slices: what is left goes at once
+            with self._lock:
+                mend(self, error)
+            raise
+
+    def _clear(self, namespace: Namespace) -> int:
         with self._lock:
             try:
                 tree = self._tree(namespace)
@@ -1218,6 +1226,14 @@ class PrefixCache:
         from their next call on, except for their first ``release``, which gives back the blocks that they hold; until
         then these are quarantined and the tenant's. Its settings stay. O(namespaces + sequences), then slices.
         """
+        try:
+            return self._purge(tenant)
+        except BaseException as error:  # between two slices: what is left goes at once
+            with self._lock:
+                mend(self, error)
+            raise
+
+    def _purge(self, tenant: str) -> int:
         with self._lock:
             try:
                 state = self._tenants.get(tenant)
@@ -1252,19 +1268,14 @@ class PrefixCache:
     def _reclaim(self, tree: NamespaceTree) -> None:
         """End the pins of a cleared tree, and free what nobody uses of it, slice by slice."""
         pending = [tree.root]
-        try:
-            while pending:
-                with self._lock:
-                    try:
-                        if not self._pins.end_in(tree):
-                            self._reclaim_slice(tree, pending)
-                    except BaseException as error:
-                        mend(self, error)
-                        raise
-        except BaseException as error:  # between two slices: what is left goes at once
+        while pending:
             with self._lock:
-                mend(self, error)
-            raise
+                try:
+                    if not self._pins.end_in(tree):
+                        self._reclaim_slice(tree, pending)
+                except BaseException as error:
+                    mend(self, error)
+                    raise
 
     def _reclaim_slice(self, tree: NamespaceTree, pending: list[Node]) -> None:
         """Free the unused leaves of a cleared tree, and with them their ancestors, as far as one slice goes."""

@@ -94,12 +94,9 @@ class TenantPins:
     def new_blocks(self, table: bytes) -> int:
         """How many blocks of a table no other pin has. O(log pins) comparisons."""
         at = bisect_left(self._tables, table)
-        beside = [
-            other
-            for other in (*self._tables[max(at - 1, 0) : at], *self._tables[at : at + 2])
-            if other != table
-        ]
-        return len(table) // ID_BYTES - max((_num_common(table, other) for other in beside), default=0)
+        beside = [*self._tables[max(at - 1, 0) : at], *self._tables[at : at + 2]]
+        shared = [_num_common(table, other) for other in beside if other != table]
+        return len(table) // ID_BYTES - max(shared, default=0)
 
     def add(self, held: Held) -> None:
         """A pin whose table no other has."""
@@ -142,11 +139,15 @@ class Pins:
     def __init__(self, clock: Clock, evictor: Evictor, leases: set[Lease]) -> None:
         self._clock, self._evictor, self._leases = clock, evictor, leases
         self.tenants: dict[str, TenantPins] = {}
+        self._num_held = 0
 
     @property
     def cache(self) -> PrefixCache | None:
         """Whose pins these are, as long as there are any: without, nothing here keeps the cache alive."""
-        return next((held.lease._cache for own in self.tenants.values() for held in own.by_id.values()), None)
+        for own in self.tenants.values():
+            for held in own.by_id.values():
+                return held.lease._cache
+        return None
 
     # --- a pin's life
 
@@ -175,6 +176,7 @@ class Pins:
         own.last_id += 1
         held = Held(own.last_id, lease, self._clock() + ttl_s)
         own.add(held)
+        self._num_held += 1
         self._evictor.on_need = self.make_room
         return self._told(held)
 
@@ -236,7 +238,8 @@ class Pins:
         node = held.lease._node
         assert node is not None
         self._evictor.release(node, held.tree)
-        if not own.by_id and not any(each.by_id for each in self.tenants.values()):
+        self._num_held -= 1
+        if not self._num_held:
             self._evictor.on_need = None
 
     def settle(self) -> None:
@@ -249,7 +252,8 @@ class Pins:
                     self._leases.discard(held.lease)
                     del own.by_id[held.id]
             own.settle()
-        self._evictor.on_need = self.make_room if self.cache is not None else None
+        self._num_held = sum([len(own.by_id) for own in self.tenants.values()])
+        self._evictor.on_need = self.make_room if self._num_held else None
 
     # --- counts
 

@@ -410,10 +410,13 @@ def _unpin(world: World) -> Call:
     return Call(lambda: world.cache.unpin(pin))
 
 
-def _clear_what_is_pinned(world: World) -> Call:
-    for ids in (ZEROS[:2], ZEROS[:6], (1, 1)):
-        world.cache.pin(B, ids, 60.0)
-    return Call(lambda: world.cache.clear(B))
+def _forget_what_is_pinned(call: Callable[[World], Any]) -> Scenario:
+    def scenario(world: World) -> Call:
+        for ids in (ZEROS[:2], ZEROS[:6], (1, 1)):
+            world.cache.pin(B, ids, 60.0)
+        return Call(lambda: call(world))
+
+    return scenario
 
 
 def _needing_what_was_pinned(call: Callable[[World], Any]) -> Scenario:
@@ -474,7 +477,8 @@ SCENARIOS: dict[str, Scenario] = {
     "pin, splitting a node": _pin(A, ZEROS[:2]),
     "pin again": _pin_again,
     "unpin": _unpin,
-    "clear what is pinned": _clear_what_is_pinned,
+    "clear what is pinned": _forget_what_is_pinned(lambda world: world.cache.clear(B)),
+    "purge what is pinned": _forget_what_is_pinned(lambda world: world.cache.purge("b")),
     "ending pins, evicting": _needing_what_was_pinned(lambda world: world.cache.evict(3)),
     "ending pins, in upkeep": _needing_what_was_pinned(lambda world: world.cache.maintain()),
     "ending pins, counting": _needing_what_was_pinned(lambda world: world.cache.tenant_stats("b")),
@@ -533,7 +537,7 @@ def _closed_or_untouched(world: World, run: Run, before: tuple[Any, ...]) -> Non
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
     """Each call, at each of its steps."""
     for at, (world, _, stepper) in enumerate(_steps(SCENARIOS[name], policy, stored=False)):
-        if name.startswith("clear") and stepper.where == "":
+        if name.startswith(("clear", "purge")) and stepper.where == "":
             world.oracle.clear(A if "in use" in name else B)
         _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5
