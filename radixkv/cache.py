@@ -276,14 +276,21 @@ class PrefixCache:
         if lease._node is not None:
             self._evictor.release(lease._node, cast(NamespaceTree, lease._node.tree))
 
-    def _lease_end(self, tree: NamespaceTree, node: Node, child: Node | None, common: int) -> Node:
-        """Lease the end of a walk, splitting there if it lies inside a node, and tell the policy of the use."""
+    def _lease_end(
+        self, tree: NamespaceTree, node: Node, child: Node | None, common: int, told: Node | None = None
+    ) -> Node:
+        """Lease the end of a walk, splitting there if it lies inside a node, and tell the policy of the use.
+
+        ``told``: what is above the end of this node it has heard of already, from the same request.
+        """
         if child is not None:
             node = self._evictor.split(child, common, tree)
         self._evictor.lease(node, tree)
         touched = tree.tenant.on_touched
         if touched is not None and node.depth:
-            touched(path_between(tree.root, node))
+            above = tree.root if told is None or told.tree is not tree else told
+            if above is not node:
+                touched(path_between(above, node))
         return node
 
     # --- open
@@ -320,7 +327,9 @@ class PrefixCache:
         on_pending: OnPending,
         timeout_s: Seconds,
         hints: RequestHints | None,
+        told: Node | None = None,
     ) -> Sequence:
+        """See ``open``; ``told``: see ``_lease_end``."""
         num_bytes, size, table = len(key), self._block_bytes, bytearray()
         sequence: Sequence | None = None
         with self._lock:
@@ -337,7 +346,7 @@ class PrefixCache:
                     self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
                 if not tree.root.children:
                     self._register_tree(tree)
-                node = self._lease_end(tree, node, child, common)
+                node = self._lease_end(tree, node, child, common, told)
                 table += self._evictor.take_granted(needed, tenant)
                 self._evictor.charge(tenant, needed)
                 num_cached = cached * self._block_size
@@ -369,7 +378,7 @@ class PrefixCache:
             lease, needed, tenant = self._lease_long(namespace, key)
             with lease:
                 self._make_room(needed, tenant)
-                sequence = self._open(namespace, key, on_pending, timeout_s, hints)
+                sequence = self._open(namespace, key, on_pending, timeout_s, hints, lease._node)
             return sequence
         except BaseException as error:
             with self._lock:
