@@ -51,7 +51,7 @@ from radixkv.eviction import Evictor, path_between
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan, WaitingCopies
-from radixkv.recovery import mend
+from radixkv.recovery import mend, taken_over
 from radixkv.scrubbing import make_scrubber
 from radixkv.segments import segment_keys
 from radixkv.sequence import Run, Sequence
@@ -163,8 +163,7 @@ class PrefixCache:
     ) -> None:
         self._config = config
         self._clock = clock
-        policy = POLICIES[config.policy]
-        self._uses_ghost_keys, self._segment_blocks = policy.uses_ghost_keys, config.segment_blocks
+        self._segment_blocks = config.segment_blocks
         self._block_size = config.block_size
         self._block_bytes = config.block_size * TOKEN_BYTES
         if journal is not None and journal.grain_tokens % config.block_size:
@@ -187,7 +186,7 @@ class PrefixCache:
         self._num_copied_blocks = 0
         self._pins = Pins(clock, self._evictor, self._leases)
         self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
-        if clock is monotonic and policy.maintain is not Policy.maintain:
+        if clock is monotonic and POLICIES[config.policy].maintain is not Policy.maintain:
             self._upkeep.start()
 
     @property
@@ -452,21 +451,52 @@ class PrefixCache:
         return NamespaceTree(namespace, tenant, self._block_bytes)
 
     def _new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
-        return TenantState(settings, self._new_policy(), is_added=is_added, label=self._new_label(settings))
+        label = self._new_label(settings)
+        return TenantState(settings, self._new_policy(settings), is_added=is_added, label=label)
 
     def _new_label(self, settings: Tenant) -> int:
         """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
         return 0 if self._scrubber is None else self._scrubber.new_label(is_strict=settings.mode == "strict")
 
-    def _new_policy(self) -> Policy:
-        config = self._config
-        return POLICIES[config.policy](
+    def _new_policy(self, settings: Tenant) -> Policy:
+        """A policy for a tenant, of its own kind or of the cache's. Raises ArgumentError for what makes none."""
+        config, wanted = self._config, settings.policy
+        if isinstance(wanted, str) and wanted not in POLICIES:
+            raise ArgumentError("policy", wanted, f"one of {', '.join(POLICIES)}")
+        factory: Any = (
+            POLICIES[wanted or config.policy] if wanted is None or isinstance(wanted, str) else wanted
+        )
+        policy = factory(
             config.num_blocks,
             self._clock,
             config.seed,
             block_size=config.block_size,
             segment_blocks=config.segment_blocks,
         )
+        if not isinstance(policy, Policy):
+            raise ArgumentError(
+                "policy", wanted, "a name, or what makes a Policy of the arguments that Policy takes"
+            )
+        if self._clock is monotonic and type(policy).maintain is not Policy.maintain:
+            self._upkeep.start()
+        return policy
+
+    def _follow_policy(self, tenant: TenantState, settings: Tenant) -> None:
+        """Give a tenant the policy that it is to have; a new one takes over its nodes, in the order of the old one.
+
+        Uses that the old one counted are forgotten, ghosts too. O(nodes), under the lock: the rare act of an
+        operator, and a policy that knew half of the nodes would name the wrong victims.
+        """
+        config = self._config
+        if (settings.policy or config.policy) == (tenant.settings.policy or config.policy):
+            return
+        policy = self._new_policy(settings)
+        nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
+        evictable = [node for node in nodes if not node.uses]
+        tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, len(evictable)))
+        for sequence in self._sequences:
+            if sequence._tree.tenant is tenant:
+                sequence._hints = None  # what the old one made of them
 
     def _register_tree(self, tree: NamespaceTree) -> None:
         """Make a tree reachable, for it is about to hold something."""
@@ -554,7 +584,7 @@ class PrefixCache:
                 return
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
         keys = None
-        if self._uses_ghost_keys and resident // self._segment_blocks < new // self._segment_blocks:
+        if tree.tenant.uses_ghost_keys and resident // self._segment_blocks < new // self._segment_blocks:
             keys = self._ghost_keys(tree, sequence.key_between(0, new * size), resident, new)
         if (
             node.uses > 1
@@ -1032,7 +1062,7 @@ class PrefixCache:
         evictor.keep_limit(tree.tenant, len(blocks) - resident)
         evictor.charge(tree.tenant, len(blocks) - resident)
         at = resident * self._block_bytes
-        keys = self._ghost_keys(tree, key, resident, len(blocks)) if self._uses_ghost_keys else None
+        keys = self._ghost_keys(tree, key, resident, len(blocks)) if tree.tenant.uses_ghost_keys else None
         node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
         self._pool.claim(
             blocks[resident:], tree.tenant.label
@@ -1106,10 +1136,11 @@ class PrefixCache:
     def add_tenant(self, tenant: Tenant) -> None:
         """Promise a tenant its guarantee and hold it to its limit from now on; changes one that was added before.
 
-        What it uses above a new limit is evicted; what runs meanwhile stays. Raises, and changes nothing:
-        ConfigError for a strict tenant of a cache that can't zero its blocks; ArgumentError if the guarantees of all
-        would exceed the pool, if running sequences hold too much of it for this guarantee to be met, or if its own
-        hold more than the limit. O(tenants + blocks evicted).
+        What it uses above a new limit is evicted; what runs meanwhile stays. A new policy takes over what is resident,
+        in the order of the old one. Raises, and changes nothing: ConfigError for a strict tenant of a cache that can't
+        zero its blocks; ArgumentError if the guarantees of all would exceed the pool, if running sequences and pins
+        hold too much of it for this guarantee to be met, or if its own hold more than the limit. O(tenants + blocks
+        evicted), and O(its nodes) for a new policy.
         """
         if not isinstance(tenant, Tenant):
             raise ArgumentError("tenant", tenant, "a Tenant")
@@ -1125,6 +1156,7 @@ class PrefixCache:
                     state = self._new_state(tenant, is_added=True)
                 self._evictor.end_due_pins(state, tenant.guaranteed_blocks)
                 self._require_promise(tenant, state)
+                self._follow_policy(state, tenant)
                 if state.settings.mode != tenant.mode:
                     state.label = self._new_label(tenant)
                 self._tenants[tenant.id] = state
@@ -1146,10 +1178,12 @@ class PrefixCache:
         held = state.protected_blocks
         counted = max(held, state.guaranteed_blocks) if tenant.id in self._tenants else 0
         if tenant.limit is not None and held > tenant.limit:
-            raise ArgumentError("max_blocks", tenant.limit, f"at least {held}, which its sequences hold")
+            raise ArgumentError(
+                "max_blocks", tenant.limit, f"at least {held}, which its sequences and pins hold"
+            )
         short = max(wanted, held) - counted - self._evictor.spare_blocks
         if short > 0:
-            allowed = f"{short} fewer while running sequences hold the rest of the pool"
+            allowed = f"{short} fewer while running sequences and pins hold the rest of the pool"
             raise ArgumentError("guaranteed_blocks", wanted, allowed)
 
     def remove_tenant(self, tenant: str) -> None:
@@ -1159,24 +1193,30 @@ class PrefixCache:
         wasn't, and for one whose sequences hold more than the limit of such tenants.
         """
         with self._lock:
-            state = self._tenants.get(tenant)
-            if state is None or not state.is_added:
-                raise ArgumentError("tenant", tenant, "a tenant that was added")
-            settings = replace(self._config.default_tenant or Tenant(tenant), id=tenant)
-            if settings.limit is not None and state.protected_blocks > settings.limit:
-                allowed = (
-                    f"one whose sequences hold at most {settings.limit} blocks, the limit of those not added"
-                )
-                raise ArgumentError("tenant", tenant, allowed)
-            state.is_added = False
-            if state.settings.mode != settings.mode:
-                state.label = self._new_label(settings)
-            state.set(settings)
-            self._evictor.settle_promises(self._tenants.values())
-            self._evictor.keep_limit(state, 0)
-            namespaces = list(state.trees)
+            try:
+                namespaces = self._remove_tenant(tenant)
+            except BaseException as error:
+                mend(self, error)
+                raise
         for namespace in namespaces:
             self.clear(namespace)
+
+    def _remove_tenant(self, tenant: str) -> list[Namespace]:
+        state = self._tenants.get(tenant)
+        if state is None or not state.is_added:
+            raise ArgumentError("tenant", tenant, "a tenant that was added")
+        settings = replace(self._config.default_tenant or Tenant(tenant), id=tenant)
+        if settings.limit is not None and state.protected_blocks > settings.limit:
+            allowed = f"one whose sequences and pins hold at most {settings.limit} blocks, the limit of those not added"
+            raise ArgumentError("tenant", tenant, allowed)
+        self._follow_policy(state, settings)
+        state.is_added = False
+        if state.settings.mode != settings.mode:
+            state.label = self._new_label(settings)
+        state.set(settings)
+        self._evictor.settle_promises(self._tenants.values())
+        self._evictor.keep_limit(state, 0)
+        return list(state.trees)
 
     def tenant(self, tenant: str) -> Tenant | None:
         """What a tenant is promised and held to; None for one that the cache doesn't know."""

@@ -322,11 +322,11 @@ def ages_shared(patch: pytest.MonkeyPatch) -> None:
 def _shared(patch: pytest.MonkeyPatch, state: str | None) -> None:
     """What the first policy of a cache has under this name, all of its policies have; each knows its cache."""
 
-    def made(original: Any, self: Any) -> Any:
+    def made(original: Any, self: Any, settings: Any) -> Any:
         cache = self
         if state is None:
             patch.setattr(LFU, "_cache", cache, raising=False)
-        policy = original(self)
+        policy = original(self, settings)
         if state is None:
             policy._cache = cache
         else:

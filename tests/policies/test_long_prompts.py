@@ -28,8 +28,8 @@ class Recorded(PrefixCache):
         super().__init__(*args, **named)
         self.told: list[tuple[Any, ...]] = []
 
-    def _new_policy(self) -> Any:
-        policy = super()._new_policy()
+    def _new_policy(self, settings: Any) -> Any:
+        policy = super()._new_policy(settings)
         for name in ("touched", "opened"):
             setattr(policy, name, self._noting(name, getattr(policy, name)))
         policy.hook = lambda name: (  # type: ignore[method-assign]
