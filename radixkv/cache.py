@@ -1064,12 +1064,11 @@ class PrefixCache:
         at = resident * self._block_bytes
         keys = self._ghost_keys(tree, key, resident, len(blocks)) if tree.tenant.uses_ghost_keys else None
         node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
-        self._pool.claim(
-            blocks[resident:], tree.tenant.label
-        )  # only now: until a tree has them they are whose they were
-        evictor.release(node, tree)
+        # only now: until a tree has them they are whose they were
+        self._pool.claim(blocks[resident:], tree.tenant.label)
         if self._journal is not None:
             self._evictor.report_stored(tree, key, resident, len(blocks))
+        evictor.release(node, tree)  # and perhaps gives them up
 
     # --- pins
 

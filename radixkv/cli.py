@@ -244,6 +244,9 @@ def _progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
 @click.option("--salt", help="Names one of the tenant's namespaces.")
 @click.option("--adapter", help="Key space of an adapter.")
 @click.option("--replicas", type=click.Choice(["self", "all"]), default="self", show_default=True)
+@click.option(
+    "--pin", "pin_s", type=float, metavar="SECONDS", help="Keep them resident on that replica so long."
+)
 @_json_option
 def warm(
     files: tuple[str, ...],
@@ -252,6 +255,7 @@ def warm(
     salt: str | None,
     adapter: str | None,
     replicas: str,
+    pin_s: float | None,
     as_json: bool,
 ) -> None:
     """Warm the prompts in FILEs: a text file is one prompt, a .jsonl file has one a line."""
@@ -265,10 +269,16 @@ def warm(
             fields = {**given, **source.fields, "replicas": replicas}
             result = client.warm(fields, lambda share, index=index: advance(int(1000 * (index + share))))  # type: ignore[misc]
             rows.append({"source": source.name, **result})
+            if pin_s is not None:
+                rows[-1]["pin"] = client.call("POST", "/v1/pins", {**given, **source.fields, "ttl_s": pin_s})[
+                    "id"
+                ]
     if as_json:
         _print_json(rows)
     else:
-        click.echo(_table(rows, ("source", "tokens", "cached_before", "computed", "left_out", "seconds")))
+        pinned = () if pin_s is None else ("pin",)
+        columns = ("source", "tokens", "cached_before", "computed", "left_out", "seconds", *pinned)
+        click.echo(_table(rows, columns))
         click.echo("\n".join(_outcomes(rows)), nl=replicas == "all")
     failed = [each for row in rows for each in row.get("replicas", ()) if each["state"] != "done"]
     if failed:

@@ -86,8 +86,11 @@ class Evictor:
         if protected > tenant.guaranteed_blocks:
             self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
 
-    def release(self, node: Node, tree: NamespaceTree) -> None:
-        """Undo one ``lease``; what nobody uses any more becomes evictable, and goes at once if its tree was cleared."""
+    def release(self, node: Node, tree: NamespaceTree, asks: bool = True) -> None:
+        """Undo one ``lease``; what nobody uses any more becomes evictable.
+
+        It goes at once if its tree was cleared or, where this ``asks``, if the policy doesn't admit it.
+        """
         node.uses = uses = node.uses - 1
         if uses:
             return
@@ -111,8 +114,31 @@ class Evictor:
             freed = bytearray()
             self.reclaim(node, freed)
             self._pool.give(freed)
+        elif asks and tenant.on_admit is not None:
+            freed = bytearray()
+            self._give_up_declined(node, tree, freed)
+            self._pool.give(freed)
         if not tree.root.children:
             tenant.drop_if_empty(tree)
+
+    def _give_up_declined(self, node: Node, tree: NamespaceTree, freed: bytearray) -> None:
+        """Take out what the policy doesn't admit, leaf by leaf upward; adds the ids. O(blocks freed)."""
+        tenant, at = tree.tenant, node
+        admit, trimmed = tenant.on_admit, tenant.on_trimmed
+        assert admit is not None
+        while (parent := at.parent) is not None and not at.uses and not at.children and not admit(at):
+            num_blocks = at.num_blocks
+            if trimmed is not None:
+                trimmed(at, num_blocks)
+            if self._journal is not None:
+                self._report_removed(at, num_blocks)
+            tenant.on_removed(at)
+            tree.remove(at)
+            freed += at.block_ids
+            tenant.evictable_blocks -= num_blocks
+            self.evictable_blocks -= num_blocks
+            tenant.declined_blocks += num_blocks
+            at = parent
 
     def unprotected_above(self, node: Node) -> int:
         """Blocks that a lease on ``node`` would take from the evictable ones. O(ancestors)."""

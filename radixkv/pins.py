@@ -232,12 +232,13 @@ class Pins:
         return len(ended)
 
     def _end(self, own: TenantPins, held: Held) -> None:
+        """Moves no node of a tree that can be reached, for a call may be about to lease one."""
         held.lease._is_open = False  # first: what an interrupted end leaves is settled by that
         self._leases.discard(held.lease)
         own.discard(held)
         node = held.lease._node
         assert node is not None
-        self._evictor.release(node, held.tree)
+        self._evictor.release(node, held.tree, False)
         self._num_held -= 1
         if not self._num_held:
             self._evictor.on_need = None

@@ -60,6 +60,7 @@ def stats_of(
         evicted_blocks=sum(state.evicted_blocks for state in states),
         copied_blocks=num_copied_blocks,
         scrubbed_blocks=0 if pool.scrubber is None else pool.scrubber.num_scrubbed,
+        declined_blocks=sum(state.declined_blocks for state in states),
         pinned_blocks=pins.num_blocks(),
         num_pins=pins.num_pins(),
     )
@@ -68,7 +69,7 @@ def stats_of(
 def tenant_stats_of(tenant_id: str, state: TenantState | None, pins: Pins) -> TenantStats:
     """See PrefixCache.tenant_stats."""
     if state is None:
-        return TenantStats(tenant_id, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        return TenantStats(tenant_id, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     resident = state.resident_blocks
     return TenantStats(
         tenant=tenant_id,
@@ -81,6 +82,7 @@ def tenant_stats_of(tenant_id: str, state: TenantState | None, pins: Pins) -> Te
         hit_tokens=state.hit_tokens,
         missed_tokens=state.missed_tokens,
         evicted_blocks=state.evicted_blocks,
+        declined_blocks=state.declined_blocks,
         pinned_blocks=pins.num_blocks(tenant_id),
         num_pins=pins.num_pins(tenant_id),
     )

@@ -45,6 +45,8 @@ class CacheStats:
     """Copies by copy-on-write."""
     scrubbed_blocks: int
     """Zeroed, because they changed tenant or a strict tenant freed them."""
+    declined_blocks: int
+    """Given up as soon as nobody used them, since the policy didn't admit them."""
     pinned_blocks: int
     """Kept by pins, each counted once. A pin whose time is over counts until upkeep comes by, about a second."""
     num_pins: int
@@ -64,6 +66,7 @@ class TenantStats:
     hit_tokens: int
     missed_tokens: int
     evicted_blocks: int
+    declined_blocks: int
     pinned_blocks: int
     num_pins: int
 

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixkv.service import administration, handlers, routing
+from radixkv.service import administration, handlers, pinning, routing
 from radixkv.service.completions import completions
 from radixkv.service.core import Service
 from radixkv.service.endpoint import Call, Endpoint, Host, serve
@@ -112,6 +112,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         {200: TenantStatsReply | OperatorStatsReply},
         errors=(422,),
     ),
+    *pinning.ENDPOINTS,
     *routing.ENDPOINTS,
     *administration.ENDPOINTS,
     Endpoint(

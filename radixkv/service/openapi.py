@@ -20,6 +20,7 @@ _IN_PATHS = {
     "job": "id of a job, from 202",
     "tenant": "name of a tenant; a slash in it as %2F",
     "key": "id of a key, not the key",
+    "pin": "id of a pin",
 }
 _REASONS = {
     200: "Done",

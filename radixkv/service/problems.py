@@ -21,7 +21,9 @@ from radixkv.errors import (
     CapacityError,
     LeaseError,
     NamespaceError,
+    NotResident,
     PendingError,
+    PinBudgetExceeded,
     QuotaExceeded,
     RadixKVError,
     TokenError,
@@ -136,6 +138,18 @@ def quota_exceeded(error: QuotaExceeded) -> ApiError:
     return ApiError(503, "quota_exceeded", str(error), value=error.needed, allowed=allowed, headers=headers)
 
 
+def pin_budget_exceeded(error: PinBudgetExceeded) -> ApiError:
+    """409: the caller may not pin so much; its own numbers only."""
+    allowed = f"at most {error.budget} blocks"
+    return ApiError(409, "pin_budget_exceeded", str(error), value=error.needed, allowed=allowed)
+
+
+def not_resident(error: NotResident) -> ApiError:
+    """409: what is to be pinned isn't there as a whole."""
+    allowed = f"a prefix that is resident, with all its {error.num_tokens} tokens: warm it first"
+    return ApiError(409, "not_resident", str(error), value=error.resident_tokens, allowed=allowed)
+
+
 def shutting_down() -> ApiError:
     """503: this process is about to end."""
     return ApiError(503, "shutting_down", "the server is shutting down", headers={"Retry-After": "5"})
@@ -152,6 +166,10 @@ def of_library(error: RadixKVError) -> ApiError:
         return invalid(str(error), "salt, adapter", None, "text that can name a namespace")
     if isinstance(error, QuotaExceeded):
         return quota_exceeded(error)
+    if isinstance(error, PinBudgetExceeded):
+        return pin_budget_exceeded(error)
+    if isinstance(error, NotResident):
+        return not_resident(error)
     if isinstance(error, CapacityError):
         return no_capacity()
     if isinstance(error, LeaseError | PendingError):

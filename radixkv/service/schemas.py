@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from radixkv.coordination.costs import CostName
 from radixkv.namespaces import Tenant
+from radixkv.pins import MAX_TTL_S
 
 MAX_NAME = 256
 MAX_CHOICES = 32
@@ -77,6 +78,12 @@ class WarmRequest(PromptFields):
 
     wait: bool = Field(True, description="false: answer 202 with a job at once")
     replicas: Literal["self", "all"] = Field("self", description="all: on every live replica")
+
+
+class PinRequest(PromptFields):
+    """What to pin, and for how long."""
+
+    ttl_s: float = Field(gt=0.0, le=MAX_TTL_S, description="seconds until the pin ends by itself")
 
 
 class RouteRequest(PromptFields):
@@ -180,6 +187,12 @@ class TenantSettings(RequestBody):
         default="burst",
         description="strict: borrows nothing, and nothing that others do changes what it sees",
     )
+    max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description="blocks that it may pin; null: as many as it is guaranteed"
+    )
+    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        default=None, description="name of its eviction policy; null: the server's"
+    )
     requests_per_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] | None = Field(
         default=None, description="requests a second, in the long run"
     )
@@ -188,7 +201,15 @@ class TenantSettings(RequestBody):
 
     def tenant(self, name: str) -> Tenant:
         """The tenant as the cache knows it. Raises ArgumentError for settings that can't go together."""
-        return Tenant(name, self.weight, self.guaranteed_blocks, self.max_blocks, self.mode)
+        return Tenant(
+            name,
+            self.weight,
+            self.guaranteed_blocks,
+            self.max_blocks,
+            self.mode,
+            self.max_pinned_blocks,
+            self.policy,
+        )
 
 
 class ErrorDetail(ReplyBody):
@@ -332,6 +353,26 @@ class TenantStatsReply(ReplyBody):
     hit_tokens: int
     missed_tokens: int
     evicted_blocks: int
+    declined_blocks: int
+    pinned_blocks: int
+    num_pins: int
+
+
+class PinReply(ReplyBody):
+    """A pin of the caller's: a prefix of ``tokens`` tokens in ``blocks`` blocks, for ``ttl_s`` more seconds."""
+
+    id: str
+    salt: str
+    adapter: str | None
+    tokens: int
+    blocks: int
+    ttl_s: Seconds
+
+
+class PinsReply(ReplyBody):
+    """The caller's pins on this replica."""
+
+    pins: list[PinReply]
 
 
 class OperatorStatsReply(ReplyBody):
