@@ -5,13 +5,12 @@ blocks return finds nothing, however large it is (a loop a little longer than th
 of the newcomers is turned away as their use ends, and the rest stays long enough to be worth it.
 
 - **How many.** At each eviction the age of the victim is compared with PATIENCE half-lives, which are learned from the
-  gaps of reuse (``lrfu.HalfLife``). Younger: fewer newcomers are admitted; older: more. The chance moves by a factor
-  of e^SPEED as often as the cache's blocks were evicted once, so it settles where what is kept lives just long
-  enough. A cache that is large enough for its traffic turns nobody away, and is LRU.
-- **Who.** Whatever was used before, or is remembered by a ghost, is admitted. Newcomers are chosen by a hash of their
-  key, so the same prompt meets the same answer until the chance has moved. First those that begin a conversation
-  are turned away; only when 1 in 50 of them is let in, those that continue one too: they begin further down than
-  SHARED_TOKENS.
+  gaps of reuse (``lrfu.HalfLife``). Younger: fewer newcomers are admitted; older: more. Their share moves by a
+  factor of e^SPEED each time that as many blocks as the cache has were evicted, so it settles where what is kept lives
+  just long enough. A cache that is large enough for its traffic turns nobody away, and is LRU.
+- **Who.** Whatever was used before, or is remembered by a ghost, is admitted, and what is too short for a ghost. Of the
+  others every n-th. First those that begin a conversation are turned away; only when 1 in 50 of them is let in, those
+  that continue one too: they begin further down than SHARED_TOKENS.
 
 Ours; the name is TinyLFU's (ACM ToS 2017), whose door turns away everything that is new, at any size; thinning them at
 random until the rest lives long enough is BIP's idea (ISCA 2007), there with a fixed chance.
@@ -38,9 +37,6 @@ SHARED_TOKENS: Final = 1_024
 
 FEWEST: Final = log(50)
 """As few newcomers of a kind are admitted at least, in terms of e."""
-
-_MIX: Final = 0x9E3779B97F4A7C15
-_KEYS: Final = 2**64
 
 
 class Known(Piece):
@@ -69,6 +65,7 @@ class Doorkeeper(LeafPolicy[Known]):
         self._strictness = (
             0.0  # 0: all are admitted; up to FEWEST: fewer beginnings; up to twice that: all fewer
         )
+        self._due = [0.0, 0.0]  # what is to be admitted by now, and wasn't: of beginnings, of others
         self._is_declining = False
 
     # --- the door
@@ -76,15 +73,16 @@ class Doorkeeper(LeafPolicy[Known]):
     def admit(self, node: Handle) -> bool:
         state = self._states[node]
         piece = state.pieces[-1]
-        self._is_declining = not (
-            piece.is_known
-            or not piece.keys
-            or piece.keys[0] * _MIX % _KEYS
-            < _KEYS * self.chance(continues=state.depth - piece.num_blocks > self._shared_blocks)
-        )
+        if piece.is_known or not piece.keys:
+            return True
+        continues = state.depth - piece.num_blocks > self._shared_blocks
+        self._due[continues] += self.share(continues=continues)
+        self._is_declining = self._due[continues] < 1.0
+        if not self._is_declining:
+            self._due[continues] -= 1.0
         return not self._is_declining
 
-    def chance(self, *, continues: bool) -> float:
+    def share(self, *, continues: bool) -> float:
         """The share of newcomers that is admitted, of those that continue a conversation or of the others."""
         return exp(min(FEWEST - self._strictness, 0.0) if continues else -min(self._strictness, FEWEST))
 

@@ -24,7 +24,7 @@ class DoorAndLastUse(Reference):
     def __init__(self, life: Life) -> None:
         super().__init__(life)
         self.ghosts: set[int] = set()
-        self.strictness = 0.0
+        self.strictness, self.due = 0.0, {True: 0.0, False: 0.0}
 
     def inserted(self, blocks: list[Block], hints: RequestHints | None, prompt: int) -> None:
         """Known by a ghost, or new."""
@@ -45,7 +45,7 @@ class DoorAndLastUse(Reference):
         return (block.stamp,)
 
     def admits(self, block: Block) -> bool:
-        """By the first block of its run of blocks with one history."""
+        """By where its run of blocks with one history begins."""
         blocks = block.node.blocks
         at = blocks.index(block)
         if block.flag:
@@ -53,8 +53,11 @@ class DoorAndLastUse(Reference):
         while at and not blocks[at - 1].flag:
             at -= 1
         start = block.node.depth - len(blocks) + at
-        over = self.strictness - FEWEST if start > SHARED_TOKENS / 512 else min(self.strictness, FEWEST)
-        return blocks[at].key * 0x9E3779B97F4A7C15 % 2**64 < 2**64 * exp(-max(over, 0.0))
+        continues = start > SHARED_TOKENS / 512
+        over = self.strictness - FEWEST if continues else min(self.strictness, FEWEST)
+        self.due[continues] += exp(-max(over, 0.0))
+        self.due[continues] -= (admits := self.due[continues] >= 1)
+        return admits
 
     def evicted(self, block: Block) -> None:
         """It is remembered, and was young or old."""
