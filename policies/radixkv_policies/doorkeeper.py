@@ -8,6 +8,9 @@ of the newcomers is turned away as their use ends, and the rest stays long enoug
   gaps of reuse (``lrfu.HalfLife``). Younger: fewer newcomers are admitted; older: more. Their share moves by a
   factor of e^SPEED each time that as many blocks as the cache has were evicted, so it settles where what is kept lives
   just long enough. A cache that is large enough for its traffic turns nobody away, and is LRU.
+- **Whether at all.** LRU forgets what ended before as many new blocks were made as the cache has. So the door knows what
+  it won (hits on what LRU would have forgotten) and lost (what it turned away, and LRU would have had), and opens
+  while it has lost clearly more.
 - **Who.** Whatever was used before, or is remembered by a ghost, is admitted, and what is too short for a ghost. Of the
   others every n-th. First those that begin a conversation are turned away; only when 1 in 50 of them is let in, those
   that continue one too: they begin further down than SHARED_TOKENS.
@@ -20,8 +23,9 @@ State a node: as all ``LeafPolicy``, three values a piece and an entry of a heap
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import count
-from math import exp, log
+from math import exp, inf, log
 from typing import Final
 
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
@@ -32,6 +36,12 @@ PATIENCE: Final = 0.5
 """Half-lives that a victim ought to have lived."""
 
 SPEED: Final = 2.0
+
+TOLERANCE: Final = 0.03
+"""The door may have lost so many blocks more than it won, as a part of the cache's, before it opens."""
+
+FADES: Final = 4.0
+"""Its record fades by a factor of e with so many new blocks, in capacities."""
 
 SHARED_TOKENS: Final = 1_024
 
@@ -49,6 +59,39 @@ class Known(Piece):
         self.ended_s: float | None = None
 
 
+class Record:
+    """What the door won and lost against LRU. O(1), amortised; at most 65 numbers.
+
+    ``won``: blocks that were hit and LRU would have forgotten, less those that were turned away and LRU would have hit.
+    """
+
+    __slots__ = ("_capacity", "_forgotten_s", "_made_at", "_num_made", "won")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self.won = capacity, 0.0
+        self._num_made, self._forgotten_s = 0, -inf
+        self._made_at: deque[tuple[int, float]] = deque()
+
+    def made(self, num_blocks: int, now_s: float) -> None:
+        """So many blocks had to be computed."""
+        self._num_made += num_blocks
+        self.won *= 1.0 - min(num_blocks / (FADES * self._capacity), 1.0)
+        made_at = self._made_at
+        if not made_at or self._num_made - made_at[-1][0] > self._capacity / 64:
+            made_at.append((self._num_made, now_s))
+        while made_at and made_at[0][0] <= self._num_made - self._capacity:
+            self._forgotten_s = made_at.popleft()[1]
+
+    def is_forgotten(self, ended_s: float) -> bool:
+        """Whether LRU would have forgotten by now what was used last then: it made as many blocks since as fit."""
+        return ended_s < self._forgotten_s
+
+    @property
+    def is_good(self) -> bool:
+        """Unless clearly more was lost than won."""
+        return self.won >= -TOLERANCE * self._capacity
+
+
 class Doorkeeper(LeafPolicy[Known]):
     """LRU with a door."""
 
@@ -62,11 +105,10 @@ class Doorkeeper(LeafPolicy[Known]):
         self._stamps = count()
         self._half_life = HalfLife()
         self._shared_blocks = SHARED_TOKENS / self._block_tokens
-        self._strictness = (
-            0.0  # 0: all are admitted; up to FEWEST: fewer beginnings; up to twice that: all fewer
-        )
+        self._strictness = 0.0  # up to FEWEST fewer beginnings are admitted, up to twice that fewer of all
         self._due = [0.0, 0.0]  # what is to be admitted by now, and wasn't: of beginnings, of others
         self._is_declining = False
+        self.record = Record(capacity)
 
     # --- the door
 
@@ -90,7 +132,7 @@ class Doorkeeper(LeafPolicy[Known]):
         ended_s = self._states[node].pieces[-1].ended_s
         if not self._is_declining and ended_s is not None:
             is_young = self._clock() - ended_s < PATIENCE * self._half_life.seconds
-            step = SPEED * num_blocks / self._capacity * (1.0 if is_young else -1.0)
+            step = SPEED * num_blocks / self._capacity * (1.0 if is_young and self.record.is_good else -1.0)
             self._strictness = min(max(self._strictness + step, 0.0), 2 * FEWEST)
         super().trimmed(node, num_blocks)
 
@@ -101,20 +143,27 @@ class Doorkeeper(LeafPolicy[Known]):
     # --- pieces
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Known:
-        if isinstance(memory, float):
-            self._half_life.saw(self._clock() - memory, num_blocks)
+        now_s = self._clock()
+        if isinstance(memory, tuple):
+            ended_s, was_declined = memory
+            self._half_life.saw(now_s - ended_s, num_blocks)
+            if was_declined and not self.record.is_forgotten(ended_s):
+                self.record.won -= num_blocks
+        self.record.made(num_blocks, now_s)
         return Known(memory is not None)
 
     def used(self, piece: Known) -> None:
         piece.is_known = True
         if piece.ended_s is not None:
             self._half_life.saw(self._clock() - piece.ended_s, piece.num_blocks)
+            if self.record.is_forgotten(piece.ended_s):
+                self.record.won += piece.num_blocks
 
     def ended(self, piece: Known) -> None:
         piece.ended_s, piece.stamp = self._clock(), next(self._stamps)
 
     def memory(self, piece: Known) -> object:
-        return piece.ended_s
+        return piece.ended_s, self._is_declining
 
     # --- the order
 

@@ -11,7 +11,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache, RequestHints, Tenant, audit
 from radixkv.clock import ManualClock
 from radixkv_policies import LRU, Doorkeeper, doorkeeper
-from radixkv_policies.doorkeeper import FEWEST, SHARED_TOKENS, SPEED
+from radixkv_policies.doorkeeper import FEWEST, SHARED_TOKENS, SPEED, Record
 from tests.core.test_journal import Recorder, resident_segments
 from tests.policies.contract import CAPACITY, Block, Life, PolicyContract, Reference, _Op
 
@@ -19,7 +19,9 @@ NS = Namespace("a", "m")
 
 
 class DoorAndLastUse(Reference):
-    """Who was used before is let in, of the others a share by their key; the share follows the victims' ages."""
+    """Who was used before is let in, of the others a share; it follows the victims' ages, while the door's record is
+    good.
+    """
 
     def __init__(self, life: Life) -> None:
         super().__init__(life)
@@ -62,10 +64,9 @@ class DoorAndLastUse(Reference):
     def evicted(self, block: Block) -> None:
         """It is remembered, and was young or old."""
         self.ghosts.add(block.key)
-        half_life = cast(Doorkeeper, self.life.policy)._half_life.seconds
-        step = (
-            SPEED / CAPACITY * (1 if self.life.clock() - block.rank < doorkeeper.PATIENCE * half_life else -1)
-        )
+        policy = cast(Doorkeeper, self.life.policy)
+        is_young = self.life.clock() - block.rank < doorkeeper.PATIENCE * policy._half_life.seconds
+        step = SPEED / CAPACITY * (1 if is_young and policy.record.is_good else -1)
         self.strictness = min(max(self.strictness + step, 0.0), 2 * FEWEST)
 
     def declined(self, block: Block) -> None:
@@ -185,6 +186,34 @@ def test_pins_and_inserts_pass_the_door() -> None:
         assert cache.stats().lent_blocks == 0 and journal.held == resident_segments(cache.snapshot(), 4)
         audit.check(cache)
     assert 0 in seen
+
+
+def test_the_record_of_a_door_that_loses() -> None:
+    """A loop that fits the cache, in which everything returns late: the door opens, and costs next to nothing."""
+    hits = {}
+    for policy in ("lru", "doorkeeper"):
+        cache, _ = make(policy)
+        found = 0
+        for at in range(3_000):
+            cache._clock.advance(30.0 if at % 10 else 600.0)  # type: ignore[attr-defined]
+            with cache.open(NS, [at % 7 + at // 300] * 16) as sequence:
+                found += sequence.num_cached_tokens
+                sequence.commit(16)
+        hits[policy] = found
+    assert hits["doorkeeper"] > 0.95 * hits["lru"] > 0
+
+
+def test_a_record_counts_what_lru_would_forget() -> None:
+    """It forgets what ended before as many new blocks as the cache has; what was long ago fades."""
+    record = Record(100)
+    for now in range(150):
+        record.made(1, float(now))
+    assert record.is_forgotten(47.0) and not record.is_forgotten(51.0) and record.is_good
+    record.won = -50.0
+    assert not record.is_good
+    for now in range(1_000):
+        record.made(1, 150.0 + now)
+    assert record.is_good and -10 < record.won < 0
 
 
 def test_a_policy_without_a_door_is_never_asked() -> None:
