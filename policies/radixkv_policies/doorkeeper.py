@@ -8,9 +8,9 @@ of the newcomers is turned away as their use ends, and the rest stays long enoug
   gaps of reuse (``lrfu.HalfLife``). Younger: fewer newcomers are admitted; older: more. Their share moves by a
   factor of e^SPEED each time that as many blocks as the cache has were evicted, so it settles where what is kept lives
   just long enough. A cache that is large enough for its traffic turns nobody away, and is LRU.
-- **Whether at all.** LRU forgets what ended before as many new blocks were made as the cache has. So the door knows what
-  it won (hits on what LRU would have forgotten) and lost (what it turned away, and LRU would have had), and opens
-  while it has lost clearly more.
+- **Whether at all.** LRU forgets what ended before as many new blocks were made as the cache has. So the door knows
+  what it won (hits on what LRU would have forgotten) and lost (what it turned away, and LRU would have had), and
+  opens while it has lost clearly more.
 - **Who.** Whatever was used before, or is remembered by a ghost, is admitted, and what is too short for a ghost. Of the
   others every n-th. First those that begin a conversation are turned away; only when 1 in 50 of them is let in, those
   that continue one too: they begin further down than SHARED_TOKENS.

@@ -43,7 +43,7 @@ def make(num_blocks: int = 16, *tenants: Tenant, policy: str = "lru", **default:
     """A cache on a clock of its own; without tenants everybody may pin up to 8 blocks."""
     held_to = Tenant("default", **{"max_pinned_blocks": 8, **default})
     config = CacheConfig(num_blocks, 4, policy=policy, default_tenant=held_to, segment_tokens=4)
-    cache = PrefixCache(config, clock=ManualClock())
+    cache = PrefixCache(config, clock=ManualClock(), scrub_blocks=lambda block_ids: None)
     for tenant in tenants:
         cache.add_tenant(tenant)
     return cache

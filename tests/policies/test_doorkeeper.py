@@ -211,7 +211,7 @@ def test_a_record_counts_what_lru_would_forget() -> None:
     assert record.is_forgotten(47.0) and not record.is_forgotten(51.0) and record.is_good
     record.won = -50.0
     assert not record.is_good
-    for now in range(1_000):
+    for now in range(1_500):
         record.made(1, 150.0 + now)
     assert record.is_good and -10 < record.won < 0
 
