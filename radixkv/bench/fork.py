@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
-from radixkv_kernels import backend, fork_blocks, reference
-from radixkv_kernels.checks import ForkPairs
+from radixkv_kernels import Pool, backend, fork_blocks, reference
+from radixkv_kernels.checks import BlockPairs
 
 CPU_ROTATE_BYTES = 512 << 20
 WARMUP_ROUNDS = 3
@@ -163,11 +163,11 @@ def launch_per_layer(work: Workload, step: int) -> None:
     pairs = work.steps[step]
     columns = (pairs.sources.tolist(), pairs.targets.tolist(), pairs.num_rows.tolist())
     if backend(work.storage) == "triton":
-        from radixkv_kernels import fork_triton
+        from radixkv_kernels import copy_triton, launch
 
-        uploaded = fork_triton.upload(ForkPairs(*columns), work.storage.device)
-        for layer in work.layers:
-            fork_triton.launch(layer, uploaded)
+        uploaded = launch.upload(BlockPairs(*columns), work.storage.device)
+        for pool in map(Pool.of, work.layers):
+            copy_triton.copy_uploaded(pool, pool, uploaded, max(columns[2]))
         return
     for layer in work.layers:
         reference.fork_blocks(layer, *columns)

@@ -25,6 +25,6 @@ def test_neither_the_import_nor_the_torch_path_brings_triton() -> None:
 
 def test_nothing_of_radixkv_is_imported() -> None:
     run(
-        "import sys, radixkv_kernels, radixkv_kernels.fork_triton\n"
+        "import sys, radixkv_kernels, radixkv_kernels.copy_triton\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'radixkv']\n"
     )
