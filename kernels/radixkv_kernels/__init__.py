@@ -4,6 +4,9 @@
     gather(pool, block_ids, staging)         blocks to one contiguous buffer, converted if its dtype differs
     scatter(staging, pool, block_ids)        and back
     scrub(pool, block_ids)                   blocks become zeros
+    quantize(pool, block_ids, records, …)    blocks to records of 8 or 4 bits a value, scales beside the codes
+    dequantize(records, pool, block_ids, …)  and back
+    Quantized                                how such a record is made up, and its true bits a value
     Pool                                     where the blocks are: block-major storage or an engine's own tensors
     backend(pool)                            which path a call on this pool takes: "triton" or "torch"
     reference                                the same functions in plain torch: the truth
@@ -26,6 +29,20 @@ from radixkv_kernels.checks import InputError
 from radixkv_kernels.fork import fork_blocks
 from radixkv_kernels.gather import gather, scatter
 from radixkv_kernels.pool import Pool
+from radixkv_kernels.quantize import dequantize, quantize
+from radixkv_kernels.quantized import Quantized
 from radixkv_kernels.scrub import scrub
 
-__all__ = ["InputError", "Pool", "backend", "fork_blocks", "gather", "reference", "scatter", "scrub"]
+__all__ = [
+    "InputError",
+    "Pool",
+    "Quantized",
+    "backend",
+    "dequantize",
+    "fork_blocks",
+    "gather",
+    "quantize",
+    "reference",
+    "scatter",
+    "scrub",
+]

@@ -21,9 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixkv_kernels import Pool, copy_triton, scrub_triton
+from radixkv_kernels import Pool, Quantized, copy_triton, quantize_triton, scrub_triton
 
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
+
+HAVE_E4M3 = TARGETS[1:3]
 
 
 class Configuration(NamedTuple):
@@ -88,6 +90,29 @@ def scrubs() -> Iterator[Configuration]:
             yield Configuration(f"scrub/{layout}", kernel, arguments, constants, shape.num_warps, wide)
 
 
+def quantisers() -> Iterator[Configuration]:
+    llama = Pool.of(meta(9, 32, 2, 16, 8, 128))
+    arguments = {"planes": "*i64", "block_ids": "*i32", "records": "*u8"}
+    for scheme, pool, is_native in [
+        ("fp8", llama, True),
+        ("fp8", llama, False),
+        ("int8", llama, False),
+        ("int4", llama, False),
+        ("int4", Pool.of(meta(9, 61, 1, 16, 1, 576)), False),
+        ("int8", Pool.of(meta(9, 2, 2, 5, 1, 6, dtype=torch.float16)), False),
+    ]:
+        form = Quantized(pool, scheme)
+        name = f"{scheme}{'-native' * is_native}/{pool.geometry.head_dim}"
+        sides = (
+            ("quantize", quantize_triton.quantize_kernel, quantize_triton.quantizing_constants),
+            ("dequantize", quantize_triton.dequantize_kernel, quantize_triton.constants),
+        )
+        for verb, kernel, constants in sides:
+            fixed = constants(form, is_native=is_native)
+            warps = quantize_triton.num_warps(form)
+            yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps, None)
+
+
 def compiled(configuration: Configuration, target: tuple[str, str | int, int], num_warps: int) -> Any:
     """The kernel as a launch with 16-byte aligned pointers would compile it."""
     arguments, constants = configuration.arguments, configuration.constants
@@ -137,6 +162,7 @@ def facts(kernel: Any, target: tuple[str, str | int, int]) -> dict[str, object]:
 def configurations(chunks: list[int]) -> Iterator[Configuration]:
     yield from copies(chunks)
     yield from scrubs()
+    yield from quantisers()
 
 
 def main() -> None:
@@ -150,6 +176,8 @@ def main() -> None:
             continue
         for num_warps in options.num_warps or [configuration.num_warps]:
             for target in TARGETS:
+                if "-native" in configuration.name and target not in HAVE_E4M3:
+                    continue
                 line = {
                     "name": configuration.name,
                     "target": target,

@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("aot.py")
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
-KERNELS = {"copy", "scrub"}
+KERNELS = {"copy", "scrub", "quantize", "dequantize"}
 MOST_REGISTERS = 128
 """With 128 threads a program, four programs of the largest kernel still fit on an SM at once."""
 Facts = dict[str, object]
@@ -37,7 +37,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
 
 def test_every_configuration_compiles_for_every_target(kernels: list[Facts]) -> None:
     assert {tuple(kernel["target"]) for kernel in kernels} == set(TARGETS)
-    assert len(kernels) == len(TARGETS) * len({kernel["name"] for kernel in kernels})
+    names = {kernel["name"] for kernel in kernels}
+    elsewhere = {name for name in names if "-native" in name}  # on sm_80 and gfx942 e4m3 is made of integers
+    assert len(kernels) == len(TARGETS) * len(names) - 2 * len(elsewhere)
     assert {kernel["name"].partition("/")[0] for kernel in kernels} == KERNELS
     assert all(kernel["code_bytes"] > 0 for kernel in kernels)
 

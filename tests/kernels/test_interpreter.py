@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-SUITES = ["test_fork.py", "test_copies.py"]
+SUITES = ["test_fork.py", "test_copies.py", "test_quantize.py"]
 
 
 @pytest.mark.timeout(340)
