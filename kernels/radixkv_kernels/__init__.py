@@ -6,6 +6,8 @@
     scrub(pool, block_ids)                   blocks become zeros
     quantize(pool, block_ids, records, …)    blocks to records of 8 or 4 bits a value, scales beside the codes
     dequantize(records, pool, block_ids, …)  and back
+    reorder(pool, beams, parents)            a beam step on the device: tables, counts, free blocks, copies
+    Beams                                    the books that it moves on
     Quantized                                how such a record is made up, and its true bits a value
     Pool                                     where the blocks are: block-major storage or an engine's own tensors
     backend(pool)                            which path a call on this pool takes: "triton" or "torch"
@@ -25,24 +27,31 @@ from __future__ import annotations
 
 from radixkv_kernels import reference
 from radixkv_kernels.backend import backend
+from radixkv_kernels.beams import BAD_PARENT, OUT_OF_BLOCKS, TABLE_FULL, Beams
 from radixkv_kernels.checks import InputError
 from radixkv_kernels.fork import fork_blocks
 from radixkv_kernels.gather import gather, scatter
 from radixkv_kernels.pool import Pool
 from radixkv_kernels.quantize import dequantize, quantize
 from radixkv_kernels.quantized import Quantized
+from radixkv_kernels.reorder import reorder
 from radixkv_kernels.scrub import scrub
 
 __all__ = [
+    "BAD_PARENT",
+    "Beams",
     "InputError",
+    "OUT_OF_BLOCKS",
     "Pool",
     "Quantized",
+    "TABLE_FULL",
     "backend",
     "dequantize",
     "fork_blocks",
     "gather",
     "quantize",
     "reference",
+    "reorder",
     "scatter",
     "scrub",
 ]

@@ -5,10 +5,21 @@ Nothing is checked here; callers have done that. Each function works on any torc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from radixkv_kernels.beams import (
+    BAD_PARENT,
+    NUM_FREE,
+    OUT_OF_BLOCKS,
+    STATUS,
+    TABLE_FULL,
+    Beams,
+    BooksOnHost,
+    tile_columns,
+)
 from radixkv_kernels.pool import PoolLike, as_pool
 from radixkv_kernels.quantized import Quantized
 
@@ -112,3 +123,82 @@ def _packed(steps: torch.Tensor) -> torch.Tensor:
 
 def _unpacked(codes: torch.Tensor) -> torch.Tensor:
     return torch.cat((codes & 15, codes >> 4), dim=-1)
+
+
+def reorder(pool: PoolLike, beams: Beams, parents: torch.Tensor) -> None:
+    """One step of ``beams``, as ``reorder.reorder`` describes it: the same ids, in the same order."""
+    books = beams.read()
+    if books.status:
+        return
+    step = _plan(books, beams, parents.tolist())
+    if isinstance(step, int):
+        beams.counters[STATUS] = step
+        return
+    tables, lengths, num_taken, copies = step
+    skipped = beams.num_prefix_blocks.tolist()
+    before, after = _holders(books.tables, skipped), _holders(tables, skipped)
+    refs = beams.refs.tolist()
+    for block_id in before | after:
+        refs[block_id] += after[block_id] - before[block_id]
+    beams.refs.copy_(torch.tensor(refs, dtype=torch.int32))
+    dead: dict[int, None] = {}  # in the order of tiles of columns, then beams, then columns
+    width = tile_columns(beams.num_beams)
+    for start in range(0, beams.max_columns, width):
+        for table, first in zip(books.tables, skipped, strict=True):
+            for block_id in table[max(first, start) : start + width]:
+                if refs[block_id] == 0:
+                    dead[block_id] = None
+    free = books.free[: len(books.free) - num_taken] + list(dead)
+    beams.free[: len(free)] = torch.tensor(free, dtype=torch.int32)
+    for beam, table in enumerate(tables):
+        beams.tables[beam, : len(table)] = torch.tensor(table, dtype=torch.int32)
+    beams.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+    beams.counters[NUM_FREE] = len(free)
+    if copies:
+        fork_blocks(pool, *zip(*copies, strict=True))
+
+
+Step = tuple[list[list[int]], list[int], int, list[tuple[int, int, int]]]
+
+
+def _plan(books: BooksOnHost, beams: Beams, parents: list[int]) -> Step | int:
+    """New tables and lengths, how many blocks are taken, and copies; or the bits of what makes the step impossible."""
+    groups, size = beams.groups.tolist(), beams.block_size
+    is_bad = any(
+        not 0 <= parent < beams.num_beams or groups[parent] != group
+        for parent, group in zip(parents, groups, strict=True)
+    )
+    if is_bad:
+        return BAD_PARENT
+    refs = beams.refs.tolist()
+    partial = Counter(
+        table[-1] for table, rows in zip(books.tables, books.lengths, strict=True) if rows % size
+    )
+    tables = [list(books.tables[parent]) for parent in parents]
+    lengths = [books.lengths[parent] for parent in parents]
+    copies: list[tuple[int, int, int]] = []
+    kept: set[int] = set()
+    needs = []
+    for beam, (table, rows) in enumerate(zip(tables, lengths, strict=True)):
+        tail = table[-1] if rows % size else None
+        if tail is not None and tail not in kept and refs[tail] == partial[tail]:
+            kept.add(tail)
+        else:
+            needs.append((beam, tail))
+    is_full = any(lengths[beam] // size >= beams.max_columns for beam, _ in needs)
+    if is_full or len(needs) > len(books.free):
+        return TABLE_FULL * is_full | OUT_OF_BLOCKS * (len(needs) > len(books.free))
+    for rank, (beam, tail) in enumerate(needs):
+        block_id = books.free[len(books.free) - 1 - rank]
+        if tail is None:
+            tables[beam].append(block_id)
+        else:
+            tables[beam][-1] = block_id
+            copies.append((tail, block_id, lengths[beam] % size))
+    return tables, [rows + 1 for rows in lengths], len(needs), copies
+
+
+def _holders(tables: Sequence[Sequence[int]], skipped: Sequence[int]) -> Counter[int]:
+    return Counter(
+        block_id for table, first in zip(tables, skipped, strict=True) for block_id in table[first:]
+    )

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixkv_kernels import Pool, Quantized, copy_triton, quantize_triton, scrub_triton
+from radixkv_kernels import Beams, Pool, Quantized, copy_triton, quantize_triton, reorder_triton, scrub_triton
 
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
 
@@ -94,7 +94,7 @@ def quantisers() -> Iterator[Configuration]:
     llama = Pool.of(meta(9, 32, 2, 16, 8, 128))
     arguments = {"planes": "*i64", "block_ids": "*i32", "records": "*u8"}
     for scheme, pool, is_native in [
-        ("fp8", llama, True),
+        ("fp8", llama, True),  # two targets
         ("fp8", llama, False),
         ("int8", llama, False),
         ("int4", llama, False),
@@ -111,6 +111,32 @@ def quantisers() -> Iterator[Configuration]:
             fixed = constants(form, is_native=is_native)
             warps = quantize_triton.num_warps(form)
             yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps, None)
+
+
+def reorders() -> Iterator[Configuration]:
+    """A step of four beams of a short search, and of 64 beams of 32k tokens."""
+    pool = Pool.of(meta(9, 32, 2, 16, 8, 128))
+    for num_beams, columns in ((4, 80), (64, 2064)):
+        beams = Beams(
+            [[]] * num_beams,
+            [0] * num_beams,
+            [0] * num_beams,
+            [0],
+            num_blocks=9,
+            block_size=16,
+            max_columns=columns,
+        )
+        shape = f"{num_beams}x{columns}"
+        finish = reorder_triton.finish_constants(beams, pool, 1056)
+        for name, kernel, constants, warps, wide in (
+            ("plan", reorder_triton.plan_kernel, reorder_triton.plan_constants(beams), 4, None),
+            ("permute", reorder_triton.permute_kernel, reorder_triton.permute_constants(beams), 4, None),
+            ("finish", reorder_triton.finish_kernel, finish, 4, 4 * finish["CHUNK"]),
+        ):
+            arguments = {name: "*i32" for name in kernel.arg_names if name.islower()}
+            if "planes" in arguments:
+                arguments["planes"] = "*i64"
+            yield Configuration(f"{name}/{shape}", kernel, arguments, constants, warps, wide)
 
 
 def compiled(configuration: Configuration, target: tuple[str, str | int, int], num_warps: int) -> Any:
@@ -163,6 +189,7 @@ def configurations(chunks: list[int]) -> Iterator[Configuration]:
     yield from copies(chunks)
     yield from scrubs()
     yield from quantisers()
+    yield from reorders()
 
 
 def main() -> None:

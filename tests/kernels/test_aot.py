@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("aot.py")
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
-KERNELS = {"copy", "scrub", "quantize", "dequantize"}
+KERNELS = {"copy", "scrub", "quantize", "dequantize", "plan", "permute", "finish"}
 MOST_REGISTERS = 128
 """With 128 threads a program, four programs of the largest kernel still fit on an SM at once."""
 Facts = dict[str, object]
@@ -46,13 +46,13 @@ def test_every_configuration_compiles_for_every_target(kernels: list[Facts]) -> 
 
 def test_copies_are_16_bytes_wide(kernels: list[Facts]) -> None:
     wide = [kernel for kernel in kernels if kernel["wide_bytes"]]
-    assert {kernel["name"].partition("/")[0] for kernel in wide} >= {"copy", "scrub"}
+    assert {kernel["name"].partition("/")[0] for kernel in wide} == {"copy", "scrub", "finish"}
     for kernel in wide:
         lanes = kernel["num_warps"] * kernel["target"][2]
         vectors = kernel["wide_bytes"] // (16 * lanes)
-        assert kernel["wide_stores"] == vectors > 0, kernel
-        if kernel["name"].startswith("copy"):
-            assert kernel["wide_loads"] >= vectors, kernel  # on gfx942 the arguments may be one more
+        assert kernel["wide_stores"] >= vectors > 0, kernel
+        if not kernel["name"].startswith("scrub"):
+            assert kernel["wide_loads"] >= vectors, kernel  # others load ids by fours, or on gfx942 arguments
 
 
 def test_nothing_spills_and_registers_are_few(kernels: list[Facts]) -> None:
