@@ -8,6 +8,7 @@
     dequantize(records, pool, block_ids, …)  and back
     reorder(pool, beams, parents)            a beam step on the device: tables, counts, free blocks, copies
     Beams                                    the books that it moves on
+    Fences                                   the order of copies, scrubs and compute on several streams
     Quantized                                how such a record is made up, and its true bits a value
     Pool                                     where the blocks are: block-major storage or an engine's own tensors
     backend(pool)                            which path a call on this pool takes: "triton" or "torch"
@@ -29,6 +30,7 @@ from radixkv_kernels import reference
 from radixkv_kernels.backend import backend
 from radixkv_kernels.beams import BAD_PARENT, OUT_OF_BLOCKS, TABLE_FULL, Beams
 from radixkv_kernels.checks import InputError
+from radixkv_kernels.fences import Fences
 from radixkv_kernels.fork import fork_blocks
 from radixkv_kernels.gather import gather, scatter
 from radixkv_kernels.pool import Pool
@@ -40,6 +42,7 @@ from radixkv_kernels.scrub import scrub
 __all__ = [
     "BAD_PARENT",
     "Beams",
+    "Fences",
     "InputError",
     "OUT_OF_BLOCKS",
     "Pool",

@@ -14,7 +14,7 @@ def scrub(pool: PoolLike, block_ids: Ids) -> None:
     ``pool``: a Pool, or block-major storage ``[num_blocks, num_layers, 2, block_size, num_kv_heads,
     head_dim]``, of any dtype. ``block_ids``: integers on the host, in any order; one named twice is zeroed.
     Raises InputError with nothing changed. Enqueues on the current stream and returns without waiting: on a
-    side stream it runs beside compute, ordered by a ``Fence``. Cost: bytes written, one upload of 4 bytes a
+    side stream it runs beside compute, ordered by ``Fences``. Cost: bytes written, one upload of 4 bytes a
     block, one launch.
     """
     pool = as_pool(pool)
