@@ -27,6 +27,9 @@ from radixkv_kernels.checks import MAX_NUM_BLOCKS, InputError, check_storage
 
 PLANE_SHAPE = "[num_blocks, block_size, num_kv_heads, head_dim] or [num_blocks, block_size, latent_dim]"
 
+MAX_SPAN = 2**31 - 1
+"""Bytes within which a plane of a block must lie: only from block to block do kernels count in 64 bits."""
+
 
 class Geometry(NamedTuple):
     """What the planes of a pool have in common. Strides are in bytes."""
@@ -216,5 +219,10 @@ def _check_strides(argument: str, plane: torch.Tensor) -> None:
         if stride < extent:
             raise InputError(argument, plane.stride(), "strides with which no two elements overlap")
         extent = stride * (size - 1) + extent
+    within = sum(
+        stride * (size - 1) for stride, size in zip(plane.stride()[1:], plane.shape[1:], strict=True)
+    )
+    if (within + 1) * plane.element_size() > MAX_SPAN:
+        raise InputError(argument, plane.stride(), f"the rows and heads of a block within {MAX_SPAN} bytes")
     if plane.shape[3] > 1 and plane.stride(3) != 1:
         raise InputError(argument, plane.stride(), "1 for the last dimension")

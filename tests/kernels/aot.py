@@ -38,6 +38,8 @@ class Configuration(NamedTuple):
     num_warps: int
     wide_bytes: int | None
     """Bytes that a program must move by 16-byte loads and stores; None where rows are too odd for them."""
+    targets: list[tuple[str, str | int, int]] | None = None
+    """The only ones that launch it, if not all."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -48,7 +50,6 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def layouts() -> dict[str, tuple[Pool, Pool, bool]]:
     """Name: source, target, whether all accesses should be wide."""
     llama = Pool.of(meta(9, 32, 2, 16, 8, 128))
-    fp8 = Pool.of(meta(9, 32, 2, 16, 8, 128, dtype=torch.float8_e4m3fn))
     hnd = Pool.of(meta(9, 1, 2, 8, 16, 128))  # the same bytes; strides as of a transposed view
     hnd.geometry = hnd.geometry._replace(block_size=16, num_heads=8, row_stride=256, head_stride=4096)
     latent = Pool.of(meta(9, 61, 1, 16, 1, 576))
@@ -58,7 +59,6 @@ def layouts() -> dict[str, tuple[Pool, Pool, bool]]:
     odd = Pool.of(meta(9, 2, 2, 5, 1, 3, dtype=torch.int8))
     return {
         "llama-3-8b": (llama, llama, True),
-        "llama-3-8b-fp8": (fp8, fp8, True),
         "hnd": (hnd, hnd, True),
         "hnd-to-staging": (hnd, one, True),
         "deepseek-latent": (latent, latent, True),
@@ -94,7 +94,7 @@ def quantisers() -> Iterator[Configuration]:
     llama = Pool.of(meta(9, 32, 2, 16, 8, 128))
     arguments = {"planes": "*i64", "block_ids": "*i32", "records": "*u8"}
     for scheme, pool, is_native in [
-        ("fp8", llama, True),  # two targets
+        ("fp8", llama, True),
         ("fp8", llama, False),
         ("int8", llama, False),
         ("int4", llama, False),
@@ -110,7 +110,12 @@ def quantisers() -> Iterator[Configuration]:
         for verb, kernel, constants in sides:
             fixed = constants(form, is_native=is_native)
             warps = quantize_triton.num_warps(form)
-            yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps, None)
+            targets = (
+                None
+                if scheme != "fp8"
+                else [target for target in TARGETS if (target in HAVE_E4M3) == is_native]
+            )
+            yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps, None, targets)
 
 
 def reorders() -> Iterator[Configuration]:
@@ -203,7 +208,7 @@ def main() -> None:
             continue
         for num_warps in options.num_warps or [configuration.num_warps]:
             for target in TARGETS:
-                if "-native" in configuration.name and target not in HAVE_E4M3:
+                if configuration.targets is not None and target not in configuration.targets:
                     continue
                 line = {
                     "name": configuration.name,

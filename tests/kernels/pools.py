@@ -26,8 +26,8 @@ LAYOUTS = ["block-major", "latent-major", "apart", "together-0", "together-1", "
 
 
 def examples(count: int) -> settings:
-    """So many examples on the torch path, a third of them interpreted."""
-    few = max(10, count // 3) if IS_INTERPRETING else count
+    """So many examples on the torch path, a quarter of them interpreted."""
+    few = max(10, count // 4) if IS_INTERPRETING else count
     return settings(max_examples=few, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

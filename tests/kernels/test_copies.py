@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv_kernels import InputError, Pool, fork_blocks, gather, reference, scatter, scrub
+from radixkv_kernels import InputError, Pool, fork_blocks, gather, launch, reference, scatter, scrub
 from tests.kernels.pools import (
     DEVICES,
     IS_INTERPRETING,
@@ -156,6 +156,24 @@ def test_layer_by_layer_is_all_at_once(layout: str) -> None:
         assert torch.equal(part.view(torch.uint8), whole[:, layer : layer + 1].contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_more_programs_than_a_grid_may_have_are_several_launches(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MAX_NUM_PROGRAMS", most)
+    assert [list(range(7))[part] for part in launch.slices(7, 1)] == {
+        1: [[0], [1], [2], [3], [4], [5], [6]],
+        3: [[0, 1, 2], [3, 4, 5], [6]],
+        5: [[0, 1, 2, 3, 4], [5, 6]],
+    }[most]
+    pool, _ = Shape("apart", 9, 1, 2, 1, 4, torch.int8).pool()
+    want = blocks_of(pool)
+    want[5:9], want[4] = want[0:4], 0
+    fork_blocks(pool, [0, 1, 2, 3], [5, 6, 7, 8], [2] * 4)
+    scrub(pool, [4])
+    np.testing.assert_array_equal(blocks_of(pool), want)
+
+
 def test_pairs_by_the_thousand() -> None:
     pool, _ = Shape("latent", 4001, 1, 1, 1, 4, torch.int8).pool()
     want = blocks_of(pool)
@@ -200,6 +218,10 @@ PLANE = torch.zeros(4, 3, 2, 8)
         ),
         pytest.param(lambda: Pool([PLANE[..., ::2]]), "keys[0].stride()", id="scattered-heads"),
         pytest.param(lambda: Pool([PLANE[:1].expand(4, 3, 2, 8)]), "keys[0].stride()", id="expanded"),
+        pytest.param(
+            lambda: Pool([torch.empty(9, 2**27, 2, 8, device="meta").transpose(0, 1)]), "keys[0].stride()",
+            id="rows-far-apart",
+        ),
         pytest.param(lambda: Pool.together([PLANE], 1), "caches[0].shape", id="no-sides"),
         pytest.param(lambda: Pool([PLANE]).layers(0, 2), "(start, stop)", id="layers"),
         pytest.param(lambda: scrub(PLANE, [0]), "storage.shape", id="no-storage"),

@@ -171,6 +171,28 @@ def test_many_beams_over_many_columns(device: str) -> None:
         assert search.read() == search.written
 
 
+if IS_INTERPRETING:
+
+    def test_the_programs_of_a_launch_may_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+        """The interpreter runs them in order, a GPU in any: what one reads, no other of its launch may write."""
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        in_order = builder.set_grid_idx
+        monkeypatch.setattr(
+            builder, "set_grid_idx", lambda x, y, z: in_order(builder.grid_dim[0] - 1 - x, y, z)
+        )
+        searches = [Search([9], 70, 2, block_size=2, spare=60, columns=128, device="cpu") for _ in range(2)]
+        steps = torch.randint(0, 9, (6, 9), generator=torch.Generator().manual_seed(1)).tolist()
+        for parents in steps:
+            searches[0].step(parents)
+        monkeypatch.undo()
+        for parents in steps:
+            searches[1].step(parents)
+        _assert_same_books(searches[0].beams, searches[1].beams)
+        assert searches[0].read() == searches[0].written == searches[1].read()
+        assert searches[0].beams.read().status == 0
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("parents", [[0, 1, -1], [0, 3, 2], [0, 2, 2], [2**31 - 1, 0, 0]])
 def test_parents_that_are_none_set_a_flag_and_nothing_else(device: str, parents: list[int]) -> None:
