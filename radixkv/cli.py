@@ -706,6 +706,26 @@ def bench_fork(as_json: bool, **options: Any) -> None:
     _print_result(result, _fork_table, as_json)
 
 
+@bench.command("kernels")
+@click.option("--device", default="cpu", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16", show_default=True
+)
+@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--head-dim", type=click.IntRange(2), default=128, show_default=True)
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--num-blocks", type=click.IntRange(1), default=1000, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_json_option
+def bench_kernels(as_json: bool, **options: Any) -> None:
+    """Whether the kernels are right, and on a GPU how fast."""
+    from radixkv.bench import kernels
+
+    _print_result(kernels.run(**options), _kernels_table, as_json)
+
+
 @bench.command("replicas")
 @click.option("--figure", "groups", multiple=True, help="Only this group of figures; may be repeated.  [all]")
 @click.option(
@@ -737,6 +757,12 @@ def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **
 def _fork_table(result: dict[str, Any]) -> str:
     head = f"{result['device']}, {result['path']}, copy {result['copy_bytes_per_s'] / 1e9:.1f} GB/s"
     return "\n".join([head, _table(result["results"], tuple(result["results"][0]))])
+
+
+def _kernels_table(result: dict[str, Any]) -> str:
+    head = f"{result['device']}, {result['path']}; as the reference: {', '.join(result['checked'])}"
+    rows = result["results"]
+    return "\n".join([head, _table(rows, tuple(rows[0])) if rows else result["note"]])
 
 
 @contextmanager

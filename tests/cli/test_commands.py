@@ -256,3 +256,5 @@ def test_bench_index_and_fork() -> None:
     assert json.loads(index.stdout)["benchmark"] == "index", index.stderr
     fork = run("bench", "fork", "--num-layers", "1", "--num-pairs", "1", "--repeats", "1")
     assert "fork_blocks" in fork.stdout, fork.stderr
+    kernels = run("bench", "kernels")
+    assert "fork_blocks" in kernels.stdout, kernels.stderr
