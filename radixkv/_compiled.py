@@ -32,6 +32,7 @@ READ = (
     "clock",
     "config",
     "errors",
+    "gathering",
     "pins",
     "recovery",
     "scrubbing",

@@ -17,8 +17,8 @@ Every public method takes the lock, validates everything, and only then changes 
 changed nothing. One that is interrupted while it changes something costs the sequences that it works on
 (``recovery.mend``); whatever it is about to return is known where it is mended, and registered last.
 
-The lock is held for microseconds; ``evict`` and ``clear`` give it up between slices. The exceptions are calls that
-are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
+The lock is held for microseconds; ``evict``, ``clear`` and ``snapshot_in_slices`` give it up between slices. The
+exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 from types import TracebackType
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
 
-from radixkv import snapshots
+from radixkv import gathering, snapshots
 from radixkv._compiled import mypyc_attr
 from radixkv.blocks import BlockPool, unpack
 from radixkv.clock import Clock, monotonic
@@ -184,6 +184,7 @@ class PrefixCache:
         self._copies = WaitingCopies()
         self._kept_for_plan: list[Lease] = []
         self._num_copied_blocks = 0
+        self._recorder = gathering.Recorder(self._tenants)
         self._pins = Pins(clock, self._evictor, self._leases)
         self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
         if clock is monotonic and POLICIES[config.policy].maintain is not Policy.maintain:
@@ -1361,16 +1362,15 @@ class PrefixCache:
             return list(self._tenants)
 
     def snapshot(self) -> Snapshot:
-        """Everything the audit needs, at one moment. O(nodes + sequences + free blocks)."""
-        with self._lock:
-            return snapshots.snapshot_of(
-                self._config,
-                self._pool,
-                self._tenants,
-                self._sequences,
-                [(lease._node, lease._packed) for lease in self._leases],
-                self._pins,
-            )
+        """Everything the audit needs, at one moment, under one hold. O(nodes + sequences + free blocks)."""
+        return gathering.at_once(self)
+
+    def snapshot_in_slices(self, pause: Callable[[], None] | None = None) -> Snapshot:
+        """The same, at the moment when it ends, with the lock held for no longer than a slice of nodes takes.
+
+        ``pause`` is called between slices, without the lock; it may sleep, and use the cache.
+        """
+        return gathering.in_slices(self, pause or (lambda: None))
 
     # --- checks
 

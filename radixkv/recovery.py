@@ -95,6 +95,7 @@ def _mend(
         if lease is not None:
             lease._is_open = False
             cache._leases.discard(lease)
+    cache._recorder.start_over()
     cache._pool.lent.difference_update(unpack(bytes(lent)).tolist())
     _Books(cache).rebuild()
     cache._progress.notify_all()

@@ -1,8 +1,10 @@
 """The laws of a cache, checked on a snapshot: ``check(cache)`` raises, ``inspect(cache)`` reports.
 
-A snapshot is taken under the cache's lock; everything else happens on it, outside, so a live cache may be
-audited at any time. Block accounting is one NumPy count over all ids; Python work is per resident node and
-per running sequence.
+A snapshot is read under the cache's lock, in slices between which requests go on, and is of one moment all the same
+(``radixkv.gathering``); everything else happens on it, outside, so a live cache may be audited at any time. What is
+found in it is looked for once more in a snapshot taken under one hold, so that a report is never a mistake of
+the reading. Block accounting is one NumPy count over all ids; Python work is per resident node and per running
+sequence.
 
 The laws, as named in a report:
 
@@ -49,7 +51,7 @@ NodeAt = tuple[int, int | None]
 
 
 class Audited(Protocol):
-    """What the audit asks of a cache."""
+    """What the audit asks of a cache. If it has ``snapshot_in_slices(pause)`` too, that is taken first."""
 
     def snapshot(self) -> Snapshot: ...
 
@@ -103,23 +105,36 @@ class BrokenLaws(IntegrityError):
         super().__init__(str(report))
 
 
-def check(cache: Audited) -> Report:
-    """Check every law now. Raises IntegrityError, with ``report``, if one is broken. Linear in resident nodes."""
-    report = inspect(cache)
+def check(cache: Audited, *, at_once: bool = False) -> Report:
+    """Check every law now. Raises IntegrityError, with ``report``, if one is broken. Linear in resident nodes.
+
+    ``at_once``: read the cache under one hold of its lock, which is quicker, and makes requests wait meanwhile.
+    """
+    report = inspect(cache, at_once=at_once)
     if not report.ok:
         raise BrokenLaws(report)
     return report
 
 
-def inspect(cache: Audited, pause: Callable[[], None] = lambda: None) -> Report:
+def inspect(cache: Audited, pause: Callable[[], None] = lambda: None, *, at_once: bool = False) -> Report:
     """Check every law now and report, whatever was found. Linear in resident nodes.
 
-    ``pause`` is called between slices of SLICE nodes or sequences, outside the cache's lock; it may sleep.
+    ``pause`` is called between slices of some hundred nodes or sequences, outside the cache's lock; it may sleep.
+    ``at_once``: see ``check``.
     """
     start = time.perf_counter()
-    snapshot = cache.snapshot()
-    violations = tuple(_Audit(snapshot, pause).violations())
+    in_slices = None if at_once else getattr(cache, "snapshot_in_slices", None)
+    snapshot: Snapshot = cache.snapshot() if in_slices is None else in_slices(pause)
+    violations = violations_of(snapshot, pause)
+    if violations and in_slices is not None:
+        snapshot = cache.snapshot()
+        violations = violations_of(snapshot, pause)
     return Report(violations, _counts(snapshot), time.perf_counter() - start)
+
+
+def violations_of(snapshot: Snapshot, pause: Callable[[], None] = lambda: None) -> tuple[Violation, ...]:
+    """The laws that a snapshot breaks."""
+    return tuple(_Audit(snapshot, pause).violations())
 
 
 def num_evictable(snapshot: Snapshot, about_to_lease: frozenset[int] | set[int] = frozenset()) -> int:

@@ -620,6 +620,11 @@ class Mended(Recorded):
             recovery.mend(self, KeyboardInterrupt())
         return super().snapshot()
 
+    def snapshot_in_slices(self, pause: Any = None) -> Any:
+        """The same."""
+        self.snapshot()
+        return super().snapshot_in_slices(pause)
+
 
 @pytest.mark.timeout(300)
 def test_mending_what_is_whole() -> None:
