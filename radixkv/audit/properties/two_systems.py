@@ -4,6 +4,10 @@
     high   another tenant's call on one of them: only on the second (NI-1: A alone against A among others), or now
            on this, now on that (NI-2: two runs with different others)
 
+Calls: requests, whole or cancelled, lookups, chunks of prefill, appends one by one and in batches, rollbacks,
+forks, beam steps, leases, blocks handed in by an engine, room made by hand, clears, purges with requests under way,
+tenants added and taken back, time that passes, and a crash of both systems. (There are no tiers to demote to yet.)
+
 A observes: matched and cached lengths, refusals (type and text), names, statistics, the bytes that it is served. The
 prompts of all tenants come from one small universe, so another's are A's own, one id off, cut at or beside a
 block's boundary, or other ids that spell the same text (2 may stand for 0, 0). Each answer is held against the
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -60,6 +64,8 @@ class Request:
     ids: list[int]
     num_committed: int
     num_cached: int
+    is_stale: bool = False
+    """Its tenant was purged: what it commits is never served."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,7 @@ class Player:
     system: Any
     oracle: Oracle
     requests: list[Request | None] = field(default_factory=list)
+    leases: list[Any] = field(default_factory=list)
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -117,6 +124,78 @@ class Player:
 
         return self._on(which, call, needs="append")
 
+    def append_all(self, mask: int, token_id: int) -> Observed:
+        """How long the requests of a batch are after, or that there was no room for all."""
+        batch = self._masked(mask)
+        if not batch or not hasattr(self.system, "append_all"):
+            return Observed(())
+        ids = [(token_id + at) % 3 for at in range(len(batch))]
+
+        def call() -> Observed:
+            self.system.append_all([each.handle for each in batch], ids)
+            for request, added in zip(batch, ids, strict=True):
+                request.ids.append(added)
+            return Observed(tuple(len(each.ids) for each in batch))
+
+        return self._told(call)
+
+    def reorder(self, mask: int, parents: Sequence[int]) -> Observed:
+        """How long the heirs are, and their names; the requests that they continue are consumed."""
+        batch = self._masked(mask)
+        if not batch or not hasattr(self.system, "reorder"):
+            return Observed(())
+        chosen = [parent % len(batch) for parent in parents]
+
+        def call() -> Observed:
+            handles = self.system.reorder([each.handle for each in batch], chosen)
+            expect(len(handles) == len(chosen), f"{len(handles)} heirs of {len(chosen)} parents")
+            heirs = [
+                replace(batch[parent], handle=handle, ids=list(batch[parent].ids))
+                for parent, handle in zip(chosen, handles, strict=True)
+            ]
+            self.requests = [*(each for each in self.requests if each not in batch), *heirs]
+            return Observed(tuple((len(heir.ids), self._name(heir)) for heir in heirs))
+
+        return self._told(call)
+
+    def lease(self, where: int, prompt: Sequence[int]) -> Observed:
+        """How much is leased of a prompt; every other time a lease ends instead, without a word."""
+        if not hasattr(self.system, "lease"):
+            return Observed(())
+        if len(self.leases) > 1:
+            self.system.end_lease(self.leases.pop(0))
+            return Observed(())
+        namespace = self.namespaces[where % 3]
+
+        def call() -> Observed:
+            lease, leased = _pair(self.system.lease(namespace, prompt))
+            self._is_no_lie(namespace, prompt, leased)
+            self.leases.append(lease)
+            return Observed((leased,))
+
+        return self._told(call)
+
+    def insert(self, where: int, prompt: Sequence[int]) -> Observed:
+        """How much was cached before."""
+        if not hasattr(self.system, "insert"):
+            return Observed(())
+        namespace = self.namespaces[where % 3]
+        ids = prompt[: len(prompt) // self.oracle.block_size * self.oracle.block_size]
+
+        def call() -> Observed:
+            resident = self.system.insert(namespace, ids)
+            self._is_no_lie(namespace, ids, resident)
+            self.oracle.commit(namespace, ids, len(ids))
+            return Observed((resident,))
+
+        return self._told(call)
+
+    def evict(self, num_blocks: int) -> Observed:
+        """Nothing: an operator does this, not the tenant."""
+        if hasattr(self.system, "evict"):
+            self.system.evict(num_blocks)
+        return Observed(())
+
     def truncate(self, which: int, by: int) -> Observed:
         """How long the request is after."""
 
@@ -132,8 +211,7 @@ class Player:
 
         def call(request: Request) -> None:
             handle = self.system.fork(request.handle)
-            cached, committed = request.num_cached, request.num_committed
-            self.requests.append(Request(handle, request.namespace, list(request.ids), committed, cached))
+            self.requests.append(replace(request, handle=handle, ids=list(request.ids)))
 
         return self._on(which, call, needs="fork")
 
@@ -154,15 +232,31 @@ class Player:
         return Observed((self.system.clear(namespace),))
 
     def purge(self) -> Observed:
-        """The tenant's requests end, and everything of the tenant is forgotten."""
+        """Everything of the tenant is forgotten. Its requests end; or they stay, and nothing of theirs is served."""
         if not hasattr(self.system, "purge"):
             return Observed(())
         for namespace in self.namespaces:
             self.oracle.clear(namespace)
         answer = self.system.purge(self.tenant)
+        if getattr(self.system, "purge_ends_requests", False):
+            for request in self.open_requests:
+                request.is_stale = True
+        else:
+            while self.requests:
+                self.release(0)
+        return Observed((answer,))
+
+    def restarted(self) -> None:
+        """The system has lost everything."""
+        self.oracle = Oracle(self.oracle.block_size)
+        self.requests, self.leases = [], []
+
+    def end(self) -> None:
+        """Give back everything."""
         while self.requests:
             self.release(0)
-        return Observed((answer,))
+        while self.leases:
+            self.system.end_lease(self.leases.pop())
 
     def pin(self, where: int, prompt: Sequence[int], seconds: int) -> Observed:
         """The pin, or why it was refused."""
@@ -190,6 +284,9 @@ class Player:
         """Without the gaps."""
         return [request for request in self.requests if request is not None]
 
+    def _masked(self, mask: int) -> list[Request]:
+        return [request for at, request in enumerate(self.open_requests) if mask >> at % 4 & 1]
+
     def _on(self, which: int, call: Callable[[Request], None], needs: str = "commit") -> Observed:
         request = self.requests[which % len(self.requests)] if self.requests else None
         if request is None or not hasattr(self.system, needs):
@@ -209,7 +306,8 @@ class Player:
 
     def _commit(self, request: Request, by: int) -> None:
         stop = min(len(request.ids), request.num_committed + by)
-        self.oracle.commit(request.namespace, request.ids, stop)
+        if not request.is_stale:
+            self.oracle.commit(request.namespace, request.ids, stop)
         self.system.commit(request.handle, stop)
         request.num_committed = stop
 
@@ -242,6 +340,7 @@ class TwoSystems(RuleBasedStateMachine):
     def start(self, systems: Sequence[Adapter], *, is_alone: bool, compares_all: bool) -> None:
         """Two systems alike. ``compares_all``: answers too, not only bytes and the oracle's word."""
         self.systems, self.is_alone, self.compares_all = list(systems), is_alone, compares_all
+        self.may_insert = True
         self.block_size = systems[0].block_size
         oracles = [Oracle(self.block_size) for _ in systems]
         pairs = list(zip(systems, oracles, strict=True))
@@ -281,6 +380,39 @@ class TwoSystems(RuleBasedStateMachine):
         ]
         self._play(by, calls[kind])
 
+    @rule(by=who, mask=st.integers(1, 15), amount=small, parents=st.none() | st.lists(small, max_size=4))
+    def go_on_together(self, by: int, mask: int, amount: int, parents: list[int] | None) -> None:
+        """Several requests grow in one call, all or none; or they are a beam, and some of them go on."""
+        if parents is None:
+            self._play(by, lambda player: player.append_all(mask, amount))
+        else:
+            self._play(by, lambda player: player.reorder(mask, parents))
+
+    @rule(by=who, where=small, prompt=prompts, inserts=st.booleans())
+    def hold(self, by: int, where: int, prompt: tuple[int, ...], inserts: bool) -> None:
+        """What is cached is leased, or a lease ends; or an engine hands in blocks, where the pool has room for all."""
+        ids = self._prompt(prompt)
+        if not inserts:
+            self._play(by, lambda player: player.lease(where, ids))
+        elif self.may_insert:
+            self._play(by, lambda player: player.insert(where, ids))
+
+    @rule(by=who, num_blocks=small)
+    def make_room(self, by: int, num_blocks: int) -> None:
+        """An operator evicts, whosever blocks, so only contents can be compared."""
+        if not self.compares_all:
+            self._play(by, lambda player: player.evict(num_blocks))
+
+    @rule(certainly=st.integers(0, 3))
+    def restart(self, certainly: int) -> None:
+        """Both systems crash and come back with nothing."""
+        if certainly or not all(hasattr(system, "restart") for system in self.systems):
+            return
+        for system in self.systems:
+            system.restart()  # type: ignore[attr-defined]
+        for player in (*self.low, *self.high):
+            player.restarted()
+
     @rule(by=who, which=small)
     def release(self, by: int, which: int) -> None:
         """A request ends, or is cancelled."""
@@ -319,8 +451,7 @@ class TwoSystems(RuleBasedStateMachine):
         if not hasattr(self, "systems") or sys.exc_info()[0] is not None:
             return
         for player in (*self.low, *self.high):
-            while player.requests:
-                player.release(0)
+            player.end()
         self._check()
         self._finished()
 
@@ -397,6 +528,7 @@ class TwoRuns(TwoSystems):
             is_alone=is_alone,
             compares_all=self.is_strict or not is_tiny,
         )
+        self.may_insert = not self.is_strict  # blocks are lent to engines from what nobody is promised
 
     def _system(self, config: CacheConfig, beside: int) -> CacheAdapter:
         factory = type(self).factory
