@@ -64,8 +64,9 @@ NOWHERE: NodeIndex = (-1, None)
 _TELLING = ("leased", "unleased", "removed", "inserted", "extended", "split", "trimmed")
 """The hooks that tell of a change; ``split`` of two nodes, the others of their first argument."""
 
-_NodeState = tuple[Node | None, bytes, bytes, int, int, bool]
-"""A node as it was read: parent, label, block ids, depth, uses; whether its parent holds it under its first block."""
+_NodeState = tuple[Node | None, bytes, bytes, int, int, bool, int]
+"""A node as it was read: parent, label, block ids, depth, uses; whether its parent holds it under its first block; how
+many children it holds."""
 
 
 class Changes:
@@ -281,6 +282,7 @@ class Gathering:
                 node.parent is not None and node.parent.children.get(node.label[:size]) is node
                 for node in nodes
             ],
+            [len(node.children) for node in nodes],
             strict=True,
         )
         self._read_now.append((nodes, states))
@@ -389,18 +391,17 @@ class Gathering:
         where.update({node: (at, index) for index, node in enumerate(nodes)})
         where[tree.root] = (at, None)
         for index, node in enumerate(nodes, 1):
-            parent, label, block_ids, depth, uses, is_linked = states[node]
+            parent, label, block_ids, depth, uses, is_linked, num_children = states[node]
             above, parent_index = (-1, None) if parent is None else where.get(parent, NOWHERE)
             label = label[: len(block_ids) // ID_BYTES * tree.block_bytes]
             first = label[: tree.block_bytes] if is_linked else b""
-            found.append(
-                NodeSnapshot(parent_index if above == at else -1, label, block_ids, depth, uses, first)
-            )
+            place = parent_index if above == at else -1
+            found.append(NodeSnapshot(place, label, block_ids, depth, uses, first, num_children))
             if not index % SLICE_NODES:
                 pause()
         detached = self._end is not None and tree in self._end.detached
-        root_uses = states[tree.root][4]
-        return TreeSnapshot(tree.namespace, detached, self._tree_blocks[tree], root_uses, tuple(found))
+        root = states[tree.root]
+        return TreeSnapshot(tree.namespace, detached, self._tree_blocks[tree], root[4], root[6], tuple(found))
 
 
 def at_once(cache: PrefixCache) -> Snapshot:

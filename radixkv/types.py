@@ -104,16 +104,19 @@ class NodeSnapshot:
     uses: int
     child_key: bytes
     """The key under which the parent's children hold it."""
+    num_children: int
+    """How many children it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """A tree, parents before children. ``num_blocks`` and ``root_uses`` are the cache's own counts."""
+    """A tree, parents before children. ``num_blocks``, ``root_uses`` and ``root_children`` are the cache's counts."""
 
     namespace: Namespace
     detached: bool
     num_blocks: int
     root_uses: int
+    root_children: int
     nodes: tuple[NodeSnapshot, ...]
 
 

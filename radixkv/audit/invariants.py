@@ -13,7 +13,7 @@ The laws, as named in a report:
     one-namespace      a tree's blocks are reached by sequences and leases of its namespace only
     prefix-closure     a node's parent is resident, and depths add up from it
     labels             a label is ``blocks × block_size × 4`` bytes, at least one block
-    siblings           children are keyed by their first block, and differ in it
+    siblings           children are keyed by their first block, and differ in it; nobody holds another's child
     leases             a node's uses are the leases that end there and its children in use, no more, no less
     tables             a block table is the blocks of the leased path and of the sequence's own runs, in order
     committed          cached ≤ committed ≤ tokens, and what a tree holds for a sequence is a prefix of its ids
@@ -194,6 +194,7 @@ class _Audit:
         if malformed:  # the laws below walk what these found broken
             return
         yield from self._siblings()
+        yield from self._children()
         yield from self._leases()
         yield from self._reference_counts()
         yield from self._committed()
@@ -280,6 +281,18 @@ class _Audit:
                 if (node.parent, first) in seen:
                     yield Violation("siblings", f"node {index} of tree {at} begins like a sibling")
                 seen.add((node.parent, first))
+
+    def _children(self) -> Iterator[Violation]:
+        """Nobody holds a child that is another's, or of another tree."""
+        for at, tree in enumerate(self.snapshot.trees):
+            there = Counter(node.parent for node in tree.nodes)
+            if tree.root_children != there[None]:
+                held = f"{tree.root_children} children, {there[None]} are there"
+                yield Violation("siblings", f"the root of tree {at} holds {held}")
+            for index, node in self._sliced(enumerate(tree.nodes)):
+                if node.num_children != there[index]:
+                    held = f"{node.num_children} children, {there[index]} are there"
+                    yield Violation("siblings", f"node {index} of tree {at} holds {held}")
 
     def _nodes(self) -> Iterator[tuple[str, TreeSnapshot, NodeSnapshot]]:
         for at, tree in enumerate(self.snapshot.trees):

@@ -33,7 +33,8 @@ def plain(snapshot: Snapshot) -> Any:
             for key, node in zip(path, tree.nodes, strict=True)
         }
         assert len(nodes) == len(tree.nodes)
-        trees.append((tree.namespace, tree.detached, tree.num_blocks, tree.root_uses, nodes))
+        counts = (tree.detached, tree.num_blocks, tree.root_uses, tree.root_children)
+        trees.append((tree.namespace, *counts, nodes))
 
     def named(at: tuple[int, int | None] | None) -> Any:
         return None if at is None else (at[0], None if at[1] is None else paths[at[0]][at[1]])
@@ -58,7 +59,7 @@ def _paths(nodes: Any) -> list[bytes]:
 
 
 def _facts(node: Any) -> tuple[Any, ...]:
-    return node.label, node.block_ids, node.depth, node.uses, node.child_key
+    return node.label, node.block_ids, node.depth, node.uses, node.child_key, node.num_children
 
 
 class SlowlyRead(properties.CacheMachine):

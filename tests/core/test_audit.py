@@ -131,6 +131,11 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
         "siblings",
         lambda s: _of_tree(s, nodes=(*s.trees[0].nodes, s.trees[0].nodes[0])),
     ),
+    "a child of another tree's": ("siblings", lambda s: _of_tree(s, root_children=9)),
+    "a child of another node's": (
+        "siblings",
+        lambda s: _node(s, lambda n: n.parent is not None, num_children=9),
+    ),
     "a use too many": ("leases", lambda s: _node(s, _any, uses=7)),
     "a leased node that says it isn't": ("leases", lambda s: _node(s, lambda n: n.uses > 0, uses=0)),
     "a root's use too many": ("leases", lambda s: _of_tree(s, root_uses=9)),
