@@ -352,15 +352,25 @@ class TwoSystems(RuleBasedStateMachine):
         times = max(self.block_size // 4, 1)
         return [token for token in prompt for _ in range(times)][: MAX_PROMPT_BLOCKS * self.block_size + 1]
 
-    @rule(by=who, where=small, prompt=prompts, done=st.sampled_from((17, 4, 0)), opens=st.booleans())
-    def ask(self, by: int, where: int, prompt: tuple[int, ...], done: int, opens: bool) -> None:
-        """A request, or a lookup."""
+    @rule(
+        by=who,
+        where=small,
+        prompt=prompts,
+        done=st.sampled_from((17, 4, 0)),
+        kind=st.sampled_from(("open", "match", "open", "match", "open", "match", "lease", "insert")),
+    )
+    def ask(self, by: int, where: int, prompt: tuple[int, ...], done: int, kind: str) -> None:
+        """A request, or a lookup, or one that is leased; or an engine hands in blocks, where nobody is strict."""
         ids = self._prompt(prompt)
         done *= max(self.block_size // 4, 1)
-        if opens:
-            self._play(by, lambda player: player.open(where, ids, done))
-        else:
-            self._play(by, lambda player: player.match(where, ids))
+        calls: dict[str, Callable[[Player], Observed]] = {
+            "open": lambda player: player.open(where, ids, done),
+            "match": lambda player: player.match(where, ids),
+            "lease": lambda player: player.lease(where, ids),
+            "insert": lambda player: player.insert(where, ids),
+        }
+        if kind != "insert" or self.may_insert:
+            self._play(by, calls[kind])
 
     @rule(by=who, where=small, first=st.integers(0, 9), count=st.integers(1, 6), blocks=st.integers(1, 4))
     def serve(self, by: int, where: int, first: int, count: int, blocks: int) -> None:
@@ -369,59 +379,45 @@ class TwoSystems(RuleBasedStateMachine):
             ids = [at % 10] + [0] * (blocks * self.block_size - 1)
             self._play(by, lambda player, ids=ids: player.serve(where, ids))  # type: ignore[misc]
 
-    @rule(by=who, kind=st.integers(0, 3), which=small, amount=st.integers(0, 6))
+    @rule(by=who, kind=st.integers(0, 5), which=small, amount=st.integers(0, 6))
     def go_on(self, by: int, kind: int, which: int, amount: int) -> None:
-        """A running request commits, grows, shrinks or forks."""
+        """A running request commits, grows, shrinks or forks; several grow in one call, all or none, or are a beam."""
         calls: list[Callable[[Player], Observed]] = [
             lambda player: player.commit(which, amount),
             lambda player: player.append(which, amount % 3),
             lambda player: player.truncate(which, amount),
             lambda player: player.fork(which),
+            lambda player: player.append_all(which + 1, amount),
+            lambda player: player.reorder(which + 1, [0, amount][: 1 + amount % 2]),
         ]
         self._play(by, calls[kind])
-
-    @rule(by=who, mask=st.integers(1, 15), amount=small, parents=st.none() | st.lists(small, max_size=4))
-    def go_on_together(self, by: int, mask: int, amount: int, parents: list[int] | None) -> None:
-        """Several requests grow in one call, all or none; or they are a beam, and some of them go on."""
-        if parents is None:
-            self._play(by, lambda player: player.append_all(mask, amount))
-        else:
-            self._play(by, lambda player: player.reorder(mask, parents))
-
-    @rule(by=who, where=small, prompt=prompts, inserts=st.booleans())
-    def hold(self, by: int, where: int, prompt: tuple[int, ...], inserts: bool) -> None:
-        """What is cached is leased, or a lease ends; or an engine hands in blocks, where the pool has room for all."""
-        ids = self._prompt(prompt)
-        if not inserts:
-            self._play(by, lambda player: player.lease(where, ids))
-        elif self.may_insert:
-            self._play(by, lambda player: player.insert(where, ids))
-
-    @rule(by=who, num_blocks=small)
-    def make_room(self, by: int, num_blocks: int) -> None:
-        """An operator evicts, whosever blocks, so only contents can be compared."""
-        if not self.compares_all:
-            self._play(by, lambda player: player.evict(num_blocks))
-
-    @rule(certainly=st.integers(0, 3))
-    def restart(self, certainly: int) -> None:
-        """Both systems crash and come back with nothing."""
-        if certainly or not all(hasattr(system, "restart") for system in self.systems):
-            return
-        for system in self.systems:
-            system.restart()  # type: ignore[attr-defined]
-        for player in (*self.low, *self.high):
-            player.restarted()
 
     @rule(by=who, which=small)
     def release(self, by: int, which: int) -> None:
         """A request ends, or is cancelled."""
         self._play(by, lambda player: player.release(which))
 
-    @rule(by=who, where=small, purges=st.booleans())
-    def forget(self, by: int, where: int, purges: bool) -> None:
-        """A namespace is cleared, or a tenant purged."""
-        self._play(by, (lambda player: player.purge()) if purges else lambda player: player.clear(where))
+    @rule(by=who, where=small, kind=st.integers(0, 7))
+    def forget(self, by: int, where: int, kind: int) -> None:
+        """A namespace is cleared, or a tenant purged; seldom both systems crash, and come back with nothing.
+
+        Where contents alone are compared an operator evicts, too, whosever blocks.
+        """
+        if kind == 7:
+            self._restart()
+        elif kind == 6 and not self.compares_all:
+            self._play(by, lambda player: player.evict(where))
+        else:
+            self._play(
+                by, (lambda player: player.purge()) if kind % 2 else lambda player: player.clear(where)
+            )
+
+    def _restart(self) -> None:
+        if all(hasattr(system, "restart") for system in self.systems):
+            for system in self.systems:
+                system.restart()  # type: ignore[attr-defined]
+            for player in (*self.low, *self.high):
+                player.restarted()
 
     @rule(
         by=who, where=small, prompt=prompts, seconds=st.sampled_from((60, 5, 20, 1)), unpins=st.integers(0, 3)
