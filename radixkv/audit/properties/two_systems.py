@@ -111,6 +111,18 @@ class Player:
         self._is_no_lie(namespace, prompt, matched)
         return Observed((matched,))
 
+    def go_on(self, kind: int, which: int, amount: int) -> Observed:
+        """A request commits, grows, shrinks or forks; several grow in one call, all or none, or are a beam."""
+        if kind == 4:
+            return self.append_all(which + 2, amount)
+        if kind == 5:
+            return self.reorder(which + 2, [0, amount][: 1 + amount % 2])
+        if kind == 3:
+            return self.fork(which)
+        if kind == 2:
+            return self.truncate(which, amount)
+        return self.append(which, amount % 3) if kind else self.commit(which, amount)
+
     def commit(self, which: int, by: int) -> Observed:
         """What is committed after."""
         return self._on(which, lambda request: self._commit(request, by))
@@ -357,10 +369,19 @@ class TwoSystems(RuleBasedStateMachine):
         where=small,
         prompt=prompts,
         done=st.sampled_from((17, 4, 0)),
-        kind=st.sampled_from(("open", "match", "open", "match", "open", "match", "lease", "insert")),
+        kind=st.sampled_from(("open", "match", "open", "match", "open", "lease", "open", "insert")),
+        then=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), max_size=3),
     )
-    def ask(self, by: int, where: int, prompt: tuple[int, ...], done: int, kind: str) -> None:
-        """A request, or a lookup, or one that is leased; or an engine hands in blocks, where nobody is strict."""
+    def ask(
+        self,
+        by: int,
+        where: int,
+        prompt: tuple[int, ...],
+        done: int,
+        kind: str,
+        then: list[tuple[int, int]],
+    ) -> None:
+        """A request, which goes on at once; or a lookup, a lease, blocks that an engine hands in."""
         ids = self._prompt(prompt)
         done *= max(self.block_size // 4, 1)
         calls: dict[str, Callable[[Player], Observed]] = {
@@ -371,6 +392,8 @@ class TwoSystems(RuleBasedStateMachine):
         }
         if kind != "insert" or self.may_insert:
             self._play(by, calls[kind])
+        for more, amount in then if kind == "open" else ():
+            self._play(by, lambda player, more=more, amount=amount: player.go_on(more, -1, amount))  # type: ignore[misc]
 
     @rule(by=who, where=small, first=st.integers(0, 9), count=st.integers(1, 6), blocks=st.integers(1, 4))
     def serve(self, by: int, where: int, first: int, count: int, blocks: int) -> None:
@@ -381,16 +404,8 @@ class TwoSystems(RuleBasedStateMachine):
 
     @rule(by=who, kind=st.integers(0, 5), which=small, amount=st.integers(0, 6))
     def go_on(self, by: int, kind: int, which: int, amount: int) -> None:
-        """A running request commits, grows, shrinks or forks; several grow in one call, all or none, or are a beam."""
-        calls: list[Callable[[Player], Observed]] = [
-            lambda player: player.commit(which, amount),
-            lambda player: player.append(which, amount % 3),
-            lambda player: player.truncate(which, amount),
-            lambda player: player.fork(which),
-            lambda player: player.append_all(which + 1, amount),
-            lambda player: player.reorder(which + 1, [0, amount][: 1 + amount % 2]),
-        ]
-        self._play(by, calls[kind])
+        """A running request goes on."""
+        self._play(by, lambda player: player.go_on(kind, which, amount))
 
     @rule(by=who, which=small)
     def release(self, by: int, which: int) -> None:
@@ -468,7 +483,9 @@ class TwoSystems(RuleBasedStateMachine):
             return
         first, second = (call(player) for player in self.low)
         if self.compares_all:
-            expect(first == second, f"A observes {second.answer} beside B and {first.answer} otherwise")
+            differ = f"A observes {second.answer} beside B and {first.answer} otherwise"
+            expect(first.answer == second.answer, differ)
+            expect(first.served == second.served, "A is served other bytes beside B than otherwise")
         size = min(len(first.served), len(second.served))
         expect(first.served[:size] == second.served[:size], "A is served other bytes beside B than otherwise")
 
