@@ -362,16 +362,15 @@ def ghosts_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def ages_shared(patch: pytest.MonkeyPatch) -> None:
-    """One age for the frequencies of all tenants."""
-    ages: dict[Any, int] = {}
-    patch.setattr(
-        LFU,
-        "_age",
-        property(
-            lambda self: ages.get(id(self._cache), 0), lambda self, age: ages.update({id(self._cache): age})
-        ),
-        raising=False,
-    )
+    """One age for the frequencies of all tenants of a cache."""
+
+    def age(self: Any) -> int:
+        return getattr(self._cache, "shared_age", 0)
+
+    def raised(self: Any, to: int) -> None:
+        self._cache.shared_age = max(age(self), to)
+
+    patch.setattr(LFU, "_age", property(age, raised), raising=False)
     _shared(patch, None)
 
 
