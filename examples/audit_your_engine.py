@@ -3,8 +3,8 @@
     python examples/audit_your_engine.py
 
 ``MyEngine`` stands for whatever you have. The machine makes two of them, plays the same requests of one tenant on
-both, other tenants' requests on one, and compares all that the tenant observes. Give the adapter more calls if your
-engine has more (``append``, ``fork``, ``purge``, ``read``, …: ``radixkv.audit.properties.adapter``), and they are attacked too.
+both, other tenants' requests on one, and compares all that the tenant observes. If your engine has more calls
+(``append``, ``fork``, ``purge``, ``read``, …: see ``radixkv.audit.properties.adapter``), give them to the adapter.
 """
 
 from __future__ import annotations

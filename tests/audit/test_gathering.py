@@ -164,7 +164,7 @@ def test_tenants_and_trees_that_come_and_go_between_slices() -> None:
             cache.clear(NS)
         if at == 40:
             cache.purge("new3")
-            cache.add_tenant(Tenant("strict", guaranteed_blocks=4, mode="strict"))
+            cache.add_tenant(Tenant("promised", guaranteed_blocks=4))
 
     assert plain(cache.snapshot_in_slices(pause)) == plain(cache.snapshot())
     assert paused["slices"] > 60

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis.stateful import initialize, rule
 
 from radixkv import CacheConfig, PrefixCache, Tenant
 from radixkv.audit import properties
+from radixkv.audit.oracle import Engine, cache_with_engine
 from radixkv.audit.properties import NAMESPACES, CacheAdapter, strict_halves
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings
@@ -37,7 +39,7 @@ class Replica(CacheAdapter):
         self.config, self.clock, self.tenants = config, clock, tenants
         self.store = MemoryStore(clock)
         self.one, self.two = self._coordinator("one"), self._coordinator("two")
-        super().__init__(self._cache(), make=self._cache)
+        super().__init__(*self._cache(), self._cache)
 
     def _coordinator(self, name: str) -> MemoryCoordinator:
         settings = Settings(
@@ -47,12 +49,13 @@ class Replica(CacheAdapter):
         found.register()
         return found
 
-    def _cache(self) -> PrefixCache:
-        cache = PrefixCache(self.config, clock=self.clock, journal=self.one.journal)
+    def _cache(self) -> tuple[PrefixCache, Engine]:
+        factory = partial(PrefixCache, journal=self.one.journal)
+        cache, engine = cache_with_engine(factory, self.config, clock=self.clock)
         for tenant in self.tenants:
             cache.add_tenant(tenant)
         self.one.attach(cache, lambda tenant, generation: None)  # purged before the fleet is told
-        return cache
+        return cache, engine
 
     def _restart(self) -> None:
         """The process dies: a new coordinator takes the id."""
