@@ -74,7 +74,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     fleet = Fleet(coordinator, settings.fleet_secret)
     recorder = None
     if settings.record is not None:
-        recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size)
+        recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size, cache.generation)
     return Service(
         engine,
         tokenizer,
