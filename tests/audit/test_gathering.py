@@ -18,6 +18,8 @@ from radixkv.audit import invariants, properties
 from radixkv.gathering import Gathering
 from radixkv.types import Snapshot
 from radixkv_policies import POLICIES
+from tests.core.stepper import Interrupted, Stepper
+from tests.core.test_interrupted import SCENARIOS, World
 
 NS = Namespace("a", "m")
 EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 60, 5)
@@ -230,6 +232,31 @@ def test_no_hold_reads_more_than_a_slice_and_what_goes_with_it(monkeypatch: pyte
     found, most = cache.snapshot_in_slices(pause), gathering.SLICE_NODES
     assert len(holds) > 4000 // most and max(holds) <= 3 * most + len(kept)
     assert plain(found) == plain(cache.snapshot())
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_call_that_is_interrupted_while_somebody_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any call, at every seventeenth step: the reader begins anew or goes on, and in the end reads what is there."""
+    monkeypatch.setattr(gathering, "SLICE_NODES", 1)
+    num_interrupted = 0
+    for stop in range(1, 10_000, 17):
+        world = World("lfu")
+        call, reader = SCENARIOS[name](world), Gathering(world.cache)
+        assert not any(reader.step() for _ in range(3))
+        try:
+            Stepper(world.cache, stop).run(call.make)
+        except Interrupted:
+            num_interrupted += 1
+        else:
+            break
+        while not reader.step():
+            pass
+        reader.close()
+        found = reader.snapshot()
+        assert invariants.violations_of(found) == () and plain(found) == plain(world.cache.snapshot())
+        assert all(hooks_are_the_policys(state) for state in world.cache._tenants.values())
+    assert num_interrupted
 
 
 class Hammer(threading.Thread):
