@@ -184,7 +184,7 @@ class PrefixCache:
         self._copies = WaitingCopies()
         self._kept_for_plan: list[Lease] = []
         self._num_copied_blocks = 0
-        self._recorder = gathering.Recorder(self._tenants)
+        self._recorder = gathering.Recorder()
         self._pins = Pins(clock, self._evictor, self._leases)
         self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
         if clock is monotonic and POLICIES[config.policy].maintain is not Policy.maintain:

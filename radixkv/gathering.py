@@ -17,8 +17,8 @@ don't tell of a further lease on a node in use: so a node that was held when it 
 in the last hold. After an interrupted call (``recovery``), which rewrites everything, a gathering begins anew.
 
 Cost: O(nodes + changes). A hold: O(SLICE_NODES + running sequences), 0.1 ms, and 15 ns for each child of a visited
-node, which makes 3 ms of a node with 200,000; the last one O(SLICE_NODES + running sequences + trees + tenants), and a
-copy of the free list.
+node, which makes 3 ms of a node with 200,000; the last one O(SLICE_NODES + running sequences + trees + tenants), about
+1 µs for each of these, and a copy of the free list.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 SLICE_NODES = 256
 """Nodes that are read under one hold of the lock, about."""
+
+SLICE_TENANTS = 64
+"""Tenants whose hooks are changed under one hold."""
 
 PATIENCE = 64
 """Slices of catching up after which the last hold may take twice as much; only a flood of changes gets there."""
@@ -87,33 +90,32 @@ class Changes:
 
 
 class Recorder:
-    """Tells gatherings what changes in the trees of ``tenants``. Its methods are called under the cache's lock."""
+    """Tells gatherings what changes in the trees of tenants. Its methods are called under the cache's lock."""
 
-    def __init__(self, tenants: dict[str, TenantState]) -> None:
-        self._tenants = tenants
+    def __init__(self) -> None:
         self._heard_by: list[Changes] = []
         self._recorded: dict[TenantState, None] = {}
 
-    def begin(self, changes: Changes) -> None:
-        """Tell ``changes`` from now on; called again, also of tenants that came since. O(1) if there are none."""
+    def begin(self, changes: Changes, tenants: Iterable[TenantState]) -> None:
+        """Tell ``changes`` of these tenants, too, from now on. O(tenants)."""
         if changes not in self._heard_by:
             self._heard_by.append(changes)
-        if len(self._recorded) == len(self._tenants):
-            return
-        for tenant in self._tenants.values():
+        for tenant in tenants:
             if tenant not in self._recorded:
                 self._recorded[tenant] = None
                 for name in _TELLING:
                     setattr(tenant, f"on_{name}", self._hook(name, getattr(tenant, f"on_{name}")))
 
-    def end(self, changes: Changes) -> None:
-        """Tell it no more; after the last one the policies' hooks are as they were."""
+    def end(self, changes: Changes) -> bool:
+        """Tell it no more. After the last one policies get their hooks back, SLICE_TENANTS a call; whether all have."""
         if changes in self._heard_by:
             self._heard_by.remove(changes)
-        if not self._heard_by:
-            for tenant in self._recorded:
-                tenant.follow(tenant.policy)
-            self._recorded = {}
+        if self._heard_by:
+            return True
+        for tenant in list(islice(self._recorded, SLICE_TENANTS)):
+            tenant.follow(tenant.policy)
+            del self._recorded[tenant]
+        return not self._recorded
 
     def start_over(self) -> None:
         """Everything may be different, and the policies are new: who gathers has to begin anew."""
@@ -185,7 +187,8 @@ class Gathering:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._num_tenants = 0  # whose trees are visited
+        self._num_tenants = 0  # whose trees are visited, and changes told
+        self._new_tenants: list[TenantState] = []
         self._to_visit: dict[Node, None] = {}
         self._to_reread: set[Node] = set()
         self._held: set[Node] = set()  # when they were read
@@ -205,7 +208,7 @@ class Gathering:
     def at_once(self) -> None:
         """Read everything under one hold."""
         with self._cache._lock:
-            self._find_new_trees()
+            self._find_new_trees(None)
             self._visit_found(None)
             self._finish(set(), set())
         self._sort([], [], set(), set())
@@ -223,10 +226,10 @@ class Gathering:
                 self._begin_anew()
                 visited, reread, _ = [], [], changes.take()
             told, removed = changes.take()
-            self._find_new_trees()
+            has_all_trees = self._find_new_trees(SLICE_TENANTS)
             self._visit([node for node in visited if node not in removed])
             self._visit_found(SLICE_NODES - len(visited))
-            is_visited = not self._found and len(visited) == len(self._to_visit)
+            is_visited = has_all_trees and not self._found and len(visited) == len(self._to_visit)
             is_last = is_visited and len(self._to_reread) + len(told) <= self._most
             if is_last:
                 self._finish(self._to_reread.union(told, self._held), removed)
@@ -234,21 +237,26 @@ class Gathering:
                 self._reread(set(reread), removed)
                 held = self._holders()
                 self._held_now = {node for nodes, _ in self._read_now for node in nodes if node in held}
-                self._cache._recorder.begin(changes)
+                self._cache._recorder.begin(changes, self._new_tenants)
         self._sort(visited, reread, told, removed)
         return is_last
 
     def close(self) -> None:
         """Nothing has to be told any more."""
-        with self._cache._lock:
-            self._cache._recorder.end(self._changes)
+        while True:
+            with self._cache._lock:
+                if self._cache._recorder.end(self._changes):
+                    return
+            time.sleep(0)
 
-    def _find_new_trees(self) -> None:
-        """Begin with the trees of tenants that came since."""
-        tenants = self._cache._tenants
-        for tenant in islice(tenants.values(), self._num_tenants, None):
+    def _find_new_trees(self, most: int | None) -> bool:
+        """Begin with the trees of the next tenants, at most so many; whether these were all. Tenants never go."""
+        tenants, begin = self._cache._tenants, self._num_tenants
+        self._new_tenants = list(islice(tenants.values(), begin, None if most is None else begin + most))
+        for tenant in self._new_tenants:
             self._found += [tree.root for tree in (*tenant.trees.values(), *tenant.detached)]
-        self._num_tenants = len(tenants)
+        self._num_tenants += len(self._new_tenants)
+        return self._num_tenants == len(tenants)
 
     def _visit_found(self, most: int | None) -> None:
         """Visit what was found, level by level, as far as it is no more than ``most`` nodes; None: all."""
@@ -290,7 +298,7 @@ class Gathering:
             self._tree_blocks[tree] = tree.num_blocks
 
     def _holders(self) -> set[Node]:
-        """The nodes on which leases end."""
+        """The nodes on which leases end: whatever leases a node has to be looked for here."""
         cache = self._cache
         held = {sequence._node for sequence in cache._sequences}
         held.update([lease._node for lease in cache._leases if lease._node is not None])

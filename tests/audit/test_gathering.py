@@ -111,6 +111,7 @@ def hooks_are_the_policys(state: Any) -> bool:
 @pytest.fixture
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "SLICE_NODES", 2)
+    monkeypatch.setattr(gathering, "SLICE_TENANTS", 1)
     monkeypatch.setattr(gathering, "PATIENCE", 8)
 
 
@@ -170,6 +171,32 @@ def test_tenants_and_trees_that_come_and_go_between_slices() -> None:
 
     assert plain(cache.snapshot_in_slices(pause)) == plain(cache.snapshot())
     assert paused["slices"] > 60
+    assert all(hooks_are_the_policys(state) for state in cache._tenants.values())
+
+
+def test_many_tenants_are_recorded_and_let_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hold changes the hooks of more than SLICE_TENANTS of them."""
+    cache = PrefixCache(CacheConfig(num_blocks=600, block_size=1))
+    for at in range(500):
+        with cache.open(Namespace(f"t{at}", "m"), [at]) as sequence:
+            sequence.commit(1)
+    changed: list[int] = []
+    begin, end = gathering.Recorder.begin, gathering.Recorder.end
+
+    def counted_begin(self: Any, changes: Any, tenants: Any) -> None:
+        changed.append(len(tenants))
+        begin(self, changes, tenants)
+
+    def counted_end(self: Any, changes: Any) -> bool:
+        before = len(self._recorded)
+        done = end(self, changes)
+        changed.append(before - len(self._recorded))
+        return done
+
+    monkeypatch.setattr(gathering.Recorder, "begin", counted_begin)
+    monkeypatch.setattr(gathering.Recorder, "end", counted_end)
+    assert plain(cache.snapshot_in_slices()) == plain(cache.snapshot())
+    assert max(changed) == gathering.SLICE_TENANTS and 2 * (500 - 64) <= sum(changed) <= 2 * 500
     assert all(hooks_are_the_policys(state) for state in cache._tenants.values())
 
 
