@@ -197,6 +197,7 @@ class Gathering:
         self._found: list[Node] = []  # what the visited have below them; not in ``_to_visit`` yet
         self._read_now: list[tuple[list[Node], Iterable[_NodeState]]] = []  # not in ``_states`` yet
         self._held_now: set[Node] = set()
+        self._num_found = 0
 
     @property
     def is_visiting(self) -> bool:
@@ -209,7 +210,9 @@ class Gathering:
         """Read everything under one hold."""
         with self._cache._lock:
             self._find_new_trees(None)
-            self._visit_found(None)
+            self._visit_found(
+                len(self._found) + self._cache._config.num_blocks
+            )  # a sound cache has no more nodes
             self._finish(set(), set())
         self._sort([], [], set(), set())
 
@@ -258,12 +261,12 @@ class Gathering:
         self._num_tenants += len(self._new_tenants)
         return self._num_tenants == len(tenants)
 
-    def _visit_found(self, most: int | None) -> None:
-        """Visit what was found, level by level, as far as it is no more than ``most`` nodes; None: all."""
-        while self._found and (most is None or len(self._found) <= most):
+    def _visit_found(self, most: int) -> None:
+        """Visit what was found, level by level, as far as it is no more than ``most`` nodes."""
+        while self._found and len(self._found) <= most:
             nodes, self._found = self._found, []
             self._visit(nodes)
-            most = None if most is None else most - len(nodes)
+            most -= len(nodes)
 
     def _visit(self, nodes: list[Node]) -> None:
         self._read(nodes)
@@ -346,6 +349,9 @@ class Gathering:
             self._to_visit.pop(node, None)
             self._states.pop(node, None)
         self._to_visit.update(dict.fromkeys(self._found))
+        self._num_found += len(self._found)
+        if self._num_found > 4 * self._cache.config.num_blocks + len(self._tree_blocks):
+            self._to_visit = {}  # a tree that has become a circle: the laws will say so
         self._found, self._read_now, self._held_now = [], [], set()
 
     def snapshot(self, pause: Callable[[], None] = lambda: None) -> Snapshot:

@@ -174,6 +174,22 @@ def test_tenants_and_trees_that_come_and_go_between_slices() -> None:
     assert all(hooks_are_the_policys(state) for state in cache._tenants.values())
 
 
+@pytest.mark.parametrize("num_slices", [1, 100])
+def test_a_tree_that_is_a_circle_is_reported(num_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader goes round and round in it."""
+    monkeypatch.setattr(gathering, "SLICE_NODES", 200 // num_slices)
+    cache = PrefixCache(CacheConfig(num_blocks=300, block_size=1))
+    for at in range(100):
+        with cache.open(NS, [at, 1, 2]) as sequence:
+            sequence.commit(3)
+    first, *_, last = cache._tenants["a"].trees[NS].nodes()
+    last.children = {first.label[:4]: first}
+    first.children = {last.label[:4]: last}
+    for at_once in (False, True):
+        with pytest.raises(audit.BrokenLaws):
+            audit.check(cache, at_once=at_once)
+
+
 def test_many_tenants_are_recorded_and_let_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """No hold changes the hooks of more than SLICE_TENANTS of them."""
     cache = PrefixCache(CacheConfig(num_blocks=600, block_size=1))
