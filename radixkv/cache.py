@@ -495,6 +495,7 @@ class PrefixCache:
         nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
         evictable = [node for node in nodes if not node.uses]
         tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, len(evictable)))
+        self._recorder.follow(tenant)
         for sequence in self._sequences:
             if sequence._tree.tenant is tenant:
                 sequence._hints = None  # what the old one made of them

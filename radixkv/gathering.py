@@ -39,6 +39,7 @@ from radixkv.types import (
     BlockIds,
     LeaseSnapshot,
     NodeSnapshot,
+    PinSnapshot,
     RunSnapshot,
     SequenceSnapshot,
     Snapshot,
@@ -102,9 +103,12 @@ class Recorder:
             self._heard_by.append(changes)
         for tenant in tenants:
             if tenant not in self._recorded:
-                self._recorded[tenant] = None
-                for name in _TELLING:
-                    setattr(tenant, f"on_{name}", self._hook(name, getattr(tenant, f"on_{name}")))
+                self._record(tenant)
+
+    def follow(self, tenant: TenantState) -> None:
+        """The tenant has another policy, with hooks of its own."""
+        if tenant in self._recorded:
+            self._record(tenant)
 
     def end(self, changes: Changes) -> bool:
         """Tell it no more. After the last one policies get their hooks back, SLICE_TENANTS a call; whether all have."""
@@ -122,6 +126,11 @@ class Recorder:
         for changes in self._heard_by:
             changes.is_lost = True
         self._recorded = {}
+
+    def _record(self, tenant: TenantState) -> None:
+        self._recorded[tenant] = None
+        for name in _TELLING:
+            setattr(tenant, f"on_{name}", self._hook(name, getattr(tenant, f"on_{name}")))
 
     def _hook(self, name: str, policys: Callable[..., object] | None) -> Callable[..., None]:
         """A hook that tells of its node, and then the policy, if that listens."""
@@ -173,6 +182,7 @@ class _End(NamedTuple):
     runs: dict[Run, _RunState]
     sequences: list[_SequenceState]
     leases: list[tuple[Node, bytes]]
+    pins: list[tuple[str, Node, bytes, float]]
     tenants: tuple[TenantSnapshot, ...]
 
 
@@ -327,7 +337,14 @@ class Gathering:
             },
             sequences=[_sequence_state(sequence) for sequence in cache._sequences],
             leases=[(lease._node, lease._packed) for lease in cache._leases if lease._node is not None],
-            tenants=tuple([_tenant_snapshot(tenant) for tenant in tenants]),
+            pins=[
+                (tenant_id, held.lease._node or held.tree.root, held.table, held.until)
+                for tenant_id, own in cache._pins.tenants.items()
+                for held in own.by_id.values()
+            ],
+            tenants=tuple(
+                [_tenant_snapshot(tenant, cache._pins.num_blocks(tenant.tenant_id)) for tenant in tenants]
+            ),
         )
 
     # --- without it
@@ -389,6 +406,9 @@ class Gathering:
             sequences=sequences,
             leases=tuple(LeaseSnapshot(where[node], packed) for node, packed in end.leases),
             tenants=end.tenants,
+            pins=tuple(
+                PinSnapshot(tenant, where[node], packed, until) for tenant, node, packed, until in end.pins
+            ),
         )
 
     def _tree_snapshot(
@@ -464,7 +484,7 @@ def _sequence_state(sequence: Sequence) -> _SequenceState:
     )
 
 
-def _tenant_snapshot(tenant: TenantState) -> TenantSnapshot:
+def _tenant_snapshot(tenant: TenantState, pinned_blocks: int) -> TenantSnapshot:
     return TenantSnapshot(
         tenant.tenant_id,
         tenant.used_blocks,
@@ -473,6 +493,7 @@ def _tenant_snapshot(tenant: TenantState) -> TenantSnapshot:
         tenant.guaranteed_blocks,
         tenant.settings.limit,
         tenant.held_blocks,
+        pinned_blocks,
     )
 
 

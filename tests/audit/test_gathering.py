@@ -46,6 +46,7 @@ def plain(snapshot: Snapshot) -> Any:
         [replace(run, node=named(run.node)) for run in snapshot.runs],
         [replace(sequence, node=named(sequence.node)) for sequence in snapshot.sequences],
         [replace(lease, node=named(lease.node)) for lease in snapshot.leases],
+        [replace(pin, node=named(pin.node)) for pin in snapshot.pins],
         snapshot.tenants,
         sorted(snapshot.free_ids.tolist()),
         sorted(snapshot.lent_ids),
@@ -168,6 +169,8 @@ def test_tenants_and_trees_that_come_and_go_between_slices() -> None:
         if at == 40:
             cache.purge("new3")
             cache.add_tenant(Tenant("promised", guaranteed_blocks=4))
+        if at == 45:
+            cache.add_tenant(Tenant("b", policy="fifo"))
 
     assert plain(cache.snapshot_in_slices(pause)) == plain(cache.snapshot())
     assert paused["slices"] > 60
