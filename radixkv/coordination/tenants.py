@@ -126,7 +126,7 @@ class Tenants:
         if has_lost:
             self._cursor = 0
         for tenant, position in raised:
-            self._obey(writer, tenant)
+            self._obey(writer, tenant, has_lost=has_lost)
             self._cursor = max(position, self._cursor)
         if has_lost:
             self._remind({tenant for tenant, _ in raised})
@@ -158,12 +158,13 @@ class Tenants:
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(facts.generation, **sorted_lists, replicated=replicated)
 
-    def _obey(self, writer: Writer, digest: bytes) -> None:
+    def _obey(self, writer: Writer, digest: bytes, *, has_lost: bool) -> None:
+        """After a loss, a number that is known may be a younger purge's that counted from nothing: obey it again."""
         generation, tenant = self._store.tenant(digest).generation, self._names.get(digest)
         known = self._generations.get(digest, 0)
         if generation < known:  # the store has lost some, and the tenant was purged since
             generation = self._store.raise_generation(digest, known).value
-        if generation > known:
+        if generation > known or has_lost:
             self._generations[digest] = generation
             if tenant is not None:
                 self._tell(tenant, generation)
