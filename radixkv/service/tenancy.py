@@ -30,10 +30,10 @@ class Tenancy:
         self._lock = threading.Lock()
 
     def granted(self, tenant: str) -> int | None:
-        """This replica's share of a tenant's quota, in force; None if it has none."""
+        """This replica's share of a tenant's quota, in force; None if it has none, or none was granted yet."""
         settings = self._settings.get(tenant)
         limited = settings is not None and settings.fleet_blocks is not None
-        return self._granted.get(tenant, 0) if limited else None
+        return self._granted.get(tenant) if limited else None
 
     def grant(self, tenant: str, blocks: int) -> None:
         """Hold a tenant with a quota to this share of it. Raises ArgumentError if what runs holds more."""
@@ -50,6 +50,8 @@ class Tenancy:
             self._take(ring)
 
     def _take(self, ring: Keyring) -> None:
+        limited = {name for name, settings in ring.settings.items() if settings.fleet_blocks is not None}
+        self._granted = {name: blocks for name, blocks in self._granted.items() if name in limited}
         wanted = {
             name: settings.tenant(name, self._granted.get(name)) for name, settings in ring.settings.items()
         }
