@@ -16,7 +16,7 @@ import anyio.to_thread
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.sources import Beside
-from radixkv.errors import CoordinationError, IntegrityError
+from radixkv.errors import CapacityError, CoordinationError, IntegrityError
 from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
 from radixkv.service.endpoint import problem_of
@@ -147,7 +147,7 @@ class Service:
             queued = sum(each.num_tokens - each.num_ready for each in self.warmer.under_way())
             load = Load(queued, stats.sequence_blocks, stats.resident_blocks)
             self.fleet.coordinator.report_load(load)
-            with suppress(CoordinationError):
+            with suppress(CoordinationError, CapacityError):
                 await self.orders.call(self.quotas.step)
             await asyncio.sleep(_UPKEEP_EVERY_S)
 

@@ -37,6 +37,7 @@ class Job:
     """A warm in the background. ``record`` is what the store had last; None where it never had it.
 
     ``is_mine``: it was asked for here. ``is_followed``: others have parts in it, so that the store is looked at.
+    ``is_known``: another replica was told of it, or none can be. ``changed``: there is something to state.
     """
 
     def __init__(self, job_id: str, namespace: Namespace, ids: Ids, num_left_out: int) -> None:
@@ -47,6 +48,8 @@ class Job:
         self.is_mine = self.is_followed = False
         self.record: WarmJob | None = None
         self.delivered: set[tuple[str, int]] = set()
+        self.num_telling = 0
+        self.is_known = asyncio.Event()
         self.changed = asyncio.Event()
         self.warming: Warming | None = None
         self.warmed: Warmed | None = None

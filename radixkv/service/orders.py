@@ -1,6 +1,6 @@
 """Warming on several replicas: one job, a part for each, and always somebody who sees to it.
 
-    asked here ──▶ record in the store ──▶ delivered to each replica (signed) ──▶ 202, or wait for the end
+    asked here ──▶ record in the store ──▶ told to each replica (signed); one knows ──▶ 202, or wait for the end
                                                 │
                           every replica that was asked: compute, state its own part, watch the job
                           the owner: ask another in the place of a part that failed, where so many were wanted
@@ -53,7 +53,10 @@ T = TypeVar("T")
 MAX_LOST = 3
 """Parts lost with their replicas, after which nobody stands in any more."""
 _PAUSES_S = (0.02, 1.0)
+_ANSWER_WITHIN_S = 0.2
 _PROGRESS_EVERY_S = 0.5
+_KNOWN_WITHIN_S = 2.0
+"""An answer with a job waits for so long until another replica knows of it."""
 _STORE_THREADS = 8
 """Calls of the store at once: an outage must not hold up the threads that requests need."""
 
@@ -97,7 +100,7 @@ class Orders:
         if self._coordinator.unavailable is None:
             with suppress(StoreUnavailable):
                 return await self._recorded(order, job_id)
-        return self._unrecorded(order, job_id)
+        return self._unrecorded(order)
 
     async def reply(self, tenant: str, job_id: str) -> JobReply | None:
         """State, progress and results of a tenant's job, whichever replica took it; None if there is none.
@@ -129,7 +132,7 @@ class Orders:
                 return reply.result
             if reply.error is not None:
                 raise job.error if job is not None and job.error is not None else _failed(reply.error)
-            await asyncio.sleep(self._pause_s(began_at) if job is None else _PAUSES_S[0])
+            await asyncio.sleep(min(self._pause_s(began_at), _ANSWER_WITHIN_S))
 
     def _id_of(self, order: Order) -> str:
         if order.key is None:
@@ -162,10 +165,11 @@ class Orders:
         job.is_followed = record.num_wanted > 0 or names != [self._name]
         if held is not None:
             self._work(job, held)
-        if job.is_followed:
-            await self._deliver(job, record)
-            await self._share(job, record)
         self._service.jobs.run(job, self._watch(job))
+        if job.is_followed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_KNOWN_WITHIN_S):
+                    await job.is_known.wait()
         return job_id
 
     async def _saved(self, job: Job, names: list[str], wanted: int) -> WarmJob:
@@ -177,11 +181,11 @@ class Orders:
         except ArgumentError as error:
             raise invalid("no such live replica", "replicas", error.value, error.allowed) from None
 
-    def _unrecorded(self, order: Order, job_id: str) -> str:
+    def _unrecorded(self, order: Order) -> str:
         """A job of this process alone, as the store is lost."""
         if order.key is not None or (isinstance(order.where, list) and self._name not in order.where):
             raise store_unavailable("the store of jobs can't be reached; nothing was begun")
-        job = self._new(order, job_id)
+        job = self._new(order, secrets.token_hex(16))  # the other id may stand in the store, after all
         with ExitStack() as undo:
             undo.callback(self._service.jobs.drop, order.namespace.tenant, job)
             held = undo.enter_context(self._begin(job))
@@ -192,7 +196,7 @@ class Orders:
             job.delivered = {(name, 0) for name in order.where if name != self._name}
         self._work(job, held)
         self._service.jobs.run(job, self._watch(job))
-        return job_id
+        return job.id
 
     def _new(self, order: Order, job_id: str) -> Job:
         job = Job(job_id, order.namespace, order.ids, order.num_left_out)
@@ -304,6 +308,7 @@ class Orders:
                 job.changed.clear()
         except Exception as error:  # noqa: BLE001 a bug of ours, which must not leave a job unfinished for ever
             job.error = job.error or self._service.problem(error)
+        job.is_known.set()
         self._service.jobs.end(job)
 
     def _pause_s(self, began_at: float) -> float:
@@ -355,7 +360,7 @@ class Orders:
     async def _see_to(self, job: Job, record: WarmJob) -> None:
         """Ask those that weren't asked yet, and others in the place of those that failed."""
         assert job.ids is not None
-        await self._deliver(job, record)
+        self._deliver(job, record)
         if record.num_missing:
             asked = {part.replica_id for part in record.parts}
             num_lost = sum(part.state == "lost" for part in record.parts)
@@ -368,35 +373,41 @@ class Orders:
                 await self.call(self._coordinator.extend_job, job.id, name)
             extended = await self.call(self._coordinator.job, job.id, job.namespace.tenant)
             if extended is not None:
-                await self._deliver(job, extended)
+                self._deliver(job, extended)
             return
         await self._share(job, record)
+        if not job.num_telling:
+            job.is_known.set()
 
-    async def _deliver(self, job: Job, record: WarmJob) -> None:
-        """Ask each replica that has a part and wasn't told of it."""
-        due = [
-            part
-            for part in record.parts
-            if part.state == "queued"
-            and part.replica_id != self._name
-            and (part.replica_id, part.epoch) not in job.delivered
-        ]
-        await asyncio.gather(*(self._deliver_part(job, part) for part in due))
+    def _deliver(self, job: Job, record: WarmJob) -> None:
+        """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""
+        for part in record.parts:
+            to = part.replica_id, part.epoch
+            if part.state == "queued" and part.replica_id != self._name and to not in job.delivered:
+                job.delivered.add(to)
+                job.num_telling += 1
+                self._service.jobs.run(job, self._deliver_part(job, part))
 
     async def _deliver_part(self, job: Job, part: JobPart) -> None:
         to = part.replica_id, part.epoch
         peer = next((peer for peer in self._coordinator.peers() if (peer.id, peer.epoch) == to), None)
         error = "left" if peer is None else await self._told(job, peer)
+        job.num_telling -= 1
+        if error is None or not job.num_telling:
+            job.is_known.set()
         if error is not None:
-            with suppress(StoreUnavailable):
+            try:
                 await self.call(self._coordinator.give_up, job.id, part, error)
-        job.delivered.add(to)
+            except StoreUnavailable:
+                job.delivered.discard(to)
+        job.changed.set()
 
     async def _told(self, job: Job, peer: ReplicaInfo) -> str | None:
         """Tell a replica of the job: None, or why it doesn't know of it now."""
         if peer.fingerprint != job.namespace.model:
             return "other_model"
-        assert job.ids is not None
+        if job.ids is None:
+            return "left"
         namespace = job.namespace
         document = {
             "job": job.id,
