@@ -359,13 +359,10 @@ class Orders:
 
     async def _see_to(self, job: Job, record: WarmJob) -> None:
         """Ask those that weren't asked yet, and others in the place of those that failed."""
-        assert job.ids is not None
         self._deliver(job, record)
         if record.num_missing:
-            asked = {part.replica_id for part in record.parts}
-            num_lost = sum(part.state == "lost" for part in record.parts)
-            spare = [name for name in self._best(job.namespace, job.ids) if name not in asked]
-            if num_lost >= MAX_LOST or not spare:
+            spare = self._spare(job, record)
+            if not spare:
                 if record.is_over:
                     await self.call(self._coordinator.end_job, job.id)
                 return
@@ -378,6 +375,14 @@ class Orders:
         await self._share(job, record)
         if not job.num_telling:
             job.is_known.set()
+
+    def _spare(self, job: Job, record: WarmJob) -> list[str]:
+        """Who could stand in for parts that failed, the best first; nobody where the tenant was purged meanwhile."""
+        num_lost = sum(part.state == "lost" for part in record.parts)
+        if job.ids is None or num_lost >= MAX_LOST or any(part.error == "conflict" for part in record.parts):
+            return []
+        asked = {part.replica_id for part in record.parts}
+        return [name for name in self._best(job.namespace, job.ids) if name not in asked]
 
     def _deliver(self, job: Job, record: WarmJob) -> None:
         """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""
