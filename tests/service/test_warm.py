@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from radixkv.coordination import JobPart, WarmJob
 from radixkv.service.core import Limits
+from radixkv.service.jobs import Job
 from tests.service.running import DEADLINE_S, Running, client, eventually, model_held, service_in_thread
 
 MESSAGES = [
@@ -296,3 +299,20 @@ def test_no_room_is_503_and_changes_nothing(salt: str) -> None:
         assert answer.json()["error"]["type"] == "no_capacity"
         held.release()
         assert live.acme.post("/v1/warm", json={"token_ids": list(range(3, 67))}).status_code == 200
+
+
+def test_nobody_stands_in_for_three_that_died_or_after_a_purge(live: Running) -> None:
+    """A prompt that costs replicas their lives must not travel through the fleet; records say what happened."""
+    namespace = live.service.namespace("acme", "", None)
+    job = Job("0" * 32, namespace, np.arange(5, 21, dtype=np.uint32), 0)
+
+    def spare(*parts: JobPart) -> int:
+        record = WarmJob(job.id, b"", b"", 16, parts, ("one", 1), num_wanted=1)
+        return len(live.service.orders._spare(job, record))
+
+    lost = [JobPart(name, 1, "lost") for name in "abc"]
+    assert spare(*lost[:2]) == 1 and spare(*lost) == 0
+    assert spare(JobPart("a", 1, "failed", error="no_capacity")) == 1
+    assert spare(JobPart("a", 1, "failed", error="conflict")) == 0
+    own = live.service.fleet.coordinator.replica_id
+    assert spare(JobPart(own, 1, "failed", error="busy")) == 0, "who failed isn't asked again"
