@@ -297,5 +297,5 @@ def test_a_job_for_one_outlives_its_only_replica(started: Fleet) -> None:
     (failed, done) = sorted(
         fleet.job("c", job)["replicas"], key=lambda each: str(each["state"]), reverse=True
     )
-    assert failed["replica"] == "b" and failed["error"] == "left"
+    assert failed["replica"] == "b" and failed["error"] in ("left", "unreachable")
     assert done["state"] == "done" and fleet.matched(done["replica"], salt="alone") == len(IDS)
