@@ -260,8 +260,11 @@ class TenantSettings(RequestBody):
             return whole
         granted = max(granted_blocks, 1)
         guaranteed = min(self.guaranteed_blocks, granted)
-        limit = None if self.mode == "strict" else min(self.max_blocks or granted, granted)
-        pinned = None if self.max_pinned_blocks is None else min(self.max_pinned_blocks, granted)
+        is_strict = self.mode == "strict"
+        limit = None if is_strict else min(self.max_blocks or granted, granted)
+        pinned = self.max_pinned_blocks
+        if pinned is not None:
+            pinned = min(pinned, guaranteed if is_strict else granted)
         return replace(whole, guaranteed_blocks=guaranteed, max_blocks=limit, max_pinned_blocks=pinned)
 
 
