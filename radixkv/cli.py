@@ -1,4 +1,4 @@
-"""``radixkv``: serve | route | warm | stats | audit | bench | simulate | workload.
+"""``radixkv``: serve | route | warm | stats | keys | purge | audit | bench | simulate | workload.
 
 Importing this module, and ``--help``, costs click and nothing heavier; each command imports what it runs. A
 setting that can't work ends the command with exit code 2 and one line that names it, its value and what is
@@ -8,7 +8,6 @@ stdout (JSON with ``--json``), progress and complaints to stderr.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +18,17 @@ import click
 from click.core import ParameterSource
 
 from radixkv import COMPILED, __version__
+from radixkv.cli_client import keys, purge, stats, warm
+from radixkv.cli_output import json_option as _json_option
+from radixkv.cli_output import print_json as _print_json
+from radixkv.cli_output import progress as _progress
+from radixkv.cli_output import table as _table
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 
 if TYPE_CHECKING:
     from radixkv.audit.verdict import AuditReport
     from radixkv.service.core import Service
 
-DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
 
 
@@ -60,6 +63,10 @@ def _complain(message: str, code: int) -> int:
 )
 def commands() -> None:
     """A prefix cache for LLM serving."""
+
+
+for _command in (warm, stats, keys, purge):
+    commands.add_command(_command)
 
 
 # serve ----------------------------------------------------------------------------------------------------------------
@@ -201,134 +208,6 @@ def route(context: click.Context, /, **values: str | None) -> None:
             click.echo(f"radixkv routes at {url}\n  {known}, cost {settings.cost}\n\nCtrl-C stops it.")
 
         run(settings, __version__, on_ready)
-
-
-# talking to a service -------------------------------------------------------------------------------------------------
-
-
-def _client_options(command: Command) -> Command:
-    options = (
-        click.option(
-            "--url", envvar="RADIXKV_URL", default=DEFAULT_URL, show_default=True, help="The service."
-        ),
-        click.option(
-            "--key",
-            envvar="RADIXKV_KEY",
-            help="Key of a tenant or the operator.  [a demo tenant's on loopback]",
-        ),
-    )
-    for option in options:
-        command = option(command)
-    return command
-
-
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def _print_json(document: object) -> None:
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
-
-
-@contextmanager
-def _progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal; the function takes how much is done in all."""
-    with click.progressbar(
-        length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()
-    ) as bar:
-        yield lambda done: bar.update(done - bar.pos)
-
-
-@commands.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@_client_options
-@click.option("--salt", help="Names one of the tenant's namespaces.")
-@click.option("--adapter", help="Key space of an adapter.")
-@click.option("--replicas", type=click.Choice(["self", "all"]), default="self", show_default=True)
-@click.option(
-    "--pin", "pin_s", type=float, metavar="SECONDS", help="Keep them resident on that replica so long."
-)
-@_json_option
-def warm(
-    files: tuple[str, ...],
-    url: str,
-    key: str | None,
-    salt: str | None,
-    adapter: str | None,
-    replicas: str,
-    pin_s: float | None,
-    as_json: bool,
-) -> None:
-    """Warm the prompts in FILEs: a text file is one prompt, a .jsonl file has one a line."""
-    from radixkv.service.client import Client, sources
-
-    found = sources(files)
-    given = {name: value for name, value in (("salt", salt), ("adapter", adapter)) if value is not None}
-    rows = []
-    with Client(url, key) as client, _progress(1000 * len(found), "warming") as advance:
-        for index, source in enumerate(found):
-            fields = {**given, **source.fields, "replicas": replicas}
-            result = client.warm(fields, lambda share, index=index: advance(int(1000 * (index + share))))  # type: ignore[misc]
-            rows.append({"source": source.name, **result})
-            if pin_s is not None:
-                rows[-1]["pin"] = client.call("POST", "/v1/pins", {**given, **source.fields, "ttl_s": pin_s})[
-                    "id"
-                ]
-    if as_json:
-        _print_json(rows)
-    else:
-        pinned = () if pin_s is None else ("pin",)
-        columns = ("source", "tokens", "cached_before", "computed", "left_out", "seconds", *pinned)
-        click.echo(_table(rows, columns))
-        click.echo("\n".join(_outcomes(rows)), nl=replicas == "all")
-    failed = [each for row in rows for each in row.get("replicas", ()) if each["state"] != "done"]
-    if failed:
-        raise click.ClickException(f"{len(failed)} warms on other replicas failed")
-
-
-def _outcomes(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"{row['source']} on {each['replica']}: {each['state']}, "
-        + (each["error"] or f"{each['tokens']} tokens, {each['computed']} computed")
-        for row in rows
-        for each in row.get("replicas", ())
-    ]
-
-
-@commands.command()
-@_client_options
-@_json_option
-def stats(url: str, key: str | None, as_json: bool) -> None:
-    """Print a tenant's own counts, or everybody's with the operator's key."""
-    from radixkv.service.client import Client
-
-    with Client(url, key) as client:
-        document = client.call("GET", "/v1/stats")
-    if as_json:
-        _print_json(document)
-        return
-    tenants = document.get("tenants", [document])
-    click.echo(_table(tenants, tuple(tenants[0])))
-    if "cache" in document:
-        click.echo()
-        click.echo(
-            _table([{"cache": name, "": value} for name, value in document["cache"].items()], ("cache", ""))
-        )
-
-
-def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Text: the first column to the left, the others to the right."""
-    cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
-    first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
-    return "\n".join(_line(line, first, others) for line in cells)
-
-
-def _line(cells: list[str], first: int, others: list[int]) -> str:
-    right = [cell.rjust(width) for cell, width in zip(cells[1:], others, strict=True)]
-    return "  ".join([cells[0].ljust(first), *right]).rstrip()
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # audit ----------------------------------------------------------------------------------------------------------------

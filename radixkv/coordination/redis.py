@@ -730,6 +730,10 @@ class RedisStore:
         args: Args = [PART_PREFIX + part.replica_id, format_part(part)]
         return int(self.connection.run(scripts.PART, [_job_key(job_id)], args)) == 1
 
+    def drop_job(self, job_id: str) -> None:
+        """See the protocol."""
+        self.connection.of("DEL", _job_key(job_id))
+
     def load_job(self, job_id: str) -> WarmJob | None:
         """See the protocol."""
         fields = self.connection.of("HGETALL", _job_key(job_id))

@@ -119,23 +119,30 @@ class Tenants:
 
     def follow(self, writer: Writer, *, is_new: bool) -> None:
         """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was."""
-        if is_new:
-            self._cursor = 0
-        raised = self._store.purges(self._cursor)
+        raised = self._store.purges(0 if is_new else self._cursor)
         if raised and self.resident is not None:
             self.meet({namespace.tenant for namespace in self.resident.namespaces()})
+        has_lost = is_new or bool(raised and raised[-1][1] <= self._cursor)
+        if has_lost:
+            self._cursor = 0
         for tenant, position in raised:
-            self._obey(writer, tenant)
+            self._obey(writer, tenant, has_lost=has_lost)
             self._cursor = max(position, self._cursor)
+        if has_lost:
+            self._remind({tenant for tenant, _ in raised})
 
     def raise_generation(self, tenant: str) -> Durable:
         """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
-        return self._store.raise_generation(digest, self._store.tenant(digest).generation)
+        above = max(self._store.tenant(digest).generation, self._generations.get(digest, 0))
+        return self._store.raise_generation(digest, above)
 
-    def report(self, tenant: str, replicated: bool | None = None) -> Purge:
-        """How far the tenant's last purge has come. Raises StoreUnavailable."""
+    def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
+        """How far the tenant's last purge has come; ``living`` are waited for even if the store lists them not.
+
+        Raises StoreUnavailable.
+        """
         facts = self._store.tenant(self._keys.tenant(tenant))
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
@@ -146,12 +153,18 @@ class Tenants:
                 lists["confirmed"].append(name)
             else:
                 lists["pending" if remaining_s > 0 else "unconfirmed"].append(name)
+        unlisted = set(living) - {each.registration.replica_id for each in fetched.seen} - set(fetched.unread)
+        lists["pending"] += [name for name in unlisted if facts.generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(facts.generation, **sorted_lists, replicated=replicated)
 
-    def _obey(self, writer: Writer, digest: bytes) -> None:
+    def _obey(self, writer: Writer, digest: bytes, *, has_lost: bool) -> None:
+        """After a loss, a number that is known may be a younger purge's that counted from nothing: obey it again."""
         generation, tenant = self._store.tenant(digest).generation, self._names.get(digest)
-        if generation > self._generations.get(digest, 0):
+        known = self._generations.get(digest, 0)
+        if generation < known:  # the store has lost some, and the tenant was purged since
+            generation = self._store.raise_generation(digest, known).value
+        if generation > known or has_lost:
             self._generations[digest] = generation
             if tenant is not None:
                 self._tell(tenant, generation)
@@ -159,6 +172,12 @@ class Tenants:
                     self.on_purge(tenant, generation)
         if tenant is None or self.on_purge is not None:
             self._store.confirm(digest, writer.replica_id, writer.epoch, generation)
+
+    def _remind(self, announced: set[bytes]) -> None:
+        """Tell a store that has lost them the generations that are known here: nothing of before may come back."""
+        for digest, known in list(self._generations.items()):
+            if digest not in announced and self._store.tenant(digest).generation < known:
+                self._store.raise_generation(digest, known - 1)
 
     def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
         share = Share(writer.replica_id, writer.epoch, self._fingerprint, blocks)

@@ -70,6 +70,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     for status in _error_statuses(endpoint):
         operation["responses"].setdefault(str(status), _response(status, ErrorReply))
     parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
+    parameters += [_parameter(name, "header", text) for name, text in endpoint.headers.items()]
     for name in _PARAMETER.findall(endpoint.path):
         parameters.append(_parameter(name, "path", _IN_PATHS[name]))
     if parameters:

@@ -31,7 +31,7 @@ from radixkv.errors import (
 
 MAX_ECHO = 80
 RETRY_AFTER_S = 1
-_TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many"})
+_TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many", "place", "count", "names"})
 
 
 class ApiError(Exception):
@@ -153,6 +153,17 @@ def not_resident(error: NotResident) -> ApiError:
 def shutting_down() -> ApiError:
     """503: this process is about to end."""
     return ApiError(503, "shutting_down", "the server is shutting down", headers={"Retry-After": "5"})
+
+
+def store_unavailable(message: str) -> ApiError:
+    """503: what the fleet shares can't be reached."""
+    return ApiError(503, "store_unavailable", message, headers={"Retry-After": "5"})
+
+
+def generation_unconfirmed() -> ApiError:
+    """503: the tenant may have been purged, and would rather not be served than served what was."""
+    message = "this replica can't know whether you were purged, and you said that it must not serve you then"
+    return ApiError(503, "generation_unconfirmed", message, headers={"Retry-After": "1"})
 
 
 def of_library(error: RadixKVError) -> ApiError:

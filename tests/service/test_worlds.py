@@ -25,8 +25,8 @@ RANDOM = {"id", "job"}
 TIMES = {
     "seconds", "created", "queued_s", "time_to_first_token_s", "total_s", "lease_remaining_s", "lag_s", "staleness_s",
 }  # fmt: skip
-LOADS = {"load", "cost", "why", "lag_entries", "epoch", "address"}
-"""Of whole replicas, not of tenants: any key may see them. The address is the test's own port."""
+PLACES = {"epoch", "address"}
+"""Of the process, not of tenants: when it was started, and the test's own port."""
 
 TEXT = "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
 IDS = list(range(40, 200))
@@ -52,6 +52,7 @@ def scene(ask: Ask) -> None:
             {"prompt": IDS, **greedy, "stream": True, "n": 2, "stream_options": USAGE},
         )
         ask("POST", "/v1/route", {"prompt": TEXT, "predict": False})
+        ask("POST", "/v1/route", {"prompt": TEXT, "cost": "lmetric"})
         ask("GET", "/v1/stats")
         ask("GET", "/v1/replicas")
     jobs = [ask("POST", "/v1/warm", {"token_ids": IDS[n:], "wait": False}).json()["job"] for n in (0, 1)]
@@ -76,7 +77,7 @@ def scene(ask: Ask) -> None:
     for method, path in (
         ("POST", "/v1/keys"), ("POST", "/v1/keys/x/rotate"), ("DELETE", "/v1/keys/x"), ("PUT", "/v1/tenants/globex"),
         ("DELETE", "/v1/tenants/globex"), ("POST", "/v1/tenants/globex/purge"),
-        ("POST", "/v1/tenants/globex/keys"), ("PUT", "/v1/stats"),
+        ("GET", "/v1/tenants/globex/purge"), ("POST", "/v1/tenants/globex/keys"), ("PUT", "/v1/stats"),
     ):  # fmt: skip
         ask(method, path)
     ask("GET", "/v1/stats")
@@ -185,7 +186,7 @@ def plain(value: Any, handles: dict[str, list[str]]) -> Any:
     for name in RANDOM & set(value):
         if isinstance(value[name], str) and value[name] != "one":
             handles[name].append(value[name])
-    kept = {name: each for name, each in value.items() if name not in RANDOM | TIMES | LOADS}
+    kept = {name: each for name, each in value.items() if name not in RANDOM | TIMES | PLACES}
     return {name: plain(each, handles) for name, each in kept.items()}
 
 
