@@ -37,33 +37,67 @@ GHOSTS_PER_SEGMENT: Final = 4
 
 
 class Ghosts:
-    """Memories of evicted segments by their key, the oldest out first. O(1) a key."""
+    """Memories of evicted segments by their key, the oldest out first, at most ``max_ghosts`` of them.
 
-    __slots__ = ("_max", "_memories")
+    Segments that went together are one *run*, kept under its shallowest key. Whoever computes any of them again
+    computes that one too, so it is where they are found: O(1) a run, and one look-up a key in a small dict.
+    """
+
+    __slots__ = ("_max", "_num", "_runs")
 
     def __init__(self, max_ghosts: int) -> None:
-        self._max = max_ghosts
-        self._memories: OrderedDict[int, object] = OrderedDict()
+        self._max, self._num = max_ghosts, 0
+        self._runs: OrderedDict[int, tuple[GhostKeys, object]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._memories)
+        return self._num
 
     def take(self, keys: GhostKeys) -> list[object] | None:
         """What is remembered of each key, which is then forgotten; None if nothing is remembered of any."""
-        memories = self._memories
-        if not memories:
+        runs = self._runs
+        if runs.keys().isdisjoint(keys):
             return None
-        found = [memories.pop(key, None) for key in keys]
-        return found if any(memory is not None for memory in found) else None
+        found: list[object] = [None] * len(keys)
+        at = 0
+        while at < len(keys):
+            run = runs.pop(keys[at], None)
+            if run is None:
+                at += 1
+                continue
+            remembered, memory = run
+            same = _num_equal(remembered, keys, at)
+            found[at : at + same] = [memory] * same
+            self._num -= same
+            if same < len(remembered):  # another continuation: that stays
+                self._keep(remembered[same:], memory, is_oldest=True)
+            at += same
+        return found
 
     def put(self, keys: GhostKeys, memory: object) -> None:
-        """Remember ``memory`` of each key."""
-        memories = self._memories
-        for key in reversed(keys):  # the deepest went first
-            memories.pop(key, None)
-            memories[key] = memory
-        while len(memories) > self._max:
-            memories.popitem(last=False)
+        """Remember ``memory`` of each key, at least one; they follow each other on one path."""
+        self._num += len(keys)
+        self._keep(keys, memory)
+        while self._num > self._max:
+            oldest, memory = self._runs.popitem(last=False)[1]
+            kept = len(oldest) - (self._num - self._max)
+            self._num -= min(len(oldest), self._num - self._max)
+            if kept > 0:  # the deepest went first
+                self._keep(oldest[:kept], memory, is_oldest=True)
+
+    def _keep(self, keys: GhostKeys, memory: object, *, is_oldest: bool = False) -> None:
+        replaced = self._runs.pop(keys[0], None)
+        if replaced is not None:
+            self._num -= len(replaced[0])
+        self._runs[keys[0]] = keys, memory
+        if is_oldest:
+            self._runs.move_to_end(keys[0], last=False)
+
+
+def _num_equal(run: GhostKeys, keys: GhostKeys, at: int) -> int:
+    """How many keys of a run are ``keys`` from ``at`` on."""
+    if keys[at : at + len(run)] == run:
+        return len(run)
+    return next(i for i, key in enumerate(run) if at + i == len(keys) or keys[at + i] != key)
 
 
 class Piece:
@@ -107,6 +141,7 @@ class LeafPolicy(Policy, Generic[P]):
         super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
         self._states: dict[Handle, State[P]] = {}
         self._num_evictable = 0
+        self._hears_of_losses = type(self).lost is not LeafPolicy.lost
         self._ghosts = self.make_ghosts(max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * capacity // segment_blocks))
 
     # --- for a subclass to say
@@ -233,7 +268,8 @@ class LeafPolicy(Policy, Generic[P]):
             num_blocks -= taken
             state.depth -= taken
             piece.num_blocks -= taken
-            self.lost(piece, taken)
+            if self._hears_of_losses:
+                self.lost(piece, taken)
             if not piece.num_blocks and len(pieces) > 1:
                 pieces.pop()
                 self.uncovered(pieces[-1], piece)
