@@ -39,6 +39,8 @@ MARGIN: Final = 3.0
 MIN_GAIN: Final = 0.01
 
 DECIDE_EVERY_S: Final = 5.0
+RANK_EVERY_S: Final = 2.0
+"""How often the shadow of ``learned`` ranks anew."""
 
 _SAMPLE_BITS: Final = 20
 
@@ -66,7 +68,7 @@ class Auto(Policy):
         self._num_blocks = 0
         self._held = capacity  # blocks that were held when the last one was evicted
         self._log: deque[_Sample] = deque(maxlen=65_536)
-        self._shadows = _Shadows(self._learned, seed)
+        self._shadows = _Shadows(self._learned)
         self._decided_s = clock()
 
     @property
@@ -171,9 +173,10 @@ class Auto(Policy):
 class _Shadows:
     """What each candidate's cache would hold of the sampled segments, and who hit what the others missed."""
 
-    def __init__(self, learned: Learned, seed: int) -> None:
+    def __init__(self, learned: Learned) -> None:
         self._learned = learned
-        self._by_rank, self._by_score = Leaves(seed), LeafHeap()
+        self._by_rank, self._by_score = Leaves(learned.rank), LeafHeap()
+        self._ranked_s = 0.0
         self._by_age: OrderedDict[Handle, None] = OrderedDict()
         self._num_hits = [0.0, 0.0, 0.0]
         self._only = [[0.0] * 3 for _ in range(3)]  # hits of the one that the other missed
@@ -182,12 +185,15 @@ class _Shadows:
         """Take what was noted, in order."""
         for _ in range(len(log)):
             key, score, group, ended_s = log.popleft()
+            if ended_s - self._ranked_s >= RANK_EVERY_S:
+                self._by_rank.rank_anew(ended_s, self._learned.rank)
+                self._ranked_s = ended_s
             hits = (key in self._by_rank, key in self._by_score, key in self._by_age)
             if any(hits):
                 self._count(hits)
             self._enter(key, score, group, ended_s, hits)
             while len(self._by_rank) > capacity:
-                self._by_rank.discard(self._by_rank.worst(ended_s, self._learned.rank)[-1][0])
+                self._by_rank.discard(self._by_rank.first())
             while len(self._by_score) > capacity:
                 self._by_score.discard(self._by_score.first())
             while len(self._by_age) > capacity:
@@ -198,7 +204,7 @@ class _Shadows:
             self._by_rank.discard(key)
         if hits[1]:
             self._by_score.discard(key)
-        self._by_rank.add(key, group, ended_s)
+        self._by_rank.add(key, group, ended_s, ended_s)
         self._by_score.add(key, score)
         self._by_age[key] = None
         self._by_age.move_to_end(key)
