@@ -10,9 +10,13 @@ the tenant's blocks. What a segment is worth to a candidate is read off its live
 outlive eviction. Shadows ignore that only leaves can go.
 
 The best takes over if, among the samples that only one of the two hit, lately (decayed with ``HALF_LIFE_S``), it
-has more than its share by ``MARGIN`` standard deviations and ``MIN_GAIN`` of all hits. An adversary can
-feed one policy and then starve it; the samples of about a half-life have to fade or be outweighed before another
-takes over. No bound in hits is proved.
+has more than its share by ``MARGIN`` standard deviations and ``MIN_GAIN`` of all hits.
+
+An adversary can feed one policy and then starve it. What that costs is bounded by a *debt*: the hits that the shadow of
+``lru`` had more, over the whole run, than those of whoever was in charge. Once it exceeds ``MAX_LOSS`` of all uses
+(and ``FREE_LOSS`` hits), ``lru`` is in charge until half of that is allowed again. So in shadow hits nobody can press it
+further below LRU than that and what one interval between two decisions costs. The bound is the shadows': they
+ignore that only leaves can go, and that a cache under a new policy first has to fill with what that one keeps.
 
 State: that of the three, and ``MAX_SHADOW`` segments a shadow. Cost: those of the three, and an entry of a
 log a sampled segment; the shadows live in ``maintain``.
@@ -38,11 +42,20 @@ HALF_LIFE_S: Final = 600.0
 MARGIN: Final = 3.0
 MIN_GAIN: Final = 0.01
 
+MAX_LOSS: Final = 0.002
+"""Of all uses, over the whole run: how far shadows may fall behind that of ``lru``."""
+
+FREE_LOSS: Final = 32
+"""Sampled hits that may be lost before."""
+
 DECIDE_EVERY_S: Final = 5.0
 RANK_EVERY_S: Final = 2.0
 """How often the shadow of ``learned`` ranks anew."""
 
 _SAMPLE_BITS: Final = 20
+
+_LRU: Final = 2
+"""Its place among the candidates."""
 
 _Sample = tuple[int, float, int, float]
 """A segment whose use ended: key, the score of ``lrfu``, class of ``learned``, when."""
@@ -68,7 +81,7 @@ class Auto(Policy):
         self._num_blocks = 0
         self._held = capacity  # blocks that were held when the last one was evicted
         self._log: deque[_Sample] = deque(maxlen=65_536)
-        self._shadows = _Shadows(self._learned)
+        self.shadows = _Shadows(self._learned)
         self._decided_s = clock()
 
     @property
@@ -166,8 +179,8 @@ class Auto(Policy):
             return
         kept = 0.5 ** ((now_s - self._decided_s) / HALF_LIFE_S)
         self._decided_s = now_s
-        self._shadows.replay(self._log, max(round(self._held / self._segment_blocks * self._rate), 1))
-        self._in_charge = self._shadows.decide(self._in_charge, kept)
+        self.shadows.replay(self._log, max(round(self._held / self._segment_blocks * self._rate), 1))
+        self._in_charge = self.shadows.decide(self._in_charge, kept)
 
 
 class _Shadows:
@@ -180,6 +193,8 @@ class _Shadows:
         self._by_age: OrderedDict[Handle, None] = OrderedDict()
         self._num_hits = [0.0, 0.0, 0.0]
         self._only = [[0.0] * 3 for _ in range(3)]  # hits of the one that the other missed
+        self._lately = [0, 0, 0]  # hits since the last decision
+        self.num_uses, self.debt = 0, 0
 
     def replay(self, log: deque[_Sample], capacity: int) -> None:
         """Take what was noted, in order."""
@@ -189,6 +204,7 @@ class _Shadows:
                 self._by_rank.rank_anew(ended_s, self._learned.rank)
                 self._ranked_s = ended_s
             hits = (key in self._by_rank, key in self._by_score, key in self._by_age)
+            self.num_uses += 1
             if any(hits):
                 self._count(hits)
             self._enter(key, score, group, ended_s, hits)
@@ -213,12 +229,19 @@ class _Shadows:
         for one in range(3):
             if hits[one]:
                 self._num_hits[one] += 1
+                self._lately[one] += 1
                 for other in range(3):
                     if not hits[other]:
                         self._only[one][other] += 1
 
+    @property
+    def allowed(self) -> float:
+        """The debt from which on ``lru`` is in charge."""
+        return MAX_LOSS * self.num_uses + FREE_LOSS
+
     def decide(self, current: int, kept: float) -> int:
         """Who should be in charge."""
+        self.debt += self._lately[_LRU] - self._lately[current]
         best = max(range(3), key=lambda one: (self._num_hits[one], one == current))
         ahead, behind = self._only[best][current], self._only[current][best]
         wins = (
@@ -227,4 +250,7 @@ class _Shadows:
         )
         self._num_hits = [hits * kept for hits in self._num_hits]
         self._only = [[hits * kept for hits in row] for row in self._only]
+        self._lately = [0, 0, 0]
+        if self.debt > (self.allowed / 2 if current == _LRU else self.allowed):
+            return _LRU
         return best if wins else current

@@ -117,13 +117,14 @@ class HazardModel:
         curve = np.zeros((NUM_BINS + flat, NUM_BINS + flat))
         for b in range(NUM_BINS):
             tied = np.outer(basis[b], basis[b])
-            curve[NUM_BINS:, NUM_BINS:] += np.kron((features * weight[:, b, None]).T @ features, tied)
-        curve[NUM_BINS:, :NUM_BINS] = ((features.T @ weight)[:, None, :] * basis.T).reshape(flat, NUM_BINS)
+            spread = _product(features, features * weight[:, b, None])
+            curve[NUM_BINS:, NUM_BINS:] += np.kron(spread, tied)
+        curve[NUM_BINS:, :NUM_BINS] = (_product(features, weight)[:, None, :] * basis.T).reshape(flat, NUM_BINS)
         curve[:NUM_BINS, NUM_BINS:] = curve[NUM_BINS:, :NUM_BINS].T
         ridge = np.repeat((LEVEL_RIDGE, RIDGE), (NUM_BINS, flat))
         curve[np.diag_indices(NUM_BINS + flat)] += ridge + np.append(weight.sum(axis=0), np.zeros(flat))
         held = np.append(self._level - self._prior, self._weights)
-        slope = np.append(excess.sum(axis=0), features.T @ excess @ basis) - ridge * held
+        slope = np.append(excess.sum(axis=0), _product(features, excess) @ basis) - ridge * held
         step = np.clip(np.linalg.solve(curve, slope), -2.0, 2.0)
         self._level = self._level + step[:NUM_BINS]
         self._weights = self._weights + step[NUM_BINS:].reshape(NUM_FEATURES, 3)
@@ -217,6 +218,11 @@ def _rank(hazard: Floats) -> Floats:
         before = np.concatenate((np.ones((len(hazard), 1)), alive[:, :-1]), axis=1)
         rank[:, b] = ((1 - alive) / np.cumsum(before * spent[:, b:], axis=1)).max(axis=1)
     return rank
+
+
+def _product(one: Floats, other: Floats) -> Floats:
+    """``oneᵀ other``, without BLAS, which would take all cores for it."""
+    return np.asarray(np.einsum("ck,cl->kl", one, other))
 
 
 def _sigmoid(logits: Floats) -> Floats:

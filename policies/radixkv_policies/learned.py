@@ -202,7 +202,6 @@ class Leaves:
     """
 
     def __init__(self, rank: Floats) -> None:
-        self._rows: list[list[float]] = rank.tolist()
         self._rank = rank
         self._entries: dict[Handle, _Entry] = {}
         self._heap: list[_Entry] = []
@@ -218,8 +217,7 @@ class Leaves:
     def add(self, node: Handle, group: int, ended_s: float, now_s: float) -> None:
         """A leaf that isn't in it."""
         self._serial = serial = self._serial + 1
-        row, age_s = self._rows[group], now_s - ended_s
-        rank = row[0] if age_s < _EDGES_S[1] else row[bisect_right(_EDGES_S, age_s) - 1]
+        rank = self._rank.item(group, bisect_right(_EDGES_S, now_s - ended_s) - 1)
         entry = self._entries[node] = (rank, ended_s, serial, node, group)
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
@@ -246,8 +244,7 @@ class Leaves:
 
     def rank_anew(self, now_s: float, rank: Floats) -> None:
         """Rank all by their age. O(n log n)."""
-        if rank is not self._rank:
-            self._rank, self._rows = rank, rank.tolist()
+        self._rank = rank
         upto = self._serial
         entries = list(self._entries.values())
         ended_s = np.array([entry[1] for entry in entries])
