@@ -76,12 +76,14 @@ class HazardModel:
         self._level, self._weights = self._prior.copy(), np.zeros((NUM_FEATURES, 3))
         self.rank = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
 
-    def add_class(self, features: Sequence[float]) -> int:
+    def add_class(self) -> int:
         """A new class; ``num_classes < MAX_CLASSES``. It ranks by the prior until the next ``update``."""
-        number = self.num_classes
-        self._features[number] = features
-        self.num_classes = number + 1
-        return number
+        self.num_classes += 1
+        return self.num_classes - 1
+
+    def describe(self, group: int, features: Sequence[float]) -> None:
+        """The features of a class. In the thread of ``update``, and before it."""
+        self._features[group] = features
 
     def update(self, now_s: float, *, fit: bool) -> None:
         """Count what is known by now; with ``fit``, learn from the counts and rank anew."""

@@ -17,6 +17,7 @@ hook. Learning and ranking anew, O(leaves), are in ``maintain``.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -75,6 +76,7 @@ class Learned(LeafPolicy[Returning]):
         self._model = HazardModel()
         self._groups: dict[_Key, int] = {}
         self._types: dict[object, int] = {None: 0}
+        self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
         self._last: tuple[Facts | None, int, float, int] = (None, 0, 0.0, 0)
         self._leaves = Leaves(self._model.rank)
@@ -147,10 +149,20 @@ class Learned(LeafPolicy[Returning]):
         if now_s - self._counted_s >= COUNT_EVERY_S:
             fit = now_s - self._fitted_s >= min(max(FIT_EVERY_S, FIT_SHARE * (now_s - self._started_s)), 60.0)
             self._counted_s, self._fitted_s = now_s, now_s if fit else self._fitted_s
+            self._describe_classes()
             self._model.update(now_s, fit=fit)
             self._leaves.rank_anew(now_s, self._model.rank)
 
     # --- classes
+
+    def _describe_classes(self) -> None:
+        """Tell the model what it sees of the classes that are new."""
+        types = self._types
+        while self._undescribed:
+            group, key = self._undescribed.popleft()
+            if len(types) <= MAX_TYPES:
+                types.setdefault(key[5], len(types))
+            self._model.describe(group, _features(key, types.get(key[5], 0)))
 
     def _group(self, place: int, facts: Facts) -> int:
         size, labels = self._block_tokens, facts.labels
@@ -169,10 +181,8 @@ class Learned(LeafPolicy[Returning]):
         if group is None:
             if self._model.num_classes >= MAX_CLASSES:
                 return 0
-            types = self._types
-            if len(types) <= MAX_TYPES:
-                types.setdefault(key[5], len(types))
-            group = self._groups[key] = self._model.add_class(_features(key, types.get(key[5], 0)))
+            group = self._groups[key] = self._model.add_class()
+            self._undescribed.append((group, key))
         return group
 
 

@@ -256,15 +256,22 @@ class LeafPolicy(Policy, Generic[P]):
 
     def trimmed(self, node: Handle, num_blocks: int) -> None:
         state = self._states[node]
-        pieces = state.pieces
-        piece = pieces[-1]
+        piece = state.pieces[-1]
         anew = self.ranks_by_depth or num_blocks >= piece.num_blocks
         if anew:
             self.left(node, piece)
+        self._cut(state, piece, num_blocks)
+        piece = state.pieces[-1]
+        if anew and piece.num_blocks:
+            self.entered(node, piece, state.depth)
+
+    def _cut(self, state: State[P], piece: P, num_blocks: int) -> None:
+        """Take the last blocks off a node that ends with ``piece``."""
+        pieces = state.pieces
         while num_blocks:
-            piece = pieces[-1]
             taken = min(num_blocks, piece.num_blocks)
-            self._bury(piece, state.depth, taken)
+            if piece.keys:
+                self._bury(piece, state.depth, taken)
             num_blocks -= taken
             state.depth -= taken
             piece.num_blocks -= taken
@@ -273,8 +280,7 @@ class LeafPolicy(Policy, Generic[P]):
             if not piece.num_blocks and len(pieces) > 1:
                 pieces.pop()
                 self.uncovered(pieces[-1], piece)
-        if anew and pieces[-1].num_blocks:
-            self.entered(node, pieces[-1], state.depth)
+                piece = pieces[-1]
 
     def removed(self, node: Handle) -> None:
         state = self._states.pop(node)
@@ -322,7 +328,9 @@ class LeafPolicy(Policy, Generic[P]):
         """New blocks that end at ``depth``, a piece for each run of segments that a ghost remembers alike."""
         memories = self._ghosts.take(keys) if keys else None
         if memories is None:
-            return [self._new(depth - num_blocks, num_blocks, hints, keys, None)]
+            piece = self.made(depth - num_blocks, num_blocks, hints, None)
+            piece.num_blocks, piece.keys, piece.is_new = num_blocks, keys, True
+            return [piece]
         size, pieces = self._segment_blocks, []
         at, first = depth - num_blocks, 0
         end = at - at % size  # where the segment before the first key's ended
@@ -352,13 +360,16 @@ class LeafPolicy(Policy, Generic[P]):
         return upper
 
     def _bury(self, piece: P, depth: int, num_blocks: int) -> None:
-        """Remember the last blocks of a piece, which end at ``depth``, by their keys."""
-        size = self._segment_blocks
-        num_keys = depth // size - (depth - num_blocks) // size if piece.keys else 0
-        if not num_keys:
-            return
-        keys = piece.keys[-num_keys:]
-        piece.keys = piece.keys[:-num_keys]
+        """Remember the last blocks of a piece with keys, which end at ``depth``."""
+        keys = piece.keys
+        if num_blocks == piece.num_blocks:
+            piece.keys = ()
+        else:
+            size = self._segment_blocks
+            num_keys = depth // size - (depth - num_blocks) // size
+            if not num_keys:
+                return
+            keys, piece.keys = keys[-num_keys:], keys[:-num_keys]
         memory = self.memory(piece)
         if memory is not None:
             self._ghosts.put(keys, memory)

@@ -85,8 +85,9 @@ class LRFU(LeafPolicy[Decayed]):
     def half_lives(self) -> float:
         """The time in half-lives, as they were when they passed."""
         now_s = self._clock()
-        self._virtual += (now_s - self._virtual_at) / self._half_life.seconds
-        self._virtual_at = now_s
+        if now_s != self._virtual_at:
+            self._virtual += (now_s - self._virtual_at) / self._half_life.seconds
+            self._virtual_at = now_s
         return self._virtual
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Decayed:

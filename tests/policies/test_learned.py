@@ -89,7 +89,7 @@ def test_a_leaf_that_comes_while_all_are_ranked() -> None:
 def test_hits_and_survivors_are_counted_together() -> None:
     """Ten uses, four of which return after 3 s: no bin counts before it has passed, then all ten are in it."""
     model = HazardModel()
-    group = model.add_class([0.0] * NUM_FEATURES)
+    group = model.add_class()
     for number in range(10):
         model.log.append((number, 0.0, group, 1.0))
     for number in range(4):
@@ -105,8 +105,9 @@ def test_hits_and_survivors_are_counted_together() -> None:
 def test_a_class_that_returns_outranks_one_that_does_not() -> None:
     """After a while."""
     model = HazardModel()
-    good = model.add_class([1.0] + [0.0] * (NUM_FEATURES - 1))
-    bad = model.add_class([-1.0] + [0.0] * (NUM_FEATURES - 1))
+    good, bad = model.add_class(), model.add_class()
+    model.describe(good, [1.0] + [0.0] * (NUM_FEATURES - 1))
+    model.describe(bad, [-1.0] + [0.0] * (NUM_FEATURES - 1))
     for number in range(4_000):
         model.log.append((number, float(number), (good, bad)[number % 2], 1.0))
         if number % 2 == 0:
