@@ -14,9 +14,9 @@ has more than its share by ``MARGIN`` standard deviations and ``MIN_GAIN`` of al
 
 An adversary can feed one policy and then starve it. What that costs is bounded by a *debt*: the hits that the shadow of
 ``lru`` had more, over the whole run, than those of whoever was in charge. Once it exceeds ``MAX_LOSS`` of all uses
-(and ``FREE_LOSS`` hits), ``lru`` is in charge until half of that is allowed again. So in shadow hits nobody can press it
-further below LRU than that and what one interval between two decisions costs. The bound is the shadows': they
-ignore that only leaves can go, and that a cache under a new policy first has to fill with what that one keeps.
+(and ``FREE_LOSS`` hits), ``lru`` is in charge until half of that is allowed again. So in shadow hits nobody can
+press it further below LRU than that and what one interval between two decisions costs. The bound is the shadows':
+they ignore that only leaves can go, and that a cache under a new policy first has to fill with what that one keeps.
 
 State: that of the three, and ``MAX_SHADOW`` segments a shadow. Cost: those of the three, and an entry of a
 log a sampled segment; the shadows live in ``maintain``.

@@ -121,7 +121,9 @@ class HazardModel:
             tied = np.outer(basis[b], basis[b])
             spread = _product(features, features * weight[:, b, None])
             curve[NUM_BINS:, NUM_BINS:] += np.kron(spread, tied)
-        curve[NUM_BINS:, :NUM_BINS] = (_product(features, weight)[:, None, :] * basis.T).reshape(flat, NUM_BINS)
+        curve[NUM_BINS:, :NUM_BINS] = (_product(features, weight)[:, None, :] * basis.T).reshape(
+            flat, NUM_BINS
+        )
         curve[:NUM_BINS, NUM_BINS:] = curve[NUM_BINS:, :NUM_BINS].T
         ridge = np.repeat((LEVEL_RIDGE, RIDGE), (NUM_BINS, flat))
         curve[np.diag_indices(NUM_BINS + flat)] += ridge + np.append(weight.sum(axis=0), np.zeros(flat))

@@ -7,8 +7,8 @@ and ranks it at each age by the hits a block-second that keeping it yields. The 
 age, each class in its own way (a conversation returns after a minute or not at all), so ``maintain`` ranks all
 leaves anew, about once a second; one that comes meanwhile is ranked at once and stands where it belongs.
 
-Nothing is trained beforehand, no label is needed, nothing is drawn at random. See policies/README.md for how it works and
-where it loses.
+Nothing is trained beforehand, no label is needed, nothing is drawn at random. See policies/README.md for how it
+works and where it loses.
 
 State a node: six values a piece, an entry of a heap; a tenant: the model's 6 MB and the ghosts. Cost: O(log n) a
 hook. Learning and ranking anew, O(leaves), are in ``maintain``.

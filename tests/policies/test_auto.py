@@ -62,9 +62,13 @@ def test_an_adversary_is_paid_no_more_than_the_allowance() -> None:
     for _ in range(1_200):
         clock.advance(0.5)
         policy = cache._tenants["a"].policy if cache._tenants else None
-        starved = [ask for ask in recent[-17::2] if cache.match(NS, [ask, ask + 1, ask + 2, 0]).num_tokens < 3]
+        starved = [
+            ask for ask in recent[-17::2] if cache.match(NS, [ask, ask + 1, ask + 2, 0]).num_tokens < 3
+        ]
         fresh += 10
-        ask = rng.choice(starved) if starved else fresh if rng.random() < 0.8 else rng.choice(recent or [fresh])
+        ask = (
+            rng.choice(starved) if starved else fresh if rng.random() < 0.8 else rng.choice(recent or [fresh])
+        )
         recent.append(ask)
         with cache.open(NS, [ask, ask + 1, ask + 2, 0]) as sequence:
             sequence.commit(3)
