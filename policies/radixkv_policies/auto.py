@@ -27,13 +27,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from math import sqrt
-from typing import Final
+from typing import Final, TypeVar
 
 from radixkv_policies.learned import Learned, Leaves
 from radixkv_policies.leaves import LeafHeap
 from radixkv_policies.lrfu import LRFU
 from radixkv_policies.lru import LRU
-from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
+from radixkv_policies.policy import GhostKeys, Handle, Policy
 
 MAX_SHADOW: Final = 1_024
 """Segments that a shadow holds."""
@@ -54,6 +54,8 @@ RANK_EVERY_S: Final = 2.0
 
 _SAMPLE_BITS: Final = 20
 
+_P = TypeVar("_P", bound=Policy)
+
 _LRU: Final = 2
 """Its place among the candidates."""
 
@@ -66,23 +68,28 @@ class Auto(Policy):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
-        self._lru = LRU(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
-        self._lrfu = LRFU(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
-        self._learned = Learned(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
+        self._learned, self._lrfu, self._lru = self._made(Learned), self._made(LRFU), self._made(LRU)
         self._candidates: tuple[Policy, ...] = (self._learned, self._lrfu, self._lru)
         self._in_charge = 0
-        segments = max(capacity // segment_blocks, 1)
+        segments = max(self._capacity // self._segment_blocks, 1)
         self._rate = min(1.0, MAX_SHADOW / segments)
         self._below = int(self._rate * 2**_SAMPLE_BITS)
         self._num_blocks = 0
-        self._held = capacity  # blocks that were held when the last one was evicted
+        self._held = self._capacity  # blocks that were held when the last one was evicted
         self._log: deque[_Sample] = deque(maxlen=65_536)
         self.shadows = _Shadows(self._learned)
-        self._decided_s = clock()
+        self._decided_s = self._clock()
+
+    def _made(self, candidate: type[_P]) -> _P:
+        return candidate(
+            self._capacity,
+            self._clock,
+            self._seed,
+            block_size=self._block_size,
+            segment_blocks=self._segment_blocks,
+        )
 
     @property
     def in_charge(self) -> str:

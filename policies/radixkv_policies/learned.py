@@ -28,7 +28,7 @@ import numpy as np
 from radixkv_policies.facts import Facts, labels_of
 from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
 from radixkv_policies.leaves import LeafPolicy, Piece
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 COUNT_EVERY_S: Final = 1.0
 FIT_EVERY_S: Final = 5.0
@@ -69,10 +69,8 @@ class Learned(LeafPolicy[Returning]):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._model = HazardModel()
         self._groups: dict[_Key, int] = {}
         self._types: dict[object, int] = {None: 0}
@@ -80,7 +78,7 @@ class Learned(LeafPolicy[Returning]):
         self._numbers = count()
         self._last: tuple[Facts | None, int, float, int] = (None, 0, 0.0, 0)
         self._leaves = Leaves(self._model.rank)
-        self._counted_s = self._fitted_s = self._started_s = clock()
+        self._counted_s = self._fitted_s = self._started_s = self._clock()
 
     # --- a request
 

@@ -27,7 +27,7 @@ from copy import copy
 from heapq import heapify, heappop, heappush
 from typing import Final, Generic, TypeVar
 
-from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
+from radixkv_policies.policy import GhostKeys, Handle, Policy
 
 MIN_GHOSTS: Final = 16_384
 """A memory is worth having in a small cache too: so many ghosts, about 2 MB, any policy with one may keep."""
@@ -135,14 +135,14 @@ class LeafPolicy(Policy, Generic[P]):
     ranks_by_depth = False
     """Whether a leaf is ranked anew after each trim, not only when its last piece is gone."""
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._states: dict[Handle, State[P]] = {}
         self._num_evictable = 0
         self._hears_of_losses = type(self).lost is not LeafPolicy.lost
-        self._ghosts = self.make_ghosts(max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * capacity // segment_blocks))
+        self._ghosts = self.make_ghosts(
+            max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * self._capacity // self._segment_blocks)
+        )
 
     # --- for a subclass to say
 
