@@ -42,10 +42,10 @@ HALF_LIFE_S: Final = 600.0
 MARGIN: Final = 3.0
 MIN_GAIN: Final = 0.01
 
-MAX_LOSS: Final = 0.002
+MAX_LOSS: Final = 0.001
 """Of all uses, over the whole run: how far shadows may fall behind that of ``lru``."""
 
-FREE_LOSS: Final = 32
+FREE_LOSS: Final = 16
 """Sampled hits that may be lost before."""
 
 DECIDE_EVERY_S: Final = 5.0
