@@ -40,12 +40,12 @@ MAX_SHADOW: Final = 1_024
 
 HALF_LIFE_S: Final = 600.0
 MARGIN: Final = 3.0
-MIN_GAIN: Final = 0.01
+MIN_GAIN: Final = 0.03
 
-MAX_LOSS: Final = 0.001
+MAX_LOSS: Final = 0.002
 """Of all uses, over the whole run: how far shadows may fall behind that of ``lru``."""
 
-FREE_LOSS: Final = 16
+FREE_LOSS: Final = 32
 """Sampled hits that may be lost before."""
 
 DECIDE_EVERY_S: Final = 5.0
@@ -72,7 +72,7 @@ class Auto(Policy):
         super().begin()
         self._learned, self._lrfu, self._lru = self._made(Learned), self._made(LRFU), self._made(LRU)
         self._candidates: tuple[Policy, ...] = (self._learned, self._lrfu, self._lru)
-        self._in_charge = 0
+        self._in_charge = _LRU  # until another has shown that it does better
         segments = max(self._capacity // self._segment_blocks, 1)
         self._rate = min(1.0, MAX_SHADOW / segments)
         self._below = int(self._rate * 2**_SAMPLE_BITS)
