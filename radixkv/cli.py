@@ -94,7 +94,7 @@ _SERVE_OPTIONS: Mapping[str, str] = {
     "lease-s": "Seconds after which a silent replica counts as gone.  [10]",
     "num-blocks": "Blocks in the cache.  [4096]",
     "block-size": "Tokens in a block.  [16]",
-    "policy": "Eviction policy: lru, lfu, s3fifo, learned, auto … (policies/README.md).  [lru]",
+    "policy": "Eviction policy; policies/README.md compares them.  [learned]",
     "scrub": "Zero blocks that change tenant: cross-tenant, always or never.  [cross-tenant]",
     "device": "Torch device of model and cache.  [cpu]",
     "dtype": "Element type of --model: float32, bfloat16 or float16.  [float32]",

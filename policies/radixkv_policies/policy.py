@@ -67,6 +67,10 @@ class Policy(ABC):
         self._capacity, self._clock, self._seed = capacity, clock, seed
         self._block_size, self._segment_blocks = block_size, segment_blocks
         self._block_tokens = SEGMENT_TOKENS / segment_blocks
+        self.begin()
+
+    def begin(self) -> None:
+        """A subclass's own state; everything that it was made with is there by now."""
 
     def hook(self, name: str) -> Callable[..., Any] | None:
         """The optional hook of that name, or None if the policy leaves it out."""
