@@ -41,7 +41,7 @@ class Paged:
         )  # fmt: skip
 
     def step(self, parents: torch.Tensor, rows: torch.Tensor) -> None:
-        """rows: ``[num_beams, layers, 2, heads, dim]``, written where reorder made room; no host sync."""
+        """rows: ``[num_beams, layers, 2, heads, dim]``, written where reorder made room; waits for nothing."""
         reorder(self.storage, self.beams, parents)
         last = (self.beams.lengths - 1).long()
         blocks = self.beams.tables.gather(1, (last // BLOCK_SIZE)[:, None])[:, 0].long()

@@ -1,11 +1,11 @@
 """What quantising cached prefixes costs: perplexity and attention error at fp16, FP8, INT8 and INT4.
 
-    python examples/quantised_prefixes.py [--steps 400] [--prefixes 16] [--block-size 16] [--text FILE …]
+    python examples/quantised_prefixes.py [--steps 300] [--prefixes 32] [--block-size 16] [--text FILE …]
 
 Trains a small Llama (bytes as tokens, 3 layers, 4 query heads over 2 KV heads of 64) on local text, the Python
 standard library's sources unless told otherwise, for a few minutes on a CPU. Then, for prefixes of held-out text:
 their KV, computed once, go to blocks of a fp16 pool, through quantize and dequantize, and back into the model's
-cache, which reads the next 128 bytes by them. So what is measured is the model on quantised prefixes with everything
+cache, which reads the next 64 bytes by them. So what is measured is the model on quantised prefixes with everything
 else as it was. The baseline, fp16, is the same way through gather and scatter.
 """
 
@@ -25,7 +25,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from radixkv_kernels import Pool, Quantized, dequantize, quantize
 from radixkv_kernels.quantized import Scheme
 
-PREFIX, CONTINUATION = 512, 128
+PREFIX, CONTINUATION = 256, 64
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 64, 3
 
 
@@ -48,10 +48,9 @@ def small_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(
-    model: LlamaForCausalLM, text: torch.Tensor, steps: int, batch: int = 8, length: int = 320
-) -> float:
+def train(model: LlamaForCausalLM, text: torch.Tensor, steps: int, batch: int = 8) -> float:
     """AdamW on random windows, one cycle of the learning rate; returns the mean loss of the last tenth."""
+    length = PREFIX + CONTINUATION
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
     losses = []
@@ -141,8 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--prefixes", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--prefixes", type=int, default=32)
     parser.add_argument("--block-size", type=int, default=16, choices=(16, 32, 64, 128))
     parser.add_argument("--text", nargs="*", default=[])
     options = parser.parse_args()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -75,7 +77,20 @@ def test_enqueues_on_the_current_stream(storage: torch.Tensor) -> None:
     assert (storage[40] == 3).all()
 
 
-def every_call(storage: torch.Tensor) -> dict[str, object]:
+def launches_of(call: Callable[[], object]) -> list[str]:
+    """Our kernels that a call launches, in order. The call is made twice: once where waiting would raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.name.endswith("_kernel")]
+
+
+def every_call(storage: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Each kernel but reorder, on blocks 0 to 23, ready to be called; all compiled."""
     ids, targets = list(range(24)), list(range(32, 56))
     staging = torch.zeros((24, *Pool.of(storage).block_shape), dtype=storage.dtype, device="cuda")
@@ -96,15 +111,7 @@ def every_call(storage: torch.Tensor) -> dict[str, object]:
 
 def test_every_kernel_is_one_launch_and_waits_for_nothing(storage: torch.Tensor) -> None:
     for name, call in every_call(storage).items():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        launches = [event.name for event in profile.events() if event.name.endswith("_kernel")]
-        assert launches == [name.strip()], name
+        assert launches_of(call) == [name.strip()], name
 
 
 def search(num_beams: int) -> tuple[torch.Tensor, Beams]:
@@ -143,14 +150,7 @@ def test_reorder_is_three_launches_and_waits_for_nothing() -> None:
     parents = torch.zeros(4, dtype=torch.int32, device="cuda")
     reorder(storage, beams, parents)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            reorder(storage, beams, parents)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    launches = [event.name for event in profile.events() if event.name.endswith("_kernel")]
+    launches = launches_of(lambda: reorder(storage, beams, parents))
     assert launches == ["plan_kernel", "permute_kernel", "finish_kernel"]
 
 
