@@ -19,6 +19,7 @@ from radixkv import PrefixCache
 from radixkv.audit import properties
 from radixkv.errors import QuotaExceeded
 from radixkv.eviction import Evictor
+from radixkv.pins import Pins
 from radixkv.plan import WaitingCopies
 from radixkv.sequence import Sequence
 from radixkv.tenants import TenantState
@@ -393,7 +394,32 @@ def _shared(patch: pytest.MonkeyPatch, state: str | None) -> None:
     _wrap(patch, PrefixCache, "_new_policy", made)
 
 
+def pin_without_lease(patch: pytest.MonkeyPatch) -> None:
+    """A pin is noted, and the lease that it stands for is given up."""
+
+    def noted(original: Any, self: Any, lease: Any, ttl_s: float) -> Any:
+        pin = original(self, lease, ttl_s)
+        self._evictor.release(lease._node, lease._node.tree)
+        return pin
+
+    _wrap(patch, Pins, "hold", noted)
+
+
+def budget_shared(patch: pytest.MonkeyPatch) -> None:
+    """What others pin counts against a tenant's budget."""
+
+    def shared(original: Any, self: Any, match: Any, num_tokens: int, ttl_s: float, budget: int) -> Any:
+        others = self.num_blocks() - self.num_blocks(match.namespace.tenant)
+        return original(self, match, num_tokens, ttl_s, budget - others)
+
+    _wrap(patch, Pins, "renew", shared)
+
+
 BUGS = {
+    "pin without a lease": Bug(pin_without_lease, "leases|pinned"),
+    "one budget for the pins of all": Bug(
+        budget_shared, "A observes|counts, pins", ObservationAlone, "strict", "lru"
+    ),
     "global recency order": Bug(
         global_recency, "A observes|counts, names or bytes", ObservationAlone, "strict", "lru"
     ),

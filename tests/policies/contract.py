@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from radixkv import CacheConfig, Namespace, PrefixCache, Sequence, audit
+from radixkv import CacheConfig, Namespace, PrefixCache, Sequence, Tenant, audit
 from radixkv.clock import ManualClock
 from radixkv.errors import CapacityError
 from radixkv_policies import POLICIES, Policy, RequestHints, TokenRange
@@ -27,6 +27,9 @@ _inherited = settings(
 )
 
 CAPACITY = 24
+
+PINNED = (0,) * 14
+"""What is pinned in a cache, or a beginning of it."""
 
 _Op = tuple[int, int, int]
 lives = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 40), st.integers(1, 4)), max_size=120)
@@ -411,22 +414,29 @@ class PolicyContract:
     @settings(max_examples=25, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
     @given(st.data())
     def test_a_cache_of_its_own(self, data: st.DataObject) -> None:
-        """Running requests, forks, growth, leases and evictions in a real cache: the audit is clean, leases hold."""
+        """Running requests, forks, growth, leases, pins and evictions in a real cache: the audit is clean, and what is
+        leased or pinned stays.
+        """
         clock = ManualClock()
-        config = CacheConfig(CAPACITY, 2, policy=self.name, segment_tokens=data.draw(st.sampled_from([2, 6])))
+        grain, everybody = data.draw(st.sampled_from([2, 6])), Tenant("default", max_pinned_blocks=5)
+        config = CacheConfig(CAPACITY, 2, policy=self.name, segment_tokens=grain, default_tenant=everybody)
         cache = PrefixCache(config, clock=clock)
         running: list[Sequence] = []
-        for kind in data.draw(st.lists(st.integers(0, 7), max_size=40)):
+        for kind in data.draw(st.lists(st.integers(0, 9), max_size=40)):
             clock.advance(1.5)
             self._act(cache, running, kind, data)
             cache.maintain()
             cache.flush()
+            for pin in cache.pins():
+                assert cache.match(pin.namespace, PINNED[: pin.num_tokens]).num_tokens == pin.num_tokens
             for sequence in running:
                 ids = sequence.token_ids[: sequence.num_committed_tokens]
                 assert cache.match(sequence.namespace, ids).num_tokens >= len(ids) // 2 * 2
             audit.check(cache)
         for sequence in running:
             sequence.release()
+        for pin in cache.pins():
+            cache.unpin(pin)
         assert (
             cache.evict(CAPACITY) == CAPACITY - cache.stats().free_blocks
             or cache.stats().free_blocks == CAPACITY
@@ -451,6 +461,10 @@ class PolicyContract:
                 cache.evict(len(ids))
             elif kind == 7 and running:
                 running.pop(0).release()
+            elif kind > 7:
+                with cache.open(tenant, PINNED) as sequence:
+                    sequence.commit(len(PINNED))
+                    cache.pin(tenant, PINNED[: len(ids) // 2 * 2 + 2], 1.0 + len(ids))
         except CapacityError:
             pass
 
