@@ -30,7 +30,7 @@ from typing import Final
 
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.lrfu import HalfLife
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 PATIENCE: Final = 0.5
 """Half-lives that a victim ought to have lived."""
@@ -97,10 +97,8 @@ class Doorkeeper(LeafPolicy[Known]):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._leaves = LeafHeap()
         self._stamps = count()
         self._half_life = HalfLife()
@@ -108,7 +106,7 @@ class Doorkeeper(LeafPolicy[Known]):
         self._strictness = 0.0  # up to FEWEST fewer beginnings are admitted, up to twice that fewer of all
         self._due = [0.0, 0.0]  # what is to be admitted by now, and wasn't: of beginnings, of others
         self._is_declining = False
-        self.record = Record(capacity)
+        self.record = Record(self._capacity)
 
     # --- the door
 
