@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from radixkv.bases import Base, Bases
 from radixkv.blocks import BlockPool, unpack
 from radixkv.config import CacheConfig
 from radixkv.pins import Pins
@@ -17,6 +18,7 @@ from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tree import Node
 from radixkv.types import (
     ID_BYTES,
+    BaseSnapshot,
     CacheStats,
     LeaseSnapshot,
     NodeSnapshot,
@@ -34,9 +36,17 @@ NodeIndex = tuple[int, int | None]
 NOWHERE: NodeIndex = (-1, None)
 """Where a node is that no tree reaches: only in a cache with a broken law, which the audit then names."""
 
+NO_BASE = -1
+"""What a tree stands behind if that has let go of its blocks: a broken law too."""
+
 
 def stats_of(
-    pool: BlockPool, tenants: dict[str, TenantState], num_sequences: int, num_copied_blocks: int, pins: Pins
+    pool: BlockPool,
+    tenants: dict[str, TenantState],
+    num_sequences: int,
+    num_copied_blocks: int,
+    pins: Pins,
+    bases: Bases,
 ) -> CacheStats:
     """See PrefixCache.stats."""
     states = list(tenants.values())
@@ -52,7 +62,7 @@ def stats_of(
         evictable_blocks=sum(state.evictable_blocks for state in states),
         num_nodes=sum(tree.num_nodes for state in states for tree in state.trees.values()),
         num_sequences=num_sequences,
-        num_namespaces=sum(len(state.trees) for state in states),
+        num_namespaces=sum(len(state.namespaces) for state in states),
         num_tenants=len(states),
         requests=sum(state.requests for state in states),
         hit_tokens=sum(state.hit_tokens for state in states),
@@ -63,6 +73,8 @@ def stats_of(
         declined_blocks=sum(state.declined_blocks for state in states),
         pinned_blocks=pins.num_blocks(),
         num_pins=pins.num_pins(),
+        num_bases=len(bases.published) + len(bases.under_way()),
+        base_blocks=len(set(unpack(b"".join(base.block_ids for base in bases.held())).tolist())),
     )
 
 
@@ -77,7 +89,7 @@ def tenant_stats_of(tenant_id: str, state: TenantState | None, pins: Pins) -> Te
         resident_blocks=resident,
         sequence_blocks=state.used_blocks - resident - state.quarantined_blocks,
         evictable_blocks=state.evictable_blocks,
-        num_namespaces=len(state.trees),
+        num_namespaces=len(state.namespaces),
         requests=state.requests,
         hit_tokens=state.hit_tokens,
         missed_tokens=state.missed_tokens,
@@ -95,12 +107,14 @@ def snapshot_of(
     sequences: Iterable[Sequence],
     leases: Iterable[tuple[Node | None, bytes]],
     pins: Pins,
+    bases: list[Base],
 ) -> Snapshot:
     """See PrefixCache.snapshot. Copies references to immutable bytes, not the bytes."""
     states = list(tenants.values())
     trees = [tree for state in states for tree in (*state.trees.values(), *state.detached)]
     where: dict[Node, NodeIndex] = defaultdict(lambda: NOWHERE)
-    tree_snapshots = tuple(_tree_snapshot(index, tree, where) for index, tree in enumerate(trees))
+    number = {base: index for index, base in enumerate(bases)}
+    tree_snapshots = tuple(_tree_snapshot(index, tree, where, number) for index, tree in enumerate(trees))
     running = list(sequences)
     runs = _runs_of(running)
     run_index = {run: index for index, run in enumerate(runs)}
@@ -134,10 +148,16 @@ def snapshot_of(
             for tenant, own in pins.tenants.items()
             for held in own.by_id.values()
         ),
+        bases=tuple(
+            BaseSnapshot(base.base_id, where[base.node], base.key, base.block_ids, base.readers, base.is_over)
+            for base in bases
+        ),
     )
 
 
-def _tree_snapshot(index: int, tree: NamespaceTree, where: dict[Node, NodeIndex]) -> TreeSnapshot:
+def _tree_snapshot(
+    index: int, tree: NamespaceTree, where: dict[Node, NodeIndex], number: dict[Base, int]
+) -> TreeSnapshot:
     nodes: list[NodeSnapshot] = []
     where[tree.root] = (index, None)
     pending: list[tuple[bytes, Node]] = list(tree.root.children.items())
@@ -149,7 +169,10 @@ def _tree_snapshot(index: int, tree: NamespaceTree, where: dict[Node, NodeIndex]
         label = node.label[: node.num_blocks * tree.block_bytes]
         nodes.append(NodeSnapshot(parent, label, node.block_ids, node.depth, node.uses, child_key))
         pending.extend(node.children.items())
-    return TreeSnapshot(tree.namespace, tree.detached, tree.num_blocks, tree.root.uses, tuple(nodes))
+    base = None if tree.base is None else number.get(tree.base, NO_BASE)
+    return TreeSnapshot(
+        tree.namespace, tree.detached, tree.num_blocks, tree.root.uses, tuple(nodes), base, tree.head_ids
+    )
 
 
 def _runs_of(sequences: list[Sequence]) -> list[Run]:
