@@ -24,7 +24,7 @@ else:
         return lambda cls: cls
 
 
-COMPILED = ("blocks", "cache", "eviction", "plan", "sequence", "tenants", "tokens", "tree")
+COMPILED = ("bases", "blocks", "cache", "eviction", "plan", "sequence", "tenants", "tokens", "tree")
 """The modules that are compiled: what a request runs."""
 
 READ = (

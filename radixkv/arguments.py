@@ -18,6 +18,9 @@ OnPending: TypeAlias = Literal["compute", "raise", "wait"]
 Seconds: TypeAlias = float | None
 """Seconds, None for as long as it takes."""
 
+BaseId: TypeAlias = str
+"""1 to 256 bytes."""
+
 MatchLike: TypeAlias = "Match"
 
 ScrubBlocks: TypeAlias = Callable[["BlockIds"], Any] | None

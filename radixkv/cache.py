@@ -36,6 +36,7 @@ import numpy as np
 
 from radixkv import gathering, snapshots
 from radixkv._compiled import mypyc_attr
+from radixkv.bases import MAX_BASE_ID_BYTES, Base, Bases, Publication, detach, longest
 from radixkv.blocks import BlockPool, unpack
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
@@ -44,6 +45,7 @@ from radixkv.errors import (
     ConfigError,
     LeaseError,
     NamespaceError,
+    OutOfBlocks,
     PendingError,
     StaleGeneration,
 )
@@ -58,14 +60,14 @@ from radixkv.sequence import Run, Sequence
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
 from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node
-from radixkv.types import ID_BYTES, BlockIds, CacheStats, Journal, Snapshot, TenantStats
+from radixkv.types import ID_BYTES, BaseInfo, BlockIds, CacheStats, Journal, Snapshot, TenantStats
 from radixkv.upkeep import Upkeep
 from radixkv_policies import POLICIES, Policy
 from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
-    from radixkv.arguments import MatchLike, OnPending, ScrubBlocks, Seconds
+    from radixkv.arguments import BaseId, MatchLike, OnPending, ScrubBlocks, Seconds
     from radixkv.storage.device import DeviceStorage
 
 SLICE_BLOCKS = 512
@@ -181,6 +183,8 @@ class PrefixCache:
         self._journal = journal
         self._sequences: set[Sequence] = set()
         self._leases: set[Lease] = set()
+        self._bases = Bases(self._block_bytes)
+        self._publishing = self._bases.publishing
         self._copies = WaitingCopies()
         self._kept_for_plan: list[Lease] = []
         self._num_copied_blocks = 0
@@ -219,9 +223,10 @@ class PrefixCache:
             return self._match(namespace, key)
 
     def _match(self, namespace: Namespace, key: bytes) -> Match:
-        tree = self._tree(namespace)
+        tree = self._resident_tree(namespace, key, len(key))
         if tree is None:
-            return Match(namespace, b"", b"")
+            can_read = bool(self._bases.published) and self._admits(namespace.tenant)
+            return Match(namespace, *(self._bases.head(namespace, key) if can_read else (b"", b"")))
         table = bytearray()
         _, at, _, common = tree.walk(key, len(key), table)
         return Match(namespace, key[: at + common], bytes(table))
@@ -248,7 +253,9 @@ class PrefixCache:
         """The leased end of a match; None for a miss."""
         if not match.num_tokens:
             return None
-        tree = self._tree(match.namespace)
+        tree = self._resident_tree(match.namespace, match._key, len(match._key))
+        if tree is None and self._admits(match.namespace.tenant):
+            tree = self._tree_for(match.namespace, None, match._key, len(match._key))
         table = bytearray()
         if tree is not None:
             node, _, child, common = tree.walk(match._key, len(match._key), table)
@@ -258,6 +265,8 @@ class PrefixCache:
             )
         self._evictor.end_due_pins(tree.tenant, match.num_blocks)
         self._evictor.require(0, tree.tenant, self._newly_protected(node, child, common))
+        if tree.base is not None:
+            self._register_tree(tree)
         return self._lease_end(tree, node, child, common)
 
     def _release_lease(self, lease: Lease) -> None:
@@ -287,7 +296,7 @@ class PrefixCache:
             node = self._evictor.split(child, common, tree)
         self._evictor.lease(node, tree)
         touched = tree.tenant.on_touched
-        if touched is not None and node.depth:
+        if touched is not None:
             above = tree.root if told is None or told.tree is not tree else told
             if above is not node:
                 touched(path_between(above, node))
@@ -317,7 +326,7 @@ class PrefixCache:
             _require_namespace(namespace)
         key = encode(ids)
         if len(key) > MAX_BLOCKS_AT_ONCE * self._block_bytes and self._takes_many_victims(len(key)):
-            return self._open_long(namespace, key, on_pending, timeout_s, hints)
+            return self._open_long(namespace, key, on_pending, timeout_s, hints, None)
         return self._open(namespace, key, on_pending, timeout_s, hints)
 
     def _open(
@@ -328,6 +337,7 @@ class PrefixCache:
         timeout_s: Seconds,
         hints: RequestHints | None,
         told: Node | None = None,
+        publication: Publication | None = None,
     ) -> Sequence:
         """See ``open``; ``told``: see ``_lease_end``."""
         num_bytes, size, table = len(key), self._block_bytes, bytearray()
@@ -336,7 +346,11 @@ class PrefixCache:
             if on_pending != "compute":
                 self._await_pending(namespace, key, on_pending, timeout_s)
             try:
-                tree = self._tree(namespace) or self._new_tree(namespace)
+                tree = self._tree(namespace)
+                if tree is None or tree.tenant.bases is not None:
+                    tree = self._tree_for(namespace, tree, key, num_bytes - 1)
+                if publication is not None:
+                    self._bases.require_new(publication)
                 node, at, child, common = tree.walk(key, num_bytes - 1 if num_bytes else 0, table)
                 cached = (at + common) // size
                 total = -(-num_bytes // size)
@@ -357,6 +371,9 @@ class PrefixCache:
                 if tenant.on_opened is not None:
                     path = path_between(tree.root, node)
                     sequence._hints = tenant.on_opened(path, max(num_bytes - TOKEN_BYTES, 0) // size, hints)
+                if publication is not None:
+                    publication.sequence = sequence
+                    self._publishing[sequence] = publication
                 self._sequences.add(sequence)
                 return sequence
             except BaseException as error:
@@ -370,6 +387,7 @@ class PrefixCache:
         on_pending: OnPending,
         timeout_s: Seconds,
         hints: RequestHints | None,
+        publication: Publication | None,
     ) -> Sequence:
         """Make room in slices, what is matched leased meanwhile, so that nobody waits for thousands of evictions."""
         lease: Lease | None = None
@@ -378,7 +396,7 @@ class PrefixCache:
             lease, needed, tenant = self._lease_long(namespace, key)
             with lease:
                 self._make_room(needed, tenant)
-                sequence = self._open(namespace, key, on_pending, timeout_s, hints, lease._node)
+                sequence = self._open(namespace, key, on_pending, timeout_s, hints, lease._node, publication)
             return sequence
         except BaseException as error:
             with self._lock:
@@ -391,12 +409,14 @@ class PrefixCache:
         lease: Lease | None = None
         with self._lock:
             try:
-                tree = self._tree(namespace) or self._new_tree(namespace)
+                tree = self._tree_for(namespace, self._tree(namespace), key, len(key) - 1)
                 node, at, child, common = tree.walk(key, len(key) - 1, table)
                 needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
                 self._evictor.end_due_pins(tree.tenant, needed + len(table) // ID_BYTES)
                 self._evictor.require(needed, tree.tenant, self._newly_protected(node, child, common))
                 matched = Match(namespace, key[: at + common], bytes(table))
+                if table and tree.base is not None:
+                    self._register_tree(tree)
                 end = self._lease_end(tree, node, child, common) if table else None
                 lease = Lease(self, end, matched)
                 self._leases.add(lease)
@@ -439,10 +459,37 @@ class PrefixCache:
         tenant = self._tenants.get(namespace.tenant)
         return None if tenant is None else tenant.trees.get(namespace)
 
+    def _resident_tree(self, namespace: Namespace, key: bytes, stop: int) -> NamespaceTree | None:
+        """Where most of ``key[:stop]`` is resident; None if nothing is, or its tenant has had no request yet.
+
+        The tree may not be registered.
+        """
+        tree, tenant = self._tree(namespace), self._tenants.get(namespace.tenant)
+        if tenant is None or tenant.bases is None or not self._admits(namespace.tenant):
+            return tree
+        return self._tree_for(namespace, tree, key, stop)
+
+    def _tree_for(
+        self, namespace: Namespace, own: NamespaceTree | None, key: bytes, stop: int
+    ) -> NamespaceTree:
+        """Where a request for ``key`` belongs: most of ``key[:stop]`` is resident there. It may not be registered."""
+        tenant = self._tenants.get(namespace.tenant) if own is None else own.tenant
+        if tenant is None or not self._admits(namespace.tenant):
+            own = self._new_tree(namespace)  # or a refusal
+            tenant = own.tenant
+        if tenant.bases is not None:
+            own = longest(tenant, namespace, own, key, stop, self._block_bytes)
+        return own or NamespaceTree(namespace, tenant, self._block_bytes)
+
+    def _admits(self, tenant_id: str) -> bool:
+        """Whether a tenant may have requests: it was added, or those that weren't may."""
+        tenant = self._tenants.get(tenant_id)
+        return self._config.default_tenant is not None or (tenant is not None and tenant.is_added)
+
     def _new_tree(self, namespace: Namespace) -> NamespaceTree:
         """An empty tree that is not registered yet, so that a refusal leaves nothing behind."""
         tenant, default = self._tenants.get(namespace.tenant), self._config.default_tenant
-        if default is None and (tenant is None or not tenant.is_added):
+        if not self._admits(namespace.tenant):
             raise NamespaceError(
                 f"tenant {namespace.tenant!r} is not known: allowed are those that were added"
             )
@@ -453,7 +500,9 @@ class PrefixCache:
 
     def _new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
         label = self._new_label(settings)
-        return TenantState(settings, self._new_policy(settings), is_added=is_added, label=label)
+        state = TenantState(settings, self._new_policy(settings), is_added=is_added, label=label)
+        state.bases = self._bases.readable_by(settings.id)
+        return state
 
     def _new_label(self, settings: Tenant) -> int:
         """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
@@ -503,7 +552,9 @@ class PrefixCache:
     def _register_tree(self, tree: NamespaceTree) -> None:
         """Make a tree reachable, for it is about to hold something."""
         self._tenants.setdefault(tree.namespace.tenant, tree.tenant)
-        tree.tenant.trees[tree.namespace] = tree
+        if tree.base is not None:
+            tree.base.trees.add(tree)
+        tree.tenant.trees[tree.place] = tree
 
     # --- pending blocks: who is computing what
 
@@ -531,11 +582,11 @@ class PrefixCache:
 
     def _is_pending(self, namespace: Namespace, key: bytes) -> bool:
         """Whether a running sequence computes the first block that a request for ``key`` would miss. O(sequences)."""
-        tree = self._tree(namespace)
-        if tree is None:
-            return False
         size = self._block_bytes
         usable = max(len(key) - 1, 0) // size * size
+        tree = self._resident_tree(namespace, key, usable)
+        if tree is None:
+            return False
         node, at, child, _ = tree.walk(key, usable, bytearray())
         if child is not None or at == usable:
             return False
@@ -562,6 +613,8 @@ class PrefixCache:
                     self._store(sequence, sequence._node, new)
                     if self._pool.named:
                         self._keep_named(sequence, old, new)
+                    if self._publishing:
+                        self._complete(sequence)
                     if self._num_waiting:
                         self._progress.notify_all()
             except BaseException as error:
@@ -591,7 +644,7 @@ class PrefixCache:
         if (
             node.uses > 1
             or node.children
-            or not resident
+            or node.parent is None
             or len(node.label) + stop - at > MAX_GROWN_LABEL_BYTES
         ):
             sequence._node = self._evictor.add_leased(
@@ -831,7 +884,7 @@ class PrefixCache:
 
     def _lease_at(self, node: Node, tree: NamespaceTree) -> Lease:
         """A lease on all that a node ends; nobody knows of it yet."""
-        packed = b"".join(each.block_ids for each in path_between(tree.root, node))
+        packed = tree.head_ids + b"".join(each.block_ids for each in path_between(tree.root, node))
         return Lease(self, node, Match(tree.namespace, tree.key_of(node), packed))
 
     def flush(self) -> StepPlan:
@@ -1042,8 +1095,8 @@ class PrefixCache:
         with self._lock:
             try:
                 self._pool.check_claim(blocks)
-                tree = self._tree(namespace) or self._new_tree(namespace)
                 key = key[: len(blocks) * size]
+                tree = self._tree_for(namespace, self._tree(namespace), key, len(key))
                 node, at, child, common = tree.walk(key, len(key), bytearray())
                 resident = (at + common) // size
                 if resident < len(blocks):
@@ -1184,7 +1237,7 @@ class PrefixCache:
             )
         short = max(wanted, held) - counted - self._evictor.spare_blocks
         if short > 0:
-            allowed = f"{short} fewer while running sequences and pins hold the rest of the pool"
+            allowed = f"{short} fewer while running sequences, pins and bases hold the rest of the pool"
             raise ArgumentError("guaranteed_blocks", wanted, allowed)
 
     def remove_tenant(self, tenant: str) -> None:
@@ -1217,7 +1270,7 @@ class PrefixCache:
         state.set(settings)
         self._evictor.settle_promises(self._tenants.values())
         self._evictor.keep_limit(state, 0)
-        return list(state.trees)
+        return state.namespaces
 
     def tenant(self, tenant: str) -> Tenant | None:
         """What a tenant is promised and held to; None for one that the cache doesn't know."""
@@ -1234,14 +1287,15 @@ class PrefixCache:
                 namespace
                 for state in self._tenants.values()
                 if tenant is None or state.tenant_id == tenant
-                for namespace in state.trees
+                for namespace in state.namespaces
             ]
 
     def clear(self, namespace: Namespace) -> int:
         """Forget everything of a namespace; returns how many blocks were resident.
 
         At once for matching. Running sequences go on undisturbed, but what they hold or commit from now on is
-        never matched and is freed at their release. O(1) under the lock, then slices.
+        never matched and is freed at their release. A base that was published from it is unpublished, one that it
+        reads is read on. O(1) under the lock (a reader of bases: O(its trees)), then slices.
         """
         _require_namespace(namespace)
         try:
@@ -1254,19 +1308,22 @@ class PrefixCache:
     def _clear(self, namespace: Namespace) -> int:
         with self._lock:
             try:
-                tree = self._tree(namespace)
-                if tree is None:
+                state = self._tenants.get(namespace.tenant)
+                if state is None:
                     return 0
-                forgotten = tree.num_blocks
-                if self._journal is not None:
+                own = self._tree(namespace)
+                trees = [own] if own is not None else []
+                if state.bases is not None:
+                    trees = [tree for tree in state.trees.values() if tree.namespace == namespace]
+                forgotten = sum(tree.num_blocks for tree in trees)
+                trees += self._end_bases(trees)
+                if trees and self._journal is not None:
                     self._journal.cleared(namespace)
-                tree.tenant.detach(tree)
-                tree.tenant.drop_if_empty(tree)
-                self._progress.notify_all()
+                self._detach(trees)
             except BaseException as error:
                 mend(self, error)
                 raise
-        self._reclaim(tree)
+        self._reclaim_all(trees)
         return forgotten
 
     def purge(self, tenant: str) -> int:
@@ -1293,20 +1350,18 @@ class PrefixCache:
                 forgotten = sum(tree.num_blocks for tree in trees)
                 state.generation += 1
                 state.label = self._new_label(state.settings)
-                for tree in trees:
-                    if self._journal is not None:
-                        self._journal.cleared(tree.namespace)
-                    state.detach(tree)
-                    state.drop_if_empty(tree)
+                if self._journal is not None:
+                    for namespace in state.namespaces:
+                        self._journal.cleared(namespace)
+                trees += self._end_bases(trees)
+                self._detach(trees)
                 for sequence in self._sequences:
                     if sequence._tree.tenant is state:
                         sequence._is_open, sequence._is_stale = False, True
-                self._progress.notify_all()
             except BaseException as error:
                 mend(self, error)
                 raise
-        for tree in trees:
-            self._reclaim(tree)
+        self._reclaim_all(trees)
         return forgotten
 
     def generation(self, tenant: str) -> int:
@@ -1314,6 +1369,18 @@ class PrefixCache:
         with self._lock:
             state = self._tenants.get(tenant)
             return 0 if state is None else state.generation
+
+    def _detach(self, trees: list[NamespaceTree]) -> None:
+        """Make trees unreachable; ``_reclaim_all`` them then."""
+        for tree in trees:
+            detach(tree)
+            if tree.base is not None:
+                self._evictor.let_go(tree.base)
+        self._progress.notify_all()
+
+    def _reclaim_all(self, trees: list[NamespaceTree]) -> None:
+        for tree in trees:
+            self._reclaim(tree)
 
     def _reclaim(self, tree: NamespaceTree) -> None:
         """End the pins of a cleared tree, and free what nobody uses of it, slice by slice."""
@@ -1338,13 +1405,156 @@ class PrefixCache:
                 self._evictor.reclaim(node, freed)
         self._pool.give(freed)
 
+    # --- bases
+
+    def publish(
+        self, base_id: BaseId, namespace: Namespace, ids: TokenIds, readers: Iterable[str]
+    ) -> Sequence:
+        """Publish the whole blocks of ``ids`` for other tenants to read: a sequence, for the engine to compute.
+
+        Its commit of all its tokens makes the base readable; if it is released before, nothing is published.
+        ``namespace``: of the account that publishes and pays; the base is for ``readers``' namespaces of the same model
+        and adapter, whatever their salt. It stays resident until ``unpublish``. Raises like ``open`` and, changing
+        nothing, ArgumentError: an id that a base has, no whole block, a reader that publishes or a publisher that
+        reads, and blocks that the pool can't give beside what is guaranteed and held, with the shortfall.
+        """
+        _require_namespace(namespace)
+        key = encode(ids)
+        key = key[: len(key) - len(key) % self._block_bytes]
+        if not key:
+            raise ArgumentError(
+                "ids", f"{len(encode(ids)) // TOKEN_BYTES} tokens", f"at least {self._block_size}"
+            )
+        publication = Publication(_base_id(base_id), namespace, key, _readers(readers, namespace))
+        try:
+            if self._takes_many_victims(len(key)):
+                return self._open_long(namespace, key, "compute", None, None, publication)
+            return self._open(namespace, key, "compute", None, None, None, publication)
+        except OutOfBlocks:
+            short = self._shortfall(namespace, key)
+            blocks = len(key) // self._block_bytes
+            allowed = f"{short} fewer while the rest of the pool is guaranteed to tenants or held"
+            raise ArgumentError("ids", f"{blocks} blocks", allowed) from None
+
+    def _shortfall(self, namespace: Namespace, key: bytes) -> int:
+        """Blocks that the pool lacks for a base, beside what is promised."""
+        with self._lock:
+            tree, table = self._tree(namespace) or self._new_tree(namespace), bytearray()
+            node, _, child, common = tree.walk(key, len(key) - 1, table)
+            needed = (len(key) // self._block_bytes) - len(table) // ID_BYTES
+            needed += self._newly_protected(node, child, common)
+            unused = max(tree.tenant.guaranteed_blocks - tree.tenant.protected_blocks, 0)
+            return max(needed - unused - self._evictor.spare_blocks, 1)
+
+    def _complete(self, sequence: Sequence) -> None:
+        """Make a base readable if the sequence has committed all of it."""
+        publication = self._publishing.get(sequence)
+        if publication is None or sequence._num_committed * TOKEN_BYTES < len(publication.key):
+            return
+        tree, table = sequence._tree, bytearray()
+        node, _, child, common = tree.walk(publication.key, len(publication.key), table)
+        if child is not None:
+            node = self._evictor.split(child, common, tree)
+        base = Base(publication.base_id, publication.readers, publication.key, bytes(table), node, tree)
+        self._evictor.lease(node, tree)
+        self._bases.add(base, self._tenants)
+        del self._publishing[sequence]
+
+    def unpublish(self, base_id: BaseId) -> None:
+        """Nobody reads a base from now on; what is computed of it isn't published any more.
+
+        At once for matching, and what its readers have behind it is forgotten. Sequences that run behind it go on; the
+        base keeps its blocks until the last of them is released, from then on they are resident in its account's
+        namespace like any others. Raises ArgumentError for an id that no base has.
+        """
+        try:
+            self._reclaim_all(self._unpublish(base_id))
+        except BaseException as error:  # between two slices, as in clear
+            with self._lock:
+                mend(self, error)
+            raise
+
+    def _unpublish(self, base_id: Any) -> list[NamespaceTree]:
+        """The trees behind a base that nobody finds any more."""
+        trees: list[NamespaceTree] = []
+        with self._lock:
+            try:
+                found = self._bases.find(base_id)
+                if isinstance(found, Base):
+                    trees = self._end(found)
+                    self._detach(trees)
+                else:
+                    del self._publishing[cast(Sequence, found.sequence)]
+                return trees
+            except BaseException as error:
+                mend(self, error)
+                raise
+
+    def set_readers(self, base_id: BaseId, readers: Iterable[str]) -> None:
+        """Let these tenants read a base, and no others: for whom is struck from the list it is unpublished.
+
+        Raises ArgumentError, and changes nothing, for an id that no base has, and for readers that publish.
+        """
+        try:
+            self._reclaim_all(self._set_readers(base_id, readers))
+        except BaseException as error:  # between two slices, as in clear
+            with self._lock:
+                mend(self, error)
+            raise
+
+    def _set_readers(self, base_id: Any, readers: Any) -> list[NamespaceTree]:
+        """The trees behind a base of those who may not read it any more."""
+        trees: list[NamespaceTree] = []
+        with self._lock:
+            try:
+                found = self._bases.find(base_id)
+                wanted = _readers(readers, found.namespace)
+                self._bases.require_readers(wanted, self._bases.all())
+                touched, found.readers = found.readers | wanted, wanted
+                if isinstance(found, Base):
+                    self._bases.show(found, touched, self._tenants)
+                    trees = [tree for tree in found.trees if not tree.detached and not found.is_for(tree)]
+                    self._detach(trees)
+                return trees
+            except BaseException as error:
+                mend(self, error)
+                raise
+
+    def bases(self) -> list[BaseInfo]:
+        """All bases, also those that are being computed. For the operator: no tenant is told who else reads."""
+        with self._lock:
+            return self._bases.infos()
+
+    def _end(self, base: Base) -> list[NamespaceTree]:
+        """Nobody finds a base any more; the trees behind it, to be detached."""
+        trees = self._bases.end(base, self._tenants)
+        if not trees:
+            self._evictor.let_go(base)
+        return trees
+
+    def _end_bases(self, trees: list[NamespaceTree]) -> list[NamespaceTree]:
+        """Unpublish what is, or is being, published from trees that are cleared; returns the trees behind that."""
+        behind: list[NamespaceTree] = []
+        for publication in self._bases.under_way():
+            if cast(Sequence, publication.sequence)._tree in trees:
+                del self._publishing[cast(Sequence, publication.sequence)]
+        for base in list(self._bases.published.values()):
+            if base.tree in trees:
+                behind += self._end(base)
+        return behind
+
     # --- counts
 
     def stats(self) -> CacheStats:
         """Counts of the whole cache at this moment. O(namespaces + tenants)."""
         with self._lock:
             return snapshots.stats_of(
-                self._pool, self._tenants, len(self._sequences), self._num_copied_blocks, self._pins
+                self._pool,
+                self._tenants,
+                len(self._sequences),
+                self._num_copied_blocks,
+                self._pins,
+                self._bases,
             )
 
     def tenant_stats(self, tenant: str) -> TenantStats:
@@ -1395,6 +1605,22 @@ class PrefixCache:
 def _require_namespace(namespace: object) -> None:
     if not isinstance(namespace, Namespace):
         raise ArgumentError("namespace", namespace, "a Namespace")
+
+
+def _base_id(base_id: Any) -> str:
+    if not isinstance(base_id, str) or not 0 < len(base_id.encode(errors="replace")) <= MAX_BASE_ID_BYTES:
+        raise ArgumentError("base_id", base_id, f"a string of 1 to {MAX_BASE_ID_BYTES} bytes")
+    return base_id
+
+
+def _readers(readers: Any, namespace: Namespace) -> frozenset[str]:
+    """Ids of tenants other than the publisher. Raises NamespaceError for one that can't be."""
+    if isinstance(readers, (str, bytes)) or not isinstance(readers, Iterable):
+        raise ArgumentError("readers", readers, "ids of tenants, in an iterable")
+    named = [Namespace(reader, namespace.model).tenant for reader in readers]
+    if namespace.tenant in named:
+        raise ArgumentError("readers", namespace.tenant, "tenants other than the one that publishes")
+    return frozenset(named)
 
 
 def _require_between(argument: str, value: Any, low: int, high: int | None) -> int:

@@ -19,7 +19,7 @@ so one sum decides whether a request can be granted, and a tenant within its gua
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from radixkv.blocks import BlockPool
 from radixkv.errors import IntegrityError, OutOfBlocks, QuotaExceeded
@@ -27,6 +27,9 @@ from radixkv.scrubbing import ENGINE
 from radixkv.tenants import NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node
 from radixkv.types import ID_BYTES, Journal
+
+if TYPE_CHECKING:
+    from radixkv.bases import Base
 
 
 class Evictor:
@@ -120,6 +123,14 @@ class Evictor:
             self._pool.give(freed)
         if not tree.root.children:
             tenant.drop_if_empty(tree)
+            if tree.base is not None:
+                self.let_go(tree.base)
+
+    def let_go(self, base: Base) -> None:
+        """Release what a base leases once it is unpublished and nothing stands behind it any more."""
+        if base.is_left:
+            base.is_held = False
+            self.release(base.node, base.tree)
 
     def _give_up_declined(self, node: Node, tree: NamespaceTree, freed: bytearray) -> None:
         """Take out what the policy doesn't admit, leaf by leaf upward; adds the ids. O(blocks freed)."""
@@ -426,6 +437,8 @@ class Evictor:
             at = parent
         if not tree.root.children:
             tenant.drop_if_empty(tree)
+            if tree.base is not None:
+                self.let_go(tree.base)
 
     # --- journal
 
@@ -443,7 +456,9 @@ class Evictor:
     def reports(self, tree: NamespaceTree, start: int, stop: int) -> bool:
         """Whether the journal wants to hear of blocks ``[start, stop)``."""
         grain, size = self._grain, self._block_size
-        return bool(grain) and not tree.detached and start * size // grain < stop * size // grain
+        if not grain or tree.detached or tree.base is not None:  # what stands behind a base is told to nobody
+            return False
+        return start * size // grain < stop * size // grain
 
     def _report_removed(self, node: Node, num_blocks: int) -> None:
         tree, start = cast(NamespaceTree, node.tree), node.depth - num_blocks

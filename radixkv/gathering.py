@@ -36,6 +36,7 @@ from radixkv.tokens import TOKEN_BYTES
 from radixkv.tree import Node
 from radixkv.types import (
     ID_BYTES,
+    BaseSnapshot,
     BlockIds,
     LeaseSnapshot,
     NodeSnapshot,
@@ -48,6 +49,7 @@ from radixkv.types import (
 )
 
 if TYPE_CHECKING:
+    from radixkv.bases import Base
     from radixkv.cache import PrefixCache
     from radixkv.namespaces import Namespace
 
@@ -64,6 +66,9 @@ NodeIndex = tuple[int, int | None]
 
 NOWHERE: NodeIndex = (-1, None)
 """Where a node is that no tree reaches: only in a cache with a broken law, which the audit then names."""
+
+NO_BASE = -1
+"""What a tree stands behind if that has let go of its blocks: a broken law too."""
 
 _TELLING = ("leased", "unleased", "removed", "inserted", "extended", "split", "trimmed")
 """The hooks that tell of a change; ``split`` of two nodes, the others of their first argument."""
@@ -183,6 +188,7 @@ class _End(NamedTuple):
     sequences: list[_SequenceState]
     leases: list[tuple[Node, bytes]]
     pins: list[tuple[str, Node, bytes, float]]
+    bases: dict[Base, tuple[frozenset[str], bool]]
     tenants: tuple[TenantSnapshot, ...]
 
 
@@ -316,6 +322,7 @@ class Gathering:
         held = {sequence._node for sequence in cache._sequences}
         held.update([lease._node for lease in cache._leases if lease._node is not None])
         held.update([run.node for run in _runs_of(cache._sequences) if run.node is not None])
+        held.update([base.node for base in cache._bases.held()])
         return held
 
     def _finish(self, changed: set[Node], removed: set[Node]) -> None:
@@ -342,6 +349,7 @@ class Gathering:
                 for tenant_id, own in cache._pins.tenants.items()
                 for held in own.by_id.values()
             ],
+            bases={base: (base.readers, base.is_over) for base in cache._bases.held()},
             tenants=tuple(
                 [_tenant_snapshot(tenant, cache._pins.num_blocks(tenant.tenant_id)) for tenant in tenants]
             ),
@@ -380,8 +388,10 @@ class Gathering:
             if node is not node.tree.root:
                 nodes[node.tree].append(node)
         where: defaultdict[Node, NodeIndex] = defaultdict(lambda: NOWHERE)
+        at_base = {base: at for at, base in enumerate(end.bases)}
         trees = tuple(
-            self._tree_snapshot(at, tree, nodes[tree], where, pause) for at, tree in enumerate(end.trees)
+            self._tree_snapshot(at, tree, nodes[tree], where, at_base, pause)
+            for at, tree in enumerate(end.trees)
         )
         at_run = {run: at for at, run in enumerate(end.runs)}
         runs = [
@@ -409,6 +419,10 @@ class Gathering:
             pins=tuple(
                 PinSnapshot(tenant, where[node], packed, until) for tenant, node, packed, until in end.pins
             ),
+            bases=tuple(
+                BaseSnapshot(base.base_id, where[base.node], base.key, base.block_ids, readers, is_over)
+                for base, (readers, is_over) in end.bases.items()
+            ),
         )
 
     def _tree_snapshot(
@@ -417,6 +431,7 @@ class Gathering:
         tree: NamespaceTree,
         nodes: list[Node],
         where: dict[Node, NodeIndex],
+        at_base: dict[Base, int],
         pause: Callable[[], None],
     ) -> TreeSnapshot:
         """One tree; a parent is less deep than its children, so it comes before them."""
@@ -435,7 +450,17 @@ class Gathering:
                 pause()
         detached = self._end is not None and tree in self._end.detached
         root = states[tree.root]
-        return TreeSnapshot(tree.namespace, detached, self._tree_blocks[tree], root[4], root[6], tuple(found))
+        base = None if tree.base is None else at_base.get(tree.base, NO_BASE)
+        return TreeSnapshot(
+            tree.namespace,
+            detached,
+            self._tree_blocks[tree],
+            root[4],
+            root[6],
+            tuple(found),
+            base,
+            tree.head_ids,
+        )
 
 
 def at_once(cache: PrefixCache) -> Snapshot:

@@ -57,6 +57,8 @@ _TEXTS = {
     "declined_blocks": "Blocks given up at the end of their use, not admitted by the policy",
     "pinned_blocks": "Blocks kept by pins",
     "num_pins": "Pins that hold",
+    "num_bases": "Bases that are published or computed",
+    "base_blocks": "Blocks that bases hold; resident ones",
 }
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

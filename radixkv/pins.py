@@ -247,7 +247,7 @@ class Pins:
         """After an interruption: keep the pins whose lease is open and whose tree can be reached, end the others."""
         for own in self.tenants.values():
             for held in list(own.by_id.values()):
-                is_reached = held.tree.tenant.trees.get(held.tree.namespace) is held.tree
+                is_reached = held.tree.tenant.trees.get(held.tree.place) is held.tree
                 if not (held.lease.is_open and held.lease in self._leases and is_reached):
                     held.lease._is_open = False
                     self._leases.discard(held.lease)

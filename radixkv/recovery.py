@@ -10,6 +10,7 @@ exception goes on. It keeps what is certain, and makes everything else anew from
     block table, ids and leased node of a sequence      its runs and who owns them
     leases; blocks lent; copies that wait               counts of tenants, policies' orders, the free list
     pins, by the leases that they hold                  what they hold in all, and which ends first
+    bases that are published                            who reads them, which others are still held
 
 - **An interrupted call costs the sequences that it was working on**: they are closed. A sequence that it was
   about to return never was. Every other sequence keeps its blocks and doesn't notice.
@@ -53,6 +54,7 @@ from radixkv.types import ID_BYTES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from radixkv.bases import Base
     from radixkv.cache import Lease, PrefixCache
     from radixkv_policies import Policy
 
@@ -114,6 +116,7 @@ class _Books:
 
     def rebuild(self) -> None:
         """Set right whatever follows from what is certain."""
+        self._settle_bases()
         trees = self._trees()
         for tree in trees:
             self._relink(tree)
@@ -127,6 +130,37 @@ class _Books:
         self._refill_pool()
         self._tell_journal(trees)
 
+    # --- bases
+
+    def _settle_bases(self) -> None:
+        """Who may read what follows from the published ones; what stands behind others is cleared, and holds them."""
+        bases = self.cache._bases
+        behind = {tree for tenant in self.tenants for tree in tenant.trees.values() if tree.base is not None}
+        for tree in behind:
+            assert tree.base is not None
+            if bases.published.get(tree.base.base_id) is not tree.base or not tree.base.is_for(tree):
+                tree.tenant.detach(tree)
+        behind |= {sequence._tree for sequence in self.cache._sequences}
+        behind |= {cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node}
+        found: dict[Base, set[NamespaceTree]] = {base: set() for base in bases.published.values()}
+        for tree in behind:
+            if tree.base is not None:
+                found.setdefault(tree.base, set()).add(tree)
+        for base, trees in found.items():
+            base.is_over = bases.published.get(base.base_id) is not base
+            base.trees, base.is_held = trees, True
+        bases.ended = {base for base in found if base.is_over}
+        for tenant in self.tenants:
+            tenant.bases = bases.readable_by(tenant.tenant_id)
+
+    def _lease_bases(self) -> None:
+        """A base holds its blocks while it is published, or somebody runs behind it."""
+        used = {sequence._tree for sequence in self.cache._sequences}
+        used |= {cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node}
+        for base in self.cache._bases.held():
+            base.is_held = not base.is_over or not used.isdisjoint(base.trees)
+            base.node.uses += base.is_held
+
     # --- trees
 
     def _trees(self) -> list[NamespaceTree]:
@@ -135,6 +169,7 @@ class _Books:
         found = [tree for tenant in self.tenants for tree in (*tenant.trees.values(), *tenant.detached)]
         found += [sequence._tree for sequence in cache._sequences]
         found += [cast(NamespaceTree, lease._node.tree) for lease in cache._leases if lease._node is not None]
+        found += [base.tree for base in cache._bases.held()]
         return list(dict.fromkeys(found))
 
     def _relink(self, tree: NamespaceTree) -> None:
@@ -155,7 +190,7 @@ class _Books:
     def _forget_what_was_cleared(self, trees: list[NamespaceTree]) -> None:
         """A cleared tree keeps what is in use; a tree with nothing in it goes."""
         for tree in trees:
-            tree.detached = tree.tenant.trees.get(tree.namespace) is not tree
+            tree.detached = tree.tenant.trees.get(tree.place) is not tree
         for node in reversed(self.nodes):
             tree = cast(NamespaceTree, node.tree)
             if tree.detached and not node.uses:
@@ -173,6 +208,7 @@ class _Books:
         """Close whose leased path isn't what it was. No step of any call makes that happen; if it did, it ends here."""
         cache, linked = self.cache, set(self.nodes)
         linked.update(sequence._tree.root for sequence in cache._sequences)
+        linked.update(lease._node.tree.root for lease in cache._leases if lease._node is not None)
         for sequence in list(cache._sequences):
             depth = sequence._num_committed // cache._config.block_size
             if sequence._node not in linked or sequence._node.depth != depth:
@@ -185,7 +221,10 @@ class _Books:
 
     def _share_blocks(self) -> None:
         """Make the runs of all sequences anew: the edges of the tree that their sorted tables are."""
-        running = sorted(self.cache._sequences, key=lambda sequence: bytes(sequence._table))
+        number: dict[NamespaceTree, int] = {}
+        for sequence in self.cache._sequences:
+            number.setdefault(sequence._tree, len(number))
+        running = sorted(self.cache._sequences, key=lambda each: (number[each._tree], bytes(each._table)))
         common = [_num_common(one, other) for one, other in pairwise(running)]
         pending: list[tuple[int, int, int, Run | None]] = [(0, len(running), 0, None)]
         while pending:
@@ -257,6 +296,7 @@ class _Books:
         for lease in self.cache._leases:
             if lease._node is not None:
                 lease._node.uses += 1
+        self._lease_bases()
         for node in reversed(self.nodes):
             if node.uses:
                 assert node.parent is not None
@@ -355,7 +395,7 @@ def _finish(node: Node, above: Node, block_bytes: int) -> None:
 def taken_over(policy: Policy, old: Policy, nodes: list[Node], evictable: list[Node], most: int) -> Policy:
     """``policy``, new, with a tenant's nodes, parents first, in the order that the old one had, ``most`` of them."""
     for node in nodes:
-        parent = node.parent if node.depth > node.num_blocks else None
+        parent = node.parent if node.parent is not None and node.parent.parent is not None else None
         policy.inserted(node, node.num_blocks, node.depth, parent=parent)
     for node in _in_order(evictable, _drained(old, most)):
         policy.unleased(node)
@@ -386,7 +426,9 @@ def _drained(policy: Policy, most: int) -> list[Node]:
 
 
 def _num_common(one: Sequence, other: Sequence) -> int:
-    """In how many blocks two tables agree before they differ or one ends."""
+    """In how many blocks two tables agree before they differ or one ends; none in different trees."""
+    if one._tree is not other._tree:  # they may begin with the same base, and share nothing of their own
+        return 0
     size = min(one.num_blocks, other.num_blocks)
     differs = unpack(bytes(one._table))[:size] != unpack(bytes(other._table))[:size]
     return int(differs.argmax()) if differs.any() else size

@@ -6,14 +6,20 @@ requests don't pay for them.
 
 from __future__ import annotations
 
-from radixkv.blocks import BlockPool
+from radixkv.bases import Bases
+from radixkv.blocks import BlockPool, unpack
 from radixkv.pins import Pins
 from radixkv.tenants import TenantState
 from radixkv.types import CacheStats, TenantStats
 
 
 def stats_of(
-    pool: BlockPool, tenants: dict[str, TenantState], num_sequences: int, num_copied_blocks: int, pins: Pins
+    pool: BlockPool,
+    tenants: dict[str, TenantState],
+    num_sequences: int,
+    num_copied_blocks: int,
+    pins: Pins,
+    bases: Bases,
 ) -> CacheStats:
     """See PrefixCache.stats."""
     states = list(tenants.values())
@@ -29,7 +35,7 @@ def stats_of(
         evictable_blocks=sum(state.evictable_blocks for state in states),
         num_nodes=sum(tree.num_nodes for state in states for tree in state.trees.values()),
         num_sequences=num_sequences,
-        num_namespaces=sum(len(state.trees) for state in states),
+        num_namespaces=sum(len(state.namespaces) for state in states),
         num_tenants=len(states),
         requests=sum(state.requests for state in states),
         hit_tokens=sum(state.hit_tokens for state in states),
@@ -40,6 +46,8 @@ def stats_of(
         declined_blocks=sum(state.declined_blocks for state in states),
         pinned_blocks=pins.num_blocks(),
         num_pins=pins.num_pins(),
+        num_bases=len(bases.published) + len(bases.under_way()),
+        base_blocks=len(set(unpack(b"".join(base.block_ids for base in bases.held())).tolist())),
     )
 
 
@@ -54,7 +62,7 @@ def tenant_stats_of(tenant_id: str, state: TenantState | None, pins: Pins) -> Te
         resident_blocks=resident,
         sequence_blocks=state.used_blocks - resident - state.quarantined_blocks,
         evictable_blocks=state.evictable_blocks,
-        num_namespaces=len(state.trees),
+        num_namespaces=len(state.namespaces),
         requests=state.requests,
         hit_tokens=state.hit_tokens,
         missed_tokens=state.missed_tokens,

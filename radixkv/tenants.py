@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from radixkv.errors import IntegrityError
 from radixkv.tree import RadixTree
+from radixkv.types import ID_BYTES
 
 if TYPE_CHECKING:
+    from radixkv.bases import Base, Readable
     from radixkv.namespaces import Namespace, Tenant
     from radixkv_policies import Policy
 
@@ -36,9 +38,11 @@ class TenantState:
     waits (``held_blocks``). ``evictable_blocks``: in its trees and protected by no lease. Together they are what it
     uses. ``on_…``: the policy's hooks, None for those that it leaves out, bound once so that a request doesn't look
     them up or call what does nothing.
+    ``trees``: by namespace, and by ``NamespaceTree.place`` those behind a base. ``bases``: what it may read, or None.
     """
 
     __slots__ = (
+        "bases",
         "declined_blocks",
         "detached",
         "evictable_blocks",
@@ -80,7 +84,8 @@ class TenantState:
         self.is_added = is_added
         self.set(settings)
         self.follow(policy)
-        self.trees: dict[Namespace, NamespaceTree] = {}
+        self.trees: dict[object, NamespaceTree] = {}
+        self.bases: Readable | None = None
         self.detached: set[NamespaceTree] = set()
         self.protected_blocks = 0
         self.evictable_blocks = 0
@@ -129,7 +134,7 @@ class TenantState:
 
     def detach(self, tree: NamespaceTree) -> None:
         """Make a tree unreachable; it lives on for the sequences that lease it. O(1)."""
-        del self.trees[tree.namespace]
+        del self.trees[tree.place]
         tree.detached = True
         self.detached.add(tree)
 
@@ -139,16 +144,41 @@ class TenantState:
             if tree.detached:
                 self.detached.discard(tree)
             else:
-                self.trees.pop(tree.namespace, None)
+                self.trees.pop(tree.place, None)
+            if tree.base is not None:
+                tree.base.trees.discard(tree)
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """Those that hold something. O(trees)."""
+        return list(dict.fromkeys(tree.namespace for tree in self.trees.values()))
 
 
 class NamespaceTree(RadixTree):
-    """The tree of a namespace, with its owner. ``detached`` once it was cleared and can't be reached any more."""
+    """The tree of a namespace, or one behind a base, with its owner. ``detached`` once it can't be reached any more.
 
-    __slots__ = ("detached", "namespace", "tenant")
+    Behind a ``base`` it continues the first ``size`` bytes of its key; ``place`` is its key among its tenant's trees.
+    """
 
-    def __init__(self, namespace: Namespace, tenant: TenantState, block_bytes: int) -> None:
-        super().__init__(block_bytes)
+    __slots__ = ("base", "detached", "namespace", "place", "tenant")
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        tenant: TenantState,
+        block_bytes: int,
+        base: Base | None = None,
+        size: int = 0,
+    ) -> None:
+        self.base = base
+        if base is None:
+            super().__init__(block_bytes)
+            self.place: object = namespace
+        else:
+            super().__init__(
+                block_bytes, base.key[:size], base.block_ids[: size // (block_bytes // ID_BYTES)]
+            )
+            self.place = (namespace, base, size)
         self.namespace = namespace
         self.tenant = tenant
         self.detached = False

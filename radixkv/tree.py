@@ -9,7 +9,9 @@ Python work of a walk is per node on the path and never per block or token.
 
 Invariants
 - ``len(block_ids) == 4 × blocks`` and ``len(label) == block_bytes × blocks``, at least one block, except for
-  the root, which has none; ``depth`` is the number of blocks from the root to the *end* of the node.
+  the root, which has none; ``depth`` is the number of blocks from position 0 to the *end* of the node.
+- A tree may continue a prefix that others own (``head_key``, ``head_ids``): its root stands at the end of that, and
+  what is asked of it begins with that.
 - The label of the leaf that was trimmed last (``_trimmed``) may be longer, up to twice, until a walk comes by:
   evicting a few blocks then copies no label.
 - Siblings differ in their first block; ``children`` is keyed by it.
@@ -74,19 +76,22 @@ class RadixTree:
         "_longest_label",
         "_trimmed",
         "block_bytes",
+        "head_ids",
+        "head_key",
         "num_blocks",
         "num_nodes",
         "root",
     )
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, head_key: bytes = b"", head_ids: bytes = b"") -> None:
         self.block_bytes = block_bytes
+        self.head_key, self.head_ids = head_key, head_ids
         self._key_bytes_per_id_byte = block_bytes // ID_BYTES
         self._longest_label = max(MAX_LABEL_BYTES // block_bytes, 1) * block_bytes
         self.num_blocks = 0
         self.num_nodes = 0
         self._trimmed: Node | None = None
-        self.root = Node(self, None, b"", b"", 0, 0)
+        self.root = Node(self, None, b"", b"", len(head_ids) // ID_BYTES, 0)
 
     def walk(
         self, key: bytes, stop: int, table: bytearray, node: Node | None = None, at: int = 0
@@ -103,6 +108,9 @@ class RadixTree:
         stop -= (stop - at) % step
         if node is None:
             node = self.root
+            if self.head_ids:
+                table += self.head_ids
+                at = len(self.head_key)
         while at < stop:
             child = node.children.get(key[at : at + step])
             if child is None:
@@ -112,7 +120,7 @@ class RadixTree:
                 if child is self._trimmed:
                     self._cut_label(child)
                     continue
-                common = self._common(label, key, at, stop)
+                common = num_common_bytes(label, key, at, stop, step)
                 table += child.block_ids[: common // self._key_bytes_per_id_byte]
                 return node, at, child, common
             table += child.block_ids
@@ -121,17 +129,6 @@ class RadixTree:
         if node is self._trimmed:
             at -= self._cut_label(node)
         return node, at, None, 0
-
-    def _common(self, label: bytes, key: bytes, at: int, stop: int) -> int:
-        """Bytes, in whole blocks, that the label shares with ``key[at:stop]``; at least one block, never all."""
-        size = min(len(label), stop - at)
-        ours = np.frombuffer(label, np.uint32, size // 4)
-        theirs = np.frombuffer(key, np.uint32, size // 4, at)
-        differs = ours != theirs
-        first = int(differs.argmax())
-        if differs[first]:
-            size = first * 4
-        return size - size % self.block_bytes
 
     def split(self, lower: Node, at: int) -> Node:
         """Cut a node after ``at`` label bytes; returns the new upper half, the lower keeps its identity.
@@ -222,13 +219,14 @@ class RadixTree:
         return parent is not None and parent.children.get(node.label[: self.block_bytes]) is node
 
     def key_of(self, node: Node) -> bytes:
-        """The whole key from the root to the node's end. O(bytes)."""
+        """The whole key from position 0 to the node's end. O(bytes)."""
         size = node.depth * self.block_bytes
         labels: list[bytes] = []
         at: Node | None = node
         while at is not None:
             labels.append(at.label)
             at = at.parent
+        labels.append(self.head_key)
         return b"".join(reversed(labels))[:size]
 
     def nodes(self) -> list[Node]:
@@ -240,3 +238,15 @@ class RadixTree:
             found.append(node)
             pending.extend(node.children.values())
         return found
+
+
+def num_common_bytes(label: bytes, key: bytes, at: int, stop: int, step: int) -> int:
+    """Bytes, in whole blocks of ``step``, that a label shares with ``key[at:stop]``. O(label), without a copy."""
+    size = min(len(label), stop - at)
+    ours = np.frombuffer(label, np.uint32, size // 4)
+    theirs = np.frombuffer(key, np.uint32, size // 4, at)
+    differs = ours != theirs
+    first = int(differs.argmax())
+    if differs[first]:
+        size = first * 4
+    return size - size % step

@@ -50,6 +50,24 @@ class CacheStats:
     pinned_blocks: int
     """Kept by pins, each counted once. A pin whose time is over counts until upkeep comes by, about a second."""
     num_pins: int
+    num_bases: int
+    """Published, computed or not."""
+    base_blocks: int
+    """Held by bases that are published, or were and are still read; resident ones, charged to who publishes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseInfo:
+    """A base, as its operator is told of it: whole blocks of the ids that were published."""
+
+    base_id: str
+    namespace: Namespace
+    """The account's that publishes; model and adapter are those of its readers."""
+    readers: tuple[str, ...]
+    num_blocks: int
+    num_tokens: int
+    is_readable: bool
+    """False while it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +136,10 @@ class TreeSnapshot:
     root_uses: int
     root_children: int
     nodes: tuple[NodeSnapshot, ...]
+    base: int | None = None
+    """The base that it stands behind, an index into the snapshot's bases."""
+    head_ids: bytes = b""
+    """The blocks of that base that it continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +207,18 @@ class TenantSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseSnapshot:
+    """A base that holds blocks; ``node`` is the (tree, node) that it leases. ``is_over`` once it is unpublished."""
+
+    base_id: str
+    node: tuple[int, int | None]
+    key: bytes
+    block_ids: bytes
+    readers: frozenset[str]
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything the audit needs, taken at one moment. In-process only: labels are token ids.
 
@@ -202,3 +236,4 @@ class Snapshot:
     leases: tuple[LeaseSnapshot, ...]
     tenants: tuple[TenantSnapshot, ...]
     pins: tuple[PinSnapshot, ...] = ()
+    bases: tuple[BaseSnapshot, ...] = ()

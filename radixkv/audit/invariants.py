@@ -10,11 +10,12 @@ The laws, as named in a report:
 
     conservation       free + trees + private runs + lent == num_blocks, every id once and in range
     reference-counts   a private run's owners are the sequences and the runs that end with it, at least one
-    one-namespace      a tree's blocks are reached by sequences and leases of its namespace only
+    one-namespace      a tree's blocks are reached from its namespace only, a base's from its readers' of its model too
     prefix-closure     a node's parent is resident, and depths add up from it
     labels             a label is ``blocks × block_size × 4`` bytes, at least one block
     siblings           children are keyed by their first block, and differ in it; nobody holds another's child
     leases             a node's uses are the leases that end there and its children in use, no more, no less
+    bases              a base leases the path of its ids and blocks, and what stands behind it begins with them
     tables             a block table is the blocks of the leased path and of the sequence's own runs, in order
     committed          cached ≤ committed ≤ tokens, and what a tree holds for a sequence is a prefix of its ids
     quotas             no tenant uses more than its limit, and every guarantee can be met
@@ -199,6 +200,7 @@ class _Audit:
         yield from self._reference_counts()
         yield from self._committed()
         yield from self._tables()
+        yield from self._bases()
         yield from self._usage()
         yield from self._pins()
 
@@ -257,7 +259,7 @@ class _Audit:
         for at, tree in enumerate(self.snapshot.trees):
             for index, node in self._sliced(enumerate(tree.nodes)):
                 if node.parent is None:
-                    above = 0
+                    above = len(tree.head_ids) // ID_BYTES
                 elif 0 <= node.parent < index:
                     above = tree.nodes[node.parent].depth
                 else:
@@ -305,6 +307,7 @@ class _Audit:
         held: Counter[NodeAt] = Counter(sequence.node for sequence in self.snapshot.sequences)
         held.update(lease.node for lease in self.snapshot.leases)
         held.update(run.node for run in self.snapshot.runs if run.node is not None)
+        held.update(base.node for base in self.snapshot.bases)
         for at, tree in enumerate(self.snapshot.trees):
             for node in self._sliced(tree.nodes):
                 if node.uses:
@@ -325,11 +328,15 @@ class _Audit:
         named = [(f"sequence {at}", sequence.node) for at, sequence in enumerate(snapshot.sequences)]
         named += [(f"lease {at}", lease.node) for at, lease in enumerate(snapshot.leases)]
         named += [(f"run {at}", run.node) for at, run in enumerate(snapshot.runs) if run.node is not None]
+        named += [(f"base {at}", base.node) for at, base in enumerate(snapshot.bases)]
         for name, (tree, node) in named:
             if not 0 <= tree < len(snapshot.trees) or not -1 < (node or 0) < max(
                 len(snapshot.trees[tree].nodes), 1
             ):
                 yield Violation("leases", f"{name} holds a node that isn't in a tree")
+        for at, behind in enumerate(snapshot.trees):
+            if behind.base is not None and not 0 <= behind.base < len(snapshot.bases):
+                yield Violation("bases", f"tree {at} stands behind a base that holds no blocks")
         for at, sequence in enumerate(snapshot.sequences):
             if sequence.run is not None and not 0 <= sequence.run < len(snapshot.runs):
                 yield Violation("reference-counts", f"sequence {at} ends with a run that isn't there")
@@ -368,7 +375,37 @@ class _Audit:
         return path[::-1]
 
     def _path_ids(self, at: NodeAt) -> NDArray[np.int32]:
-        return _ids(b"".join(node.block_ids for node in self._path(at)))
+        head_ids = self.snapshot.trees[at[0]].head_ids
+        return _ids(head_ids + b"".join(node.block_ids for node in self._path(at)))
+
+    def _path_key(self, at: NodeAt) -> bytes:
+        tree = self.snapshot.trees[at[0]]
+        head = b"" if tree.base is None else self.snapshot.bases[tree.base].key
+        size = len(tree.head_ids) // ID_BYTES * self.block_bytes
+        return head[:size] + b"".join(node.label for node in self._path(at))
+
+    def _bases(self) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        for at, base in enumerate(snapshot.bases):
+            is_behind = snapshot.trees[base.node[0]].base is not None
+            if self._path_key(base.node) != base.key or is_behind:
+                yield Violation("bases", f"base {at} leases a path of other ids, or one behind another base")
+            if not np.array_equal(self._path_ids(base.node), _ids(base.block_ids)):
+                yield Violation("bases", f"base {at} names other blocks than those that it leases")
+        for at, tree in enumerate(snapshot.trees):
+            if tree.base is None:
+                if tree.head_ids:
+                    yield Violation("bases", f"tree {at} begins with blocks of no base")
+                continue
+            base = snapshot.bases[tree.base]
+            owner, reader = snapshot.trees[base.node[0]].namespace, tree.namespace
+            if not tree.head_ids or not base.block_ids.startswith(tree.head_ids):
+                yield Violation("bases", f"tree {at} begins with other blocks than its base {tree.base}")
+            may_read = (reader.tenant in base.readers and not base.is_over) or tree.detached
+            if not may_read or (reader.model, reader.adapter) != (owner.model, owner.adapter):
+                yield Violation(
+                    "one-namespace", f"tree {at} stands behind base {tree.base}, which isn't for it"
+                )
 
     def _chain(self, sequence: SequenceSnapshot) -> list[RunSnapshot]:
         """The runs of a sequence, first to last."""
@@ -389,7 +426,7 @@ class _Audit:
                     "committed",
                     f"sequence {at} has {sequence.num_tokens} tokens, {len(sequence.key)} key bytes",
                 )
-            key = b"".join(node.label for node in self._path(sequence.node))
+            key = self._path_key(sequence.node)
             if not sequence.key.startswith(key):
                 yield Violation("committed", f"sequence {at} leases a path that is no prefix of its ids")
             if len(key) // self.block_bytes != committed // self.snapshot.block_size:

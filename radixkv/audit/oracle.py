@@ -1,7 +1,7 @@
 """The oracle: what a cache may say, kept as plainly as possible.
 
-A dict of namespaces, each a set of committed prefixes, whole blocks at a time. It may forget (a cache evicts)
-but may not lie: whatever a cache serves must be here. Beside it stands a deterministic engine: the KV of a
+A dict of namespaces, each a set of committed prefixes, whole blocks at a time, and bases. It may forget (a cache
+evicts) but may not lie: whatever a cache serves must be here. Beside it stands a deterministic engine: the KV of a
 token is a number made of the namespace's four fields and all ids up to and including that token, so bytes
 tell whose they are, and contents are compared bit for bit.
 
@@ -74,6 +74,7 @@ class Oracle:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._prefixes: dict[tuple[str, str, str | None, str], set[tuple[int, ...]]] = {}
+        self._bases: dict[str, tuple[NamespaceLike, tuple[int, ...], frozenset[str]]] = {}
 
     def commit(self, namespace: NamespaceLike, ids: Sequence[int], num_tokens: int) -> None:
         """The KV of ``ids[:num_tokens]`` exists: its whole blocks may be served from now on."""
@@ -85,13 +86,34 @@ class Oracle:
         """Nothing of the namespace may be served any more."""
         self._prefixes.pop(fields_of(namespace), None)
 
+    def publish(
+        self, base_id: str, namespace: NamespaceLike, ids: Sequence[int], readers: Iterable[str]
+    ) -> None:
+        """Whole blocks of ``ids`` may be served to these tenants, where model and adapter are the same."""
+        size = len(ids) // self.block_size * self.block_size
+        self._bases[base_id] = (namespace, tuple(ids[:size]), frozenset(readers))
+
+    def unpublish(self, base_id: str) -> None:
+        """Not any more."""
+        self._bases.pop(base_id, None)
+
+    def _is_based(self, namespace: NamespaceLike, ids: tuple[int, ...]) -> bool:
+        return any(
+            namespace.tenant in readers
+            and (namespace.model, namespace.adapter) == (owner.model, owner.adapter)
+            and base[: len(ids)] == ids
+            for owner, base, readers in self._bases.values()
+        )
+
     def served_lie(self, namespace: NamespaceLike, ids: Sequence[int], num_tokens: int) -> str | None:
         """Why serving ``num_tokens`` of ``ids`` would be a lie; None if it is not one."""
         if num_tokens % self.block_size:
             return f"{num_tokens} tokens are no whole blocks of {self.block_size}"
         if num_tokens > len(ids):
             return f"{num_tokens} tokens served of {len(ids)} asked for"
-        if num_tokens and tuple(ids[:num_tokens]) not in self._prefixes.get(fields_of(namespace), ()):
+        served = tuple(ids[:num_tokens])
+        known = self._prefixes.get(fields_of(namespace), ())
+        if num_tokens and served not in known and not self._is_based(namespace, served):
             return f"{tuple(ids[:num_tokens])} was never committed in {fields_of(namespace)}"
         return None
 

@@ -150,7 +150,7 @@ class Publisher:
         """Fill the mirror with what is resident; ``between`` is called now and then. O(nodes × depth)."""
         snapshot = getattr(resident, "snapshot_in_slices", resident.snapshot)()  # nobody waits for all of it
         for tree in snapshot.trees:
-            if not tree.detached:
+            if not tree.detached and tree.base is None:
                 scope = self._meet(tree.namespace)
                 for key in _leaf_keys(tree):
                     self.mirror.store(scope.digest, scope.digests(key, 0, len(key) // SEGMENT_BYTES))

@@ -183,10 +183,37 @@ class HFEngine:
         ``on_chunk(done, total)`` hears the tokens done after each chunk. Raises TokenError and ArgumentError
         for ids that the model can't take, CapacityError when there is no room; nothing stays open.
         """
-        started = self._clock()
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
-        with self.cache.open(ns, prompt) as sequence:
+        return self._prefill(prompt, on_chunk, lambda: self.cache.open(ns, prompt))
+
+    def publish(
+        self,
+        base_id: str,
+        ns: Namespace,
+        ids: tokens.TokenIds,
+        readers: Iterable[str],
+        *,
+        on_chunk: Callable[[int, int], None] | None = None,
+    ) -> Prefill:
+        """Publish the whole blocks of ``ids`` for other tenants to read, and compute them: ``PrefixCache.publish``.
+
+        Readable when it returns. Raises as that and as ``prefill`` do; then nothing is published.
+        """
+        self._check_namespace(ns)
+        prompt = self._check_prompt(ids, "ids", self.max_model_len)
+        size = self.cache.config.block_size
+        prompt = prompt[: max(len(prompt) // size * size, min(len(prompt), 1))]
+        return self._prefill(prompt, on_chunk, lambda: self.cache.publish(base_id, ns, prompt, readers))
+
+    def _prefill(
+        self,
+        prompt: Prompt,
+        on_chunk: Callable[[int, int], None] | None,
+        open_sequence: Callable[[], Sequence],
+    ) -> Prefill:
+        started = self._clock()
+        with open_sequence() as sequence:
             cached = sequence.num_cached_tokens
             paged = self._paged([sequence], [cached])
             with paged.attached(self.model):

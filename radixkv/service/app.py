@@ -1,7 +1,7 @@
 """``create_app``: the service as a Starlette application, and the table of its endpoints.
 
 Who may call what: prompts and caches are for tenants' keys (the operator owns no namespace and gets 403), counts
-and replicas for either (a tenant sees its own), ``/metrics``, keys and tenants for the operator (a tenant gets
+and replicas for either (a tenant sees its own), ``/metrics``, keys, tenants and bases for the operator (a tenant gets
 403); health and the interface's description need no key; ``/internal/…`` takes only requests that the fleet's secret
 signed. What a tenant may not know of answers 404, byte for byte like what doesn't exist.
 """
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixkv.service import administration, handlers, pinning, routing
+from radixkv.service import administration, bases, handlers, pinning, routing
 from radixkv.service.completions import completions
 from radixkv.service.core import Service
 from radixkv.service.endpoint import Call, Endpoint, Host, serve
@@ -117,6 +117,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     *pinning.ENDPOINTS,
     *routing.ENDPOINTS,
     *administration.ENDPOINTS,
+    *bases.ENDPOINTS,
     Endpoint(
         "POST",
         WARM_PATH,

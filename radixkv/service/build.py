@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from radixkv.config import CacheConfig
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.namespaces import Tenant
+from radixkv.service.bases import ACCOUNT
 from radixkv.service.core import Service
 from radixkv.service.fleet import Fleet
 from radixkv.service.keys import KeyStore
@@ -64,6 +66,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         default_tenant=None,
     )
     cache = PrefixCache(config, journal=coordinator.journal)
+    cache.add_tenant(Tenant(ACCOUNT))
     coordinator.attach(cache, partial(_purge, cache))
     tenancy = Tenancy(cache, coordinator)
     keys.on_change = tenancy.take

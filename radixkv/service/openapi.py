@@ -21,6 +21,7 @@ _IN_PATHS = {
     "tenant": "name of a tenant; a slash in it as %2F",
     "key": "id of a key, not the key",
     "pin": "id of a pin",
+    "base": "id of a base",
 }
 _REASONS = {
     200: "Done",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError
 from radixkv.service.problems import invalid
-from radixkv.service.schemas import PromptFields
+from radixkv.service.schemas import PromptForms
 from radixkv.tokenizer import Tokenizer
 
 Ids = NDArray[np.uint32]
@@ -86,7 +86,7 @@ class PromptRules:
         return Prefix(ids[:cut], left_out + len(ids) - cut)
 
 
-async def prefix_of(body: PromptFields, tokenizer: Tokenizer, rules: PromptRules) -> Prefix:
+async def prefix_of(body: PromptForms, tokenizer: Tokenizer, rules: PromptRules) -> Prefix:
     """The prefix that a body names. Raises ApiError (422)."""
     field = _the_one_field(body)
     if body.token_ids is not None:
@@ -104,7 +104,7 @@ async def prefix_of(body: PromptFields, tokenizer: Tokenizer, rules: PromptRules
     return rules.whole_blocks(np.asarray(ids, dtype=np.uint32), left_out)
 
 
-def _the_one_field(body: PromptFields) -> str:
+def _the_one_field(body: PromptForms) -> str:
     forms = ("prompt", "messages", "token_ids")
     given = [form for form in forms if getattr(body, form) is not None]
     if len(given) != 1:

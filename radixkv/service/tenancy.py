@@ -58,9 +58,16 @@ class Tenancy:
         gone = [Tenant(name) for name in self._told if name not in wanted]
         self._tell([*gone, *(each for each in wanted.values() if self._told.get(each.id) != each)])
         for each in gone:
+            self._strike(each.id)
             self._cache.remove_tenant(each.id)
         self._told, self._settings = wanted, dict(ring.settings)
         self._coordinator.tenants.meet(wanted)
+
+    def _strike(self, tenant: str) -> None:
+        """Off the lists of bases: a tenant that is called so one day is another one."""
+        for base in self._cache.bases():
+            if tenant in base.readers:
+                self._cache.set_readers(base.base_id, [each for each in base.readers if each != tenant])
 
     def _tell(self, changed: list[Tenant]) -> None:
         before = {each.id: self._told.get(each.id) for each in changed}

@@ -160,6 +160,26 @@ def test_rebuilding_while_the_cache_goes_on_ends_right() -> None:
     assert contents(journal.mirror) == expected
 
 
+def test_what_stands_behind_a_base_is_not_told() -> None:
+    """Neither as it comes and goes nor when the mirror is filled anew; the account's own prefix is."""
+    journal = publisher()
+    cache = PrefixCache(CacheConfig(num_blocks=200, block_size=16), journal=journal)
+    ids = np.arange(1_024)
+    with cache.publish("base", NAMESPACES[1], ids[:512], ["acme"]) as sequence:
+        sequence.commit(512)
+    with cache.open(NAMESPACES[0], ids) as sequence:
+        assert sequence.num_cached_tokens == 512
+        sequence.commit(1_024)
+    expected = {
+        KEYS.namespace(NAMESPACES[1]): set(KEYS.digests(NAMESPACES[1], ids[:512].astype("<u4").tobytes()))
+    }
+    assert contents(drained(journal)) == expected
+    anew = publisher()
+    anew.rebuild(cache, lambda: None)
+    assert contents(anew.mirror) == expected
+    assert cache.evict(200) == 32 and not journal.num_queued
+
+
 def test_rebuilding_knows_shared_and_divided_prefixes() -> None:
     journal = publisher()
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=journal)

@@ -30,7 +30,7 @@ class Frozen:
 
 
 def _busy() -> tuple[PrefixCache, list[Any]]:
-    """A cache with everything: split nodes, two namespaces, forks, shared and adopted runs, leases, pins, lent ones."""
+    """A cache with everything: split nodes, forks, shared and adopted runs, leases, pins, lent blocks, a base."""
     cache = make_cache(64, 2, default_tenant=Tenant("default", max_pinned_blocks=8))
     compute(cache, range(12))
     compute(cache, [0, 1, 2, 3, 50, 51])
@@ -43,6 +43,9 @@ def _busy() -> tuple[PrefixCache, list[Any]]:
     children[0].append(9)
     cache.flush()
     cache.evict(1)
+    with cache.publish("base", Namespace("op", "m"), range(6), ["r"]) as sequence:
+        sequence.commit(6)
+    compute(cache, [*range(6), 7, 7], Namespace("r", "m"))
     return cache, [*kept, parent, *children]
 
 
@@ -53,7 +56,8 @@ def snapshot() -> Snapshot:
     report = audit.check(cache)
     assert report.ok and kept
     found = cache.snapshot()
-    assert len(found.trees) == 2 and len(found.leases) == 2 and len(found.lent_ids) == 3
+    assert len(found.trees) == 4 and len(found.leases) == 2 and len(found.lent_ids) == 3
+    assert found.trees[3].base == 0 and found.trees[3].head_ids == found.bases[0].block_ids
     assert any(run.node is None for run in found.runs) and any(run.node is not None for run in found.runs)
     assert any(sequence.run is not None for sequence in found.sequences)
     return found
@@ -74,6 +78,14 @@ def _node(snapshot: Snapshot, pick: Callable[[Any], bool], **changes: Any) -> Sn
 def _first(items: tuple[Any, ...], pick: Callable[[Any], bool], **changes: Any) -> tuple[Any, ...]:
     at = next(index for index, item in enumerate(items) if pick(item))
     return (*items[:at], replace(items[at], **changes), *items[at + 1 :])
+
+
+def _of_base(snapshot: Snapshot, **changes: Any) -> Snapshot:
+    return replace(snapshot, bases=(replace(snapshot.bases[0], **changes),))
+
+
+def _behind(snapshot: Snapshot, **changes: Any) -> Snapshot:
+    return replace(snapshot, trees=(*snapshot.trees[:3], replace(snapshot.trees[3], **changes)))
 
 
 def _any(_: Any) -> bool:
@@ -117,6 +129,23 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
     "another namespace's tree": (
         "one-namespace",
         lambda s: replace(s, sequences=_first(s.sequences, _any, namespace=Namespace("b", "m"))),
+    ),
+    "a base of other ids": ("bases", lambda s: _of_base(s, key=bytes(len(s.bases[0].key)))),
+    "a base of other blocks": ("bases", lambda s: _of_base(s, block_ids=s.bases[0].block_ids[::-1])),
+    "a base that leases nothing": ("leases", lambda s: _of_base(s, node=(0, 99))),
+    "a base gone, and one behind it": ("bases", lambda s: replace(s, bases=())),
+    "behind a base that holds nothing": ("bases", lambda s: _behind(s, base=-1)),
+    "behind other blocks than the base's": ("bases", lambda s: _behind(s, head_ids=bytes(12))),
+    "other blocks behind nothing": ("bases", lambda s: _behind(s, base=None)),
+    "behind a base of another's": ("one-namespace", lambda s: _of_base(s, readers=frozenset("ab"))),
+    "behind a base that is over": ("one-namespace", lambda s: _of_base(s, is_over=True)),
+    "behind a base of another model": (
+        "one-namespace",
+        lambda s: _behind(s, namespace=Namespace("r", "other")),
+    ),
+    "behind a base of another adapter": (
+        "one-namespace",
+        lambda s: _behind(s, namespace=Namespace("r", "m", "adapter")),
     ),
     "a parent that isn't there": (
         "prefix-closure",

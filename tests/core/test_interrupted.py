@@ -491,11 +491,11 @@ def _twice(run: Run) -> Callable[[], None]:
 
 
 def _steps(
-    scenario: Scenario, policy: str, stored: bool, stride: int = 1
+    scenario: Scenario, policy: str, stored: bool, stride: int = 1, make: type[World] = World
 ) -> Iterator[tuple[World, Call, Stepper]]:
     """The world after each interruption, until the call comes through."""
     for stop in range(1, 1_000_000, stride):
-        world = World(policy, stored)
+        world = make(policy, stored)
         call = scenario(world)
         before = [run.state() for run in call.involved]
         stepper = Stepper(world.cache, stop, opcodes=OPCODES)

@@ -59,7 +59,7 @@ def resident_segments(snapshot: Any, grain_tokens: int) -> set[tuple[Namespace, 
             keys.append(above + node.label)
             step = 4 * grain_tokens
             first = len(above) // step * step + step
-            if not tree.detached:
+            if not tree.detached and tree.base is None:
                 found |= {(tree.namespace, keys[-1][:stop]) for stop in range(first, len(keys[-1]) + 1, step)}
     return found
 

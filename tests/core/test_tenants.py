@@ -169,7 +169,7 @@ def test_a_guarantee_that_cannot_be_met_now_is_refused_and_changes_nothing() -> 
     running = cache.open(B, range(40))
     lent = cache.allocate(2)
     before = cache.snapshot()
-    with pytest.raises(ArgumentError, match="2 fewer while running sequences and pins hold the rest"):
+    with pytest.raises(ArgumentError, match="2 fewer while running sequences, pins and bases hold the rest"):
         cache.add_tenant(strict("a", 6))
     assert same(before, cache) and cache.tenant("a") is None
     cache.add_tenant(strict("a", 4))

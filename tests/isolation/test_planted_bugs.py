@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from radixkv import PrefixCache
+from radixkv import PrefixCache, bases
+from radixkv import cache as cache_module
 from radixkv.audit import properties
 from radixkv.errors import QuotaExceeded
 from radixkv.eviction import Evictor
@@ -415,7 +416,85 @@ def budget_shared(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Pins, "renew", shared)
 
 
+def base_for_everybody(patch: pytest.MonkeyPatch) -> None:
+    """A base is read by tenants that are not on its list."""
+
+    def readable(original: Any, self: Any, tenant: str) -> Any:
+        found: dict[Any, Any] = {}
+        for reader in ("a", "b"):
+            found |= original(self, reader) or {}
+        return found or None
+
+    _wrap(patch, bases.Bases, "readable_by", readable)
+
+    def show(original: Any, self: Any, base: Any, _: Any, tenants: Any) -> None:
+        for tenant in tenants.values():
+            tenant.bases = self.readable_by(tenant.tenant_id)
+
+    _wrap(patch, bases.Bases, "show", show)
+
+
+def base_of_another_adapter(patch: pytest.MonkeyPatch) -> None:
+    """The adapter is left out of the lookup of bases."""
+
+    def readable(original: Any, self: Any, tenant: str) -> Any:
+        found = original(self, tenant) or {}
+        return {
+            (model, other, first): its for (model, _, first), its in found.items() for other in (None, "s")
+        }
+
+    _wrap(patch, bases.Bases, "readable_by", readable)
+
+
+def readers_share_what_follows(patch: pytest.MonkeyPatch) -> None:
+    """There is one tree behind a base, not one for each reader."""
+    original, behind = bases.longest, {}  # type: ignore[var-annotated]
+
+    def longest(*args: Any) -> Any:
+        found = original(*args)
+        if found is None or found.base is None:
+            return found
+        place = (found.base, len(found.head_key))
+        if place not in behind or behind[place].detached:
+            behind[place] = found
+        return behind[place]
+
+    patch.setattr(cache_module, "longest", longest)
+
+
+def unpublished_and_still_read(patch: pytest.MonkeyPatch) -> None:
+    """Who could read a base goes on finding it."""
+
+    def show(original: Any, self: Any, base: Any, readers: Any, tenants: Any) -> None:
+        if not base.is_over:
+            original(self, base, readers, tenants)
+
+    _wrap(patch, bases.Bases, "show", show)
+
+
+def read_counts_told(patch: pytest.MonkeyPatch) -> None:
+    """A reader's counts tell how many trees stand behind a base, its own and others'."""
+
+    def told(original: Any, self: Any, tenant: str) -> Any:
+        seen = original(self, tenant)
+        used = sum(len(base.trees) for base in self._bases.published.values() if tenant in base.readers)
+        return replace(seen, num_namespaces=seen.num_namespaces + used)
+
+    _wrap(patch, PrefixCache, "tenant_stats", told)
+
+
+_WRONG = "never committed|other KV|A observes|A is served|counts, names or bytes"
+
 BUGS = {
+    "base for everybody": Bug(base_for_everybody, _WRONG, ObservationAlone),
+    "base of another adapter": Bug(base_of_another_adapter, _WRONG, ObservationAlone),
+    "readers share what follows": Bug(
+        readers_share_what_follows,
+        "one-namespace|" + _WRONG,
+        properties.TwoRuns,
+    ),
+    "unpublished and still read": Bug(unpublished_and_still_read, _WRONG, ObservationAlone),
+    "read counts told": Bug(read_counts_told, "counts, names or bytes", ObservationAlone, "strict"),
     "pin without a lease": Bug(pin_without_lease, "leases|pinned"),
     "one budget for the pins of all": Bug(
         budget_shared, "A observes|counts, pins", ObservationAlone, "strict", "lru"

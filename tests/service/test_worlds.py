@@ -72,12 +72,22 @@ def scene(ask: Ask) -> None:
         ask("POST", "/v1/lookup", content=content)
     for method in ("HEAD", "OPTIONS", "PATCH"):
         ask(method, "/v1/stats")
-    for path in ("/metrics", "/v1/keys", "/v1/tenants", "/healthz", "/readyz", "/openapi.json", "/nowhere"):
+    for path in (
+        "/metrics",
+        "/v1/keys",
+        "/v1/tenants",
+        "/v1/bases",
+        "/healthz",
+        "/readyz",
+        "/openapi.json",
+        "/nowhere",
+    ):
         ask("GET", path)
     for method, path in (
         ("POST", "/v1/keys"), ("POST", "/v1/keys/x/rotate"), ("DELETE", "/v1/keys/x"), ("PUT", "/v1/tenants/globex"),
         ("DELETE", "/v1/tenants/globex"), ("POST", "/v1/tenants/globex/purge"),
         ("GET", "/v1/tenants/globex/purge"), ("POST", "/v1/tenants/globex/keys"), ("PUT", "/v1/stats"),
+        ("POST", "/v1/bases"), ("PUT", "/v1/bases/both/readers"), ("DELETE", "/v1/bases/both"),
     ):  # fmt: skip
         ask(method, path)
     ask("GET", "/v1/stats")
@@ -112,8 +122,10 @@ def service(mode: str, folder: Path) -> Iterator[Running]:
         "globex": {"keys": ["demo-globex"], "mode": mode, "guaranteed_blocks": 40},
     }
     keys.write_text(json.dumps({"operator": "demo-operator", "tenants": tenants}))
-    num_blocks = {"burst": "4096", "strict": "340"}[mode]
+    num_blocks = {"burst": "4096", "strict": "344"}[mode]
+    base = {"id": "both", "token_ids": IDS[:64], "readers": ["acme", "globex"]}
     with service_in_thread(replica="one", keys=str(keys), **{"num-blocks": num_blocks}) as running:
+        assert running.operator.post("/v1/bases", json=base).status_code == 201
         yield running
 
 

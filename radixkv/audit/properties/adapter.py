@@ -21,6 +21,8 @@ Beyond the four calls of ``Adapter`` the machine uses whatever of these the adap
     unpin(tenant, which)               one of the tenant's pins ends, if it has any
     pins(tenant) -> object             the tenant's pins; compared by ==
     restart()                          the process dies and comes back empty; nothing of before is called on any more
+    publish(base_id, namespace, ids, readers)   an operator publishes the whole blocks of ids, computed, for tenants
+    unpublish(base_id)                 nobody reads them any more
     read(request, num_tokens) -> bytes the KV of the first tokens as the request reads it, deterministic in the ids
     stats(tenant) -> object            what the tenant is told of itself; compared by ==
     name(request) -> object            the handle that the tenant sees; compared by ==
@@ -74,21 +76,47 @@ class CacheAdapter:
     ) -> None:
         self.cache, self.engine, self._make = cache, engine or Engine(cache), make
         self.block_size: int = cache.config.block_size
+        self._bases: dict[str, tuple[Namespace, list[int], Sequence[str], list[int]]] = {}
         if hasattr(cache, "purge"):
             self.purge = self._purge
         if hasattr(cache, "pin"):
             self.pin, self.pins, self.unpin = self._pin, self._pins, self._unpin
+        if hasattr(cache, "publish"):
+            self.publish, self.unpublish = self._publish, self._unpublish
         if make is not None:
             self.restart = self._restart
 
     def match(self, namespace: Namespace, ids: Sequence[int]) -> int:
         """Matched tokens; raises AssertionError if their blocks hold another prefix's KV."""
         match = self.cache.match(namespace, ids)
-        if not self.engine.is_behind and not self.engine.holds(
-            match.block_ids, chain(namespace, ids[: match.num_tokens])
-        ):
+        states = self._states(namespace, ids[: match.num_tokens], match.block_ids.tolist())
+        if not self.engine.is_behind and not self.engine.holds(match.block_ids, states):
             raise AssertionError("a match whose blocks hold other KV")
         return int(match.num_tokens)
+
+    def _states(self, namespace: Namespace, ids: Sequence[int], block_ids: list[int]) -> list[int]:
+        """The states that these blocks ought to hold: the tenant's own, or its base's where they are the base's."""
+        states = chain(namespace, ids)
+        for owner, base, readers, blocks in self._bases.values():
+            if namespace.tenant in readers and (namespace.model, namespace.adapter) == owner[1:3]:
+                same = [mine == its for mine, its in zip(block_ids, blocks, strict=False)]
+                size = (same.index(False) if False in same else len(same)) * self.block_size
+                states[:size] = chain(owner, base[:size])
+        return states
+
+    def _publish(
+        self, base_id: str, namespace: Namespace, ids: Sequence[int], readers: Sequence[str]
+    ) -> None:
+        with self.cache.publish(base_id, namespace, ids, readers) as sequence:
+            num_cached, size = sequence.num_cached_tokens, sequence.num_tokens
+            self.engine.write(sequence.block_table, num_cached, chain(namespace, ids[:size])[num_cached:])
+            sequence.commit(size)
+        blocks = self.cache.match(namespace, ids[:size]).block_ids.tolist()
+        self._bases[base_id] = (namespace, list(ids[:size]), readers, blocks)
+
+    def _unpublish(self, base_id: str) -> None:
+        del self._bases[base_id]
+        self.cache.unpublish(base_id)
 
     def open(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Mirror, int]:
         """A sequence, and its cached tokens."""
@@ -181,6 +209,7 @@ class CacheAdapter:
 
     def _restart(self) -> None:
         assert self._make is not None
+        self._bases = {}
         self.cache, self.engine = self._make()
 
     def read(self, request: Mirror, num_tokens: int) -> bytes:
@@ -224,6 +253,10 @@ def strict_system(
         return cache, engine
 
     return CacheAdapter(*make(), make)
+
+
+OPERATOR = Tenant("op", guaranteed_blocks=6, mode="strict")
+"""Who publishes: three bases of two blocks have room, whatever others do."""
 
 
 def strict_halves(num_blocks: int) -> tuple[Tenant, Tenant]:

@@ -13,6 +13,9 @@ prompts of all tenants come from one small universe, so another's are A's own, o
 block's boundary, or other ids that spell the same text (2 may stand for 0, 0). Each answer is held against the
 oracle too: nothing is served that the tenant did not commit in that namespace.
 
+An operator publishes bases for both, on both systems alike, and ends them: what A observes may depend on that, and not
+on how others read them.
+
 Where one tenant may take another's room (a pool that is full, burst mode) answers may differ; the bytes served and
 the oracle's word may not.
 """
@@ -28,7 +31,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixkv.audit.oracle import Oracle
-from radixkv.audit.properties.adapter import Adapter, CacheAdapter, strict_halves, strict_system
+from radixkv.audit.properties.adapter import OPERATOR, Adapter, CacheAdapter, strict_halves, strict_system
 from radixkv.audit.properties.material import (
     LAYOUT,
     MAX_PROMPT_BLOCKS,
@@ -258,9 +261,9 @@ class Player:
                 self.release(0)
         return Observed((answer,))
 
-    def restarted(self) -> None:
+    def restarted(self, oracle: Oracle) -> None:
         """The system has lost everything."""
-        self.oracle = Oracle(self.oracle.block_size)
+        self.oracle = oracle
         self.requests, self.leases = [], []
 
     def end(self) -> None:
@@ -348,6 +351,14 @@ def _pair(opened: Any) -> tuple[Any, Any]:
     return opened[0], opened[1]
 
 
+def _refusal(call: Callable[..., object], *args: object) -> str | None:
+    try:
+        call(*args)
+    except RadixKVError as error:
+        return str(error)
+    return None
+
+
 class TwoSystems(RuleBasedStateMachine):
     """The steps. A subclass makes the two systems in an ``initialize`` rule that calls ``start``."""
 
@@ -355,9 +366,11 @@ class TwoSystems(RuleBasedStateMachine):
         """Two systems alike. ``compares_all``: answers too, not only bytes and the oracle's word."""
         self.systems, self.is_alone, self.compares_all = list(systems), is_alone, compares_all
         self.may_insert = True
+        self.published: dict[str, tuple[int, list[int]]] = {}
+        self.num_published = 0
         self.block_size = systems[0].block_size
-        oracles = [Oracle(self.block_size) for _ in systems]
-        pairs = list(zip(systems, oracles, strict=True))
+        self.oracles = [Oracle(self.block_size) for _ in systems]
+        pairs = list(zip(systems, self.oracles, strict=True))
         self.low = [Player("a", *pair) for pair in pairs]
         self.high = [Player("b", *pair) for pair in pairs]
 
@@ -443,8 +456,11 @@ class TwoSystems(RuleBasedStateMachine):
         if all(hasattr(system, "restart") for system in self.systems):
             for system in self.systems:
                 system.restart()  # type: ignore[attr-defined]
-            for player in (*self.low, *self.high):
-                player.restarted()
+            self.published, self.num_published = {}, 0
+            self.oracles = [Oracle(self.block_size) for _ in self.systems]
+            for players in (self.low, self.high):
+                for player, oracle in zip(players, self.oracles, strict=True):
+                    player.restarted(oracle)
 
     @rule(
         by=who, where=small, prompt=prompts, seconds=st.sampled_from((60, 5, 20, 1)), unpins=st.integers(0, 3)
@@ -457,6 +473,43 @@ class TwoSystems(RuleBasedStateMachine):
         ids = self._prompt(prompt)
         self._play(by, lambda player: player.serve(where, ids))
         self._play(by, lambda player: player.pin(where, ids, seconds))
+
+    @precondition(lambda self: getattr(self, "compares_all", False) and hasattr(self.systems[0], "publish"))
+    @rule(
+        where=st.sampled_from((0, 0, 2)),
+        prompt=prompts,
+        readers=st.sampled_from((("a", "b"), ("a",), ("b",))),
+        which=st.integers(0, 1),
+    )
+    def publish(self, where: int, prompt: tuple[int, ...], readers: tuple[str, ...], which: int) -> None:
+        """The operator publishes a base of one or two blocks on both systems, or ends it; three in a life at most."""
+        base_id, namespace = f"base {which}", self.low[0].namespaces[where]._replace(tenant=OPERATOR.id)
+        ids = self._prompt(prompt)[: 2 * self.block_size]
+        pairs: list[tuple[Any, Oracle]] = list(zip(self.systems, self.oracles, strict=True))
+        if base_id in self.published:
+            del self.published[base_id]
+            for system, oracle in pairs:
+                oracle.unpublish(base_id)
+                system.unpublish(base_id)
+        elif len(ids) >= self.block_size and self.num_published < 3:
+            told = [_refusal(system.publish, base_id, namespace, ids, readers) for system, _ in pairs]
+            expect(told[0] == told[1], f"that a base is published depends on B: {told}")
+            if told[0] is None:
+                self.published[base_id] = where, ids
+                self.num_published += 1
+                for _, oracle in pairs:
+                    oracle.publish(base_id, namespace, ids, readers)
+
+    @precondition(lambda self: bool(getattr(self, "published", None)))
+    @rule(by=who, which=small, more=st.lists(st.integers(0, 1), max_size=2), ends=st.booleans())
+    def read(self, by: int, which: int, more: list[int], ends: bool) -> None:
+        """A request that begins with a base, and goes on with up to two blocks, computed; it ends or runs on."""
+        where, base = list(self.published.values())[which % len(self.published)]
+        ids = [*base, *(token for token in more for _ in range(self.block_size))]
+        if ends:
+            self._play(by, lambda player: player.serve(where, ids))
+        else:
+            self._play(by, lambda player: player.open(where, ids, len(ids)))
 
     @invariant()
     def nothing_seen_differs(self) -> None:
@@ -495,8 +548,8 @@ class TwoSystems(RuleBasedStateMachine):
             return
         first, second = (call(player) for player in self.low)
         if self.compares_all:
-            differ = f"A observes {second.answer} beside B and {first.answer} otherwise"
-            expect(first.answer == second.answer, differ)
+            said = f"A observes {second.answer} beside B and {first.answer} otherwise"
+            expect(first.answer == second.answer, said)
             expect(first.served == second.served, "A is served other bytes beside B than otherwise")
         size = min(len(first.served), len(second.served))
         expect(first.served[:size] == second.served[:size], "A is served other bytes beside B than otherwise")
@@ -542,7 +595,7 @@ class TwoRuns(TwoSystems):
         layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
         name = cls.policies[policy % len(cls.policies)]
         self.is_strict = cls.modes[mode % len(cls.modes)] == "strict"
-        num_blocks = room if self.is_strict else 12 if is_tiny else 512
+        num_blocks = room + OPERATOR.guaranteed_blocks if self.is_strict else 12 if is_tiny else 512
         everybody = Tenant("default", max_pinned_blocks=5)
         config = CacheConfig(
             num_blocks, block_size, layout, policy=name, segment_tokens=block_size, default_tenant=everybody
@@ -559,9 +612,9 @@ class TwoRuns(TwoSystems):
         factory = type(self).factory
         if not self.is_strict:
             return strict_system(factory, config, self.clock, ())
-        a, b = strict_halves(config.num_blocks)
+        a, b = strict_halves(config.num_blocks - OPERATOR.guaranteed_blocks)
         other = [(b,), (_changed("b", 2, 3),), (_changed("b", 0, 1),), ()][beside]
-        return strict_system(factory, config, self.clock, (a, *other))
+        return strict_system(factory, config, self.clock, (a, OPERATOR, *other))
 
     @rule(seconds=st.sampled_from((1, 0, 60)), learns=st.booleans())
     def wait(self, seconds: int, learns: bool) -> None:
