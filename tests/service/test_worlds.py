@@ -24,6 +24,7 @@ from tests.service.running import Running, eventually, service_in_thread
 RANDOM = {"id", "job"}
 TIMES = {
     "seconds", "created", "queued_s", "time_to_first_token_s", "total_s", "lease_remaining_s", "lag_s", "staleness_s",
+    "ttl_s",
 }  # fmt: skip
 PLACES = {"epoch", "address"}
 """Of the process, not of tenants: when it was started, and the test's own port."""
@@ -55,6 +56,11 @@ def scene(ask: Ask) -> None:
         ask("POST", "/v1/route", {"prompt": TEXT, "cost": "lmetric"})
         ask("GET", "/v1/stats")
         ask("GET", "/v1/replicas")
+    ask("POST", "/v1/pins", {"token_ids": IDS, "salt": "s", "ttl_s": 600})
+    ask("POST", "/v1/pins", {"token_ids": IDS, "salt": "nowhere", "ttl_s": 600})
+    ask("GET", "/v1/pins")
+    ask("DELETE", "/v1/pins/1")
+    ask("DELETE", "/v1/pins/1")
     jobs = [ask("POST", "/v1/warm", {"token_ids": IDS[n:], "wait": False}).json()["job"] for n in (0, 1)]
     for job in jobs:
         eventually(lambda job=job: ask("GET", f"/v1/warm/{job}", note=False).json()["state"] == "done")
@@ -196,7 +202,7 @@ def plain(value: Any, handles: dict[str, list[str]]) -> Any:
     if not isinstance(value, dict):
         return value
     for name in RANDOM & set(value):
-        if isinstance(value[name], str) and value[name] != "one":
+        if isinstance(value[name], str) and value[name] != "one" and not value[name].isdecimal():  # of a pin
             handles[name].append(value[name])
     kept = {name: each for name, each in value.items() if name not in RANDOM | TIMES | PLACES}
     return {name: plain(each, handles) for name, each in kept.items()}
