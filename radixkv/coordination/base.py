@@ -573,7 +573,7 @@ class BaseCoordinator:
         if standing.verdict == "OK":
             self._seq += len(entries)
             self._num_published += len(entries)
-            self._log_bytes += sum(len(entry.digests) for entry in entries) + len(entries) * _ENTRY_BYTES
+            self._log_bytes += sum([len(entry.digests) for entry in entries]) + len(entries) * _ENTRY_BYTES
 
     def _obey(self, standing: Standing) -> None:
         if standing.verdict == "FENCED":
