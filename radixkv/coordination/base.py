@@ -88,7 +88,9 @@ class BaseCoordinator:
             generation_of=lambda tenant: self.tenants.first_met(tenant),
         )
         self.reader = Reader(settings, self.keys, store, clock)
-        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised)
+        self.tenants = Tenants(
+            self.keys, store, settings.fingerprint, self._publisher.raised, self.reader.remaining_s
+        )
         self._writing = threading.RLock()
         self._resident: Resident | None = None
         self._load = Load()
@@ -100,12 +102,13 @@ class BaseCoordinator:
         self._dirty = False
         self._epoch = self._seq = 0
         self._nonce = self._proof = ""
-        self._lease_until = self._next_beat = self._retry_at = 0.0
+        self._lease_until = self._told_until = self._next_beat = self._retry_at = float("-inf")
+        self._looked_at = float("-inf")
         self._num_failures = 0
         self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
         self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
         self._is_new_epoch = True
-        self._heard_bytes, self._heard_at = 0, 0.0
+        self._heard_bytes, self._heard_at = 0, float("-inf")
 
     # ---- the protocol, in the order of a replica's life
 
@@ -168,7 +171,7 @@ class BaseCoordinator:
                     pass
             self._registered = False
             self._publisher.suspend()
-            self._lease_until = 0.0
+            self._lease_until = float("-inf")
             if self._state != "fenced":
                 self._set_state("left")
 
@@ -339,19 +342,18 @@ class BaseCoordinator:
     def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
         """The epochs of those of them that are live, from the store itself."""
         seen = self.store.fetch(list(replica_ids)).seen if replica_ids else []
-        return {
-            each.registration.replica_id: each.registration.epoch for each in seen if each.remaining_s > 0
-        }
+        live = [each.registration for each in seen if self.reader.remaining_s(each) > 0]
+        return {registration.replica_id: registration.epoch for registration in live}
 
     # ---- tenants of the fleet
 
     @property
     def knows_generations(self) -> bool:
-        """Its lease runs: no purge can be complete that this replica hasn't heard of. Local.
+        """Its lease runs, and it has obeyed all purges since: none can be complete that it hasn't heard of. Local.
 
         A tenant that would rather not be served than served stale isn't served while this is False.
         """
-        return self._registered and self.clock() < self._lease_until
+        return self._registered and self.clock() < min(self._told_until, self._lease_until)
 
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation. See the protocol."""
@@ -391,6 +393,9 @@ class BaseCoordinator:
             if self._state in ("fenced", "left") or self._closed:
                 return self._sleep(None)
             now = self.clock()
+            if now < self._looked_at:  # the clock was turned back: what it said before says nothing
+                self._next_beat = self._retry_at = self._lease_until = self._heard_at = now
+            self._looked_at = now
             try:
                 if now < self._retry_at:
                     self._digest_only()
@@ -485,6 +490,7 @@ class BaseCoordinator:
             self._dirty = self._dirty or standing.last_seq != self._seq
             self.tenants.follow(self._writer(), is_new=self._is_new_epoch)
             self._is_new_epoch = False
+            self._told_until = self._lease_until
             self.tenants.restate(self._writer(), self.settings.lease_s)
 
     def _writer(self) -> Writer:
@@ -577,7 +583,7 @@ class BaseCoordinator:
 
     def _obey(self, standing: Standing) -> None:
         if standing.verdict == "FENCED":
-            self._lease_until = 0.0
+            self._lease_until = float("-inf")
             self._publisher.suspend()
             self._set_state("fenced", "a younger process has registered this id")
             raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")

@@ -113,7 +113,10 @@ class MemoryStore:
         with self._open():
             record, standing = self._standing(writer)
             if record is not None:
-                record.registration = replace(record.registration, proof=proof)
+                beats, lease_ms = record.registration.beats + 1, max(1, int(lease_s * 1000))
+                record.registration = replace(
+                    record.registration, proof=proof, lease_ms=lease_ms, beats=beats
+                )
                 record.live_until = self.clock() + lease_s
                 record.listed_until = record.live_until + LISTED_S
                 record.load = load

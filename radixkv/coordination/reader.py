@@ -2,8 +2,9 @@
 
 The registrations are fetched at every beat's time, and at least every second. Liveness is the lease's
 remaining time, counted from before the fetch on the local clock, and compared at each question; so a replica
-is gone when its lease is, even if the store is gone too. Only the logs of replicas that are live, proven and
-compatible are read, each behind its cursor ``(epoch, seq)``; ``view.RemoteLog`` says what a gap means.
+is gone when its lease is, even if the store is gone too. Only a beat extends it, whatever the store's clock
+does. Only the logs of replicas that are live, proven and compatible are read, each behind its cursor
+``(epoch, seq)``; ``view.RemoteLog`` says what a gap means.
 
 A registration that can't be read for a moment (one shard of a Cluster is away) is kept as it was until its
 lease is over: other shards go on.
@@ -47,6 +48,9 @@ class Remote:
     registration: Registration
     info: ReplicaInfo
     live_until: float
+    """Counted from before the fetch: not too late."""
+    latest: float
+    """Counted from after it: not too early."""
     log: RemoteLog | None
 
     def known(self, now: float) -> Known:
@@ -81,7 +85,7 @@ class Reader:
         self._clock = clock
         block_size = 0 if any_block_size else settings.block_size
         self._mine = Registration(settings.replica_id, 0, "", "", "", block_size, WIRE_VERSION, keys.canary)
-        self._fetch_at = 0.0
+        self._fetch_at = float("-inf")
         self._failures = 0
         self._lock = threading.Lock()
 
@@ -93,12 +97,12 @@ class Reader:
             self._failures += 1
             return float(min(self._settings.beat_s, 2.0, 0.05 * 2 ** min(self._failures, 10)))
         self._failures = 0
-        return 0.0 if any(self._followed()) else max(0.0, self._fetch_at - self._clock())
+        return 0.0 if any(self._followed()) else min(_FETCH_S, max(0.0, self._fetch_at - self._clock()))
 
     def poll(self, block_s: float = 0.0) -> None:
         """Fetch the registrations if it is time, and read the logs; wait for news up to ``block_s``."""
         with self._asking():
-            if self._clock() >= self._fetch_at:
+            if not self.fetched_at <= self._clock() < self._fetch_at:  # be it that the clock was turned back
                 self._refresh()
                 return
             self._read(max(0.0, min(block_s, self._fetch_at - self._clock())))
@@ -121,6 +125,11 @@ class Reader:
                 self.view.flush()
             self.is_lost = False
 
+    def remaining_s(self, seen: Seen) -> float:
+        """How long the lease of a registration that was just fetched may still run; local."""
+        now, known = self._clock(), self.remotes.get(seen.registration.replica_id)
+        return max(0.0, _end_of_lease(seen, now, known) - now)
+
     def known(self) -> list[Known]:
         """All other replicas as of now; local."""
         now = self._clock()
@@ -130,11 +139,11 @@ class Reader:
         before = self._clock()
         self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
         old = self.remotes
-        fetched = self._store.fetch()
+        fetched, after = self._store.fetch(), self._clock()
         self.fetched_at = before
         self._fetch_at = before + self._pause_s(fetched.seen)
         fresh = {
-            seen.registration.replica_id: self._remote(seen, before, old)
+            seen.registration.replica_id: self._remote(seen, before, after, old)
             for seen in fetched.seen
             if seen.registration.replica_id != self._settings.replica_id
         }
@@ -159,16 +168,17 @@ class Reader:
             if remote.log is not None and id(remote.log) not in kept:
                 remote.log.forget(0)
 
-    def _remote(self, seen: Seen, before: float, old: dict[str, Remote]) -> Remote:
-        registration, remaining_s, load = seen
-        info = describe(registration, self._mine, self._keys, remaining_s, load)
-        log = None
+    def _remote(self, seen: Seen, before: float, after: float, old: dict[str, Remote]) -> Remote:
+        registration, load = seen.registration, seen.load
+        known, log = old.get(registration.replica_id), None
+        latest = _end_of_lease(seen, after, known)
+        live_until = min(latest, before + _stated_s(seen))
+        info = describe(registration, self._mine, self._keys, live_until - before, load)
         if info.live and info.proven and info.incompatible is None:
-            known = old.get(registration.replica_id)
             log = None if known is None else known.log
             if log is None or (log.epoch, log.nonce) != (registration.epoch, registration.nonce):
                 log = RemoteLog(registration.epoch, registration.nonce, self.view)
-        return Remote(registration, info, before + remaining_s, log)
+        return Remote(registration, info, live_until, latest, log)
 
     def _followed(self) -> Iterator[tuple[str, RemoteLog]]:
         return ((name, remote.log) for name, remote in self.remotes.items() if remote.log is not None)
@@ -189,7 +199,7 @@ class Reader:
         """Take in one entry; False if it belongs to a registration that isn't known yet."""
         epoch, seq, entry = logged
         if epoch != log.epoch:
-            self._fetch_at = 0.0
+            self._fetch_at = float("-inf")
             return False
         if entry is None:
             self.view.num_gaps += 1
@@ -218,6 +228,22 @@ class Reader:
         saved = self._store.load(name, log.epoch, log.seq)
         if saved is not None:
             log.load(saved.groups, saved.seq)
+
+
+def _stated_s(seen: Seen) -> float:
+    """How long a lease still runs by the store's clock, but at most what it was stated for."""
+    return min(seen.remaining_s, seen.registration.lease_ms / 1000 or seen.remaining_s)
+
+
+def _end_of_lease(seen: Seen, now: float, known: Remote | None) -> float:
+    """When a lease that was fetched before ``now`` ends at the latest: a beat extends it, and nothing else does."""
+    latest, registration = now + _stated_s(seen), seen.registration
+    if known is None or not registration.beats:
+        return latest
+    before = known.registration
+    beat = (registration.epoch, registration.nonce, registration.beats)
+    is_same = (before.epoch, before.nonce, before.beats) == beat
+    return min(latest, known.latest) if is_same else latest
 
 
 def describe(

@@ -113,7 +113,8 @@ BEAT = (
 local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-redis.call('HSET', KEYS[1], 'proof', ARGV[5])
+local beats = tonumber(redis.call('HGET', KEYS[1], 'beats') or '0') or 0
+redis.call('HSET', KEYS[1], 'proof', ARGV[5], 'lease_ms', ARGV[3], 'beats', whole(beats + 1))
 for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.store import Durable, Grant, Share, Store, Writer
+from radixkv.coordination.store import Durable, Grant, Seen, Share, Store, Writer
 from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
 
 if TYPE_CHECKING:
@@ -52,10 +52,19 @@ class Tenants:
     """See the module's docstring. ``follow`` by one thread at a time; the rest from any."""
 
     def __init__(
-        self, keys: FleetKeys, store: Store, fingerprint: str, tell: Callable[[str, int], None]
+        self,
+        keys: FleetKeys,
+        store: Store,
+        fingerprint: str,
+        tell: Callable[[str, int], None],
+        remaining_s: Callable[[Seen], float],
     ) -> None:
-        """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does."""
+        """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does.
+
+        ``remaining_s``: how long the lease of a fetched registration still runs.
+        """
         self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
+        self._remaining_s = remaining_s
         self._names: dict[bytes, str] = {}
         self._generations: dict[bytes, int] = {}
         self._wanted: dict[str, int] = {}
@@ -121,18 +130,20 @@ class Tenants:
         """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was."""
         if is_new:
             self._cursor = 0
+            self._restore()
         raised = self._store.purges(self._cursor)
         if raised and self.resident is not None:
             self.meet({namespace.tenant for namespace in self.resident.namespaces()})
         for tenant, position in raised:
-            self._obey(writer, tenant)
+            self._obey(writer, tenant, is_new=is_new)
             self._cursor = max(position, self._cursor)
 
     def raise_generation(self, tenant: str) -> Durable:
         """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
-        return self._store.raise_generation(digest, self._store.tenant(digest).generation)
+        known = self._generations.get(digest, 0)
+        return self._store.raise_generation(digest, max(known, self._store.tenant(digest).generation))
 
     def report(self, tenant: str, replicated: bool | None = None) -> Purge:
         """How far the tenant's last purge has come. Raises StoreUnavailable."""
@@ -140,19 +151,30 @@ class Tenants:
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
         lists["pending"] += fetched.unread
-        for registration, remaining_s, _ in fetched.seen:
-            name, epoch = registration.replica_id, registration.epoch
+        for seen in fetched.seen:
+            name, epoch = seen.registration.replica_id, seen.registration.epoch
             if facts.confirmed.get(name, 0) >= epoch or facts.generation == 0:
                 lists["confirmed"].append(name)
             else:
-                lists["pending" if remaining_s > 0 else "unconfirmed"].append(name)
+                lists["pending" if self._remaining_s(seen) > 0 else "unconfirmed"].append(name)
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(facts.generation, **sorted_lists, replicated=replicated)
 
-    def _obey(self, writer: Writer, digest: bytes) -> None:
+    def _restore(self) -> None:
+        """A store that has lost generations which are known here gets them back."""
+        for digest, generation in list(self._generations.items()):
+            if self._store.tenant(digest).generation < generation:
+                self._store.raise_generation(digest, generation - 1)
+
+    def _obey(self, writer: Writer, digest: bytes, *, is_new: bool) -> None:
+        """Purge what is announced, and confirm it.
+
+        Under a new epoch also what was purged already: if the store has lost its generations, the same number
+        may stand for a later purge.
+        """
         generation, tenant = self._store.tenant(digest).generation, self._names.get(digest)
-        if generation > self._generations.get(digest, 0):
-            self._generations[digest] = generation
+        if generation > self._generations.get(digest, 0) or is_new:
+            self._generations[digest] = max(generation, self._generations.get(digest, 0))
             if tenant is not None:
                 self._tell(tenant, generation)
                 if self.on_purge is not None:

@@ -295,7 +295,7 @@ class CoordinatorContract:
         fleet.kill(a)
         fleet.eventually(lambda: names(b.peers()) == ["c"] and names(c.peers()) == ["b"])
         assert hinted(b, ACME, ids) == hinted(c, ACME, ids) == {}
-        assert not a.info().live, "its own lease ran out too"
+        fleet.eventually(lambda: not a.info().live)  # its own lease runs out too
 
     def test_who_leaves_is_gone_at_once(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
@@ -683,6 +683,51 @@ class CoordinatorContract:
         fleet.eventually(lambda: a.replica.purge_report("acme").unconfirmed == ())
         fleet.eventually(lambda: b.purged == [("acme", 1)])
 
+    def test_who_comes_back_knows_nothing_before_it_has_purged(self, fleet: Fleet) -> None:
+        a, b = Purged(fleet, "a"), Purged(fleet, "b")
+        b.warm(ACME, prompt(512))
+        fleet.kill(b.replica)
+        a.replica.purge("acme")
+        fleet.eventually(lambda: a.replica.purge_report("acme").unconfirmed == ("b",))
+        b.replica.register()
+        fleet.eventually(lambda: b.purged == [("acme", 1)] and b.replica.knows_generations)
+        assert b.knew == [False], "its lease ran already when it was told"
+
+    def test_a_store_that_lost_its_generations_gets_them_back(self, fleet: Fleet) -> None:
+        """And a purge after the loss is no purge of before, whoever asks for it."""
+        a, b = Purged(fleet, "a"), Purged(fleet, "b")
+        digest = a.replica.keys.tenant("acme")
+        b.warm(ACME, prompt(512))
+        fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+        for generation in (1, 2):
+            assert a.replica.purge("acme").generation == generation
+        fleet.eventually(lambda: b.purged[-1:] == [("acme", 2)])
+        fleet.lose()
+        fleet.eventually(lambda: a.replica.health().is_ok and b.replica.health().is_ok)
+        fleet.eventually(lambda: a.replica.store.tenant(digest).generation == 2)
+        fleet.eventually(lambda: b.purged.count(("acme", 2)) == 2)  # it can't know that it isn't another one
+        b.warm(ACME, prompt(512))
+        fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+        c = Purged(fleet, "c")
+        assert c.replica.purge("acme").generation == 3
+        fleet.eventually(lambda: c.replica.purge_report("acme").is_complete)
+        assert b.purged[-1] == ("acme", 3) and b.cache.match(ACME, prompt(512)).num_tokens == 0
+        fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {})
+
+    def test_a_generation_that_counts_anew_is_obeyed(self, fleet: Fleet) -> None:
+        """Nobody who knows the old one is there when a store that lost it is asked for another purge."""
+        a = Purged(fleet, "a")
+        a.replica.purge("acme")
+        a.warm(ACME, prompt(512))
+        fleet.kill(a.replica)
+        fleet.lose()
+        b = Purged(fleet, "b")
+        fleet.eventually(lambda: b.replica.health().is_ok)
+        assert b.replica.purge("acme").generation == 1
+        a.replica.register()
+        fleet.eventually(lambda: b.replica.purge_report("acme").confirmed == ("a", "b"))
+        assert a.purged == [("acme", 1), ("acme", 1)] and a.cache.match(ACME, prompt(512)).num_tokens == 0
+
     def test_who_cannot_purge_does_not_confirm(self, fleet: Fleet) -> None:
         a, b = Purged(fleet, "a"), fleet.join("b")
         store(b, ACME, prompt(512))
@@ -704,6 +749,7 @@ class Purged:
 
     def __init__(self, fleet: Fleet, name: str) -> None:
         self.purged: list[tuple[str, int]] = []
+        self.knew: list[bool] = []
         self.replica = fleet.replica(name)
         self.cache = PrefixCache(CacheConfig(num_blocks=256, block_size=16), journal=self.replica.journal)
         self.replica.attach(self.cache, self.purge)
@@ -711,6 +757,7 @@ class Purged:
 
     def purge(self, tenant: str, generation: int) -> None:
         self.purged.append((tenant, generation))
+        self.knew.append(self.replica.knows_generations)
         for namespace in self.cache.namespaces(tenant):
             self.cache.clear(namespace)
 

@@ -604,6 +604,49 @@ def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet)
     assert [fields[b"e"] for _, fields in fleet.log("a")] == [b"%d" % younger.info().epoch]
 
 
+# ---- clocks
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+def test_a_clock_that_is_turned_by_an_hour(fleet: RedisFleet, seconds: float) -> None:
+    """That of a replica: it goes on to beat, to read, and to see who is gone."""
+    turned = [0.0]
+    settings = Settings(**fleet.settings("a", {}))
+    a = RedisCoordinator(settings, fleet.server.url, lambda: time.monotonic() + turned[0])
+    b, gone = fleet.join("b"), fleet.join("gone")
+    fleet.members.append(a)
+    a.register()
+    fleet.eventually(lambda: names(a.peers()) == ["b", "gone"] and names(b.peers()) == ["a", "gone"])
+    turned[0] = seconds
+    fleet.kill(gone)
+    beats = a._lease_until
+    fleet.eventually(lambda: a._lease_until != beats and a.knows_generations)
+    fleet.eventually(lambda: names(a.peers()) == ["b"] and names(b.peers()) == ["a"])
+    store(b, ACME, prompt(512))
+    store(a, OTHER, prompt(512))
+    fleet.eventually(lambda: hinted(a, ACME, prompt(512)) == {"b": 512})
+    fleet.eventually(lambda: hinted(b, OTHER, prompt(512)) == {"a": 512})
+
+
+def test_a_lease_that_the_server_does_not_end_is_over_all_the_same(fleet: RedisFleet) -> None:
+    """As after its clock was turned back: only beats extend a lease."""
+    a, b = fleet.join("a"), fleet.join("b")
+    fleet.eventually(lambda: names(b.peers()) == ["a"])
+    job = b.create_job(ACME, 512, ["a"])
+    fleet.kill(a)
+    fleet.client.pexpire(fleet.key("a", "lease"), 3_600_000)
+    fleet.eventually(lambda: b.peers() == [])
+    fleet.client.pexpire(fleet.key("a", "lease"), 3_600_000)
+    b.poll()  # type: ignore[attr-defined]
+    assert b.peers() == []
+    b.purge("acme")
+    fleet.eventually(lambda: b.purge_report("acme").unconfirmed == ("a",))
+    found = b.job(job.id, "acme")
+    assert found is not None and found.parts[0].state == "lost"
+    late = fleet.join("late")
+    fleet.eventually(lambda: names(late.peers()) == ["b"])
+
+
 # ---- writes that must not be lost
 
 
