@@ -34,7 +34,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, parse_url
-from redis.exceptions import MovedError, NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import MovedError, NoScriptError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -87,7 +87,7 @@ from radixkv.coordination.wire import (
     registration_fields,
     unpack_snapshot,
 )
-from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.errors import ConfigError, RadixKVError, StoreUnavailable
 
 PREFIX = "rk1:"
 REPLICAS_KEY = PREFIX + "replicas"
@@ -228,7 +228,7 @@ class Connection:
         answers.
         """
         replies: list[Any] = [None] * len(commands)
-        failure: Exception | None = None
+        failure: StoreUnavailable | None = None
         num_failed = 0
         by_node = self._by_node([str(command[1]) for command in commands])
         for node, indices in by_node:
@@ -236,15 +236,16 @@ class Connection:
             for index in indices:
                 pipeline.execute_command(*commands[index])
             try:
-                answers = pipeline.execute(raise_on_error=False)
-            except (RedisError, RedisClusterException) as error:
+                with _translated():
+                    answers = pipeline.execute(raise_on_error=False)
+            except StoreUnavailable as error:
                 answers, failure, num_failed = [error] * len(indices), error, num_failed + 1
                 self._is_stale = True
             for index, answer in zip(indices, answers, strict=True):
                 replies[index] = answer
                 self._is_stale = self._is_stale or isinstance(answer, MovedError)
         if failure is not None and num_failed == len(by_node):
-            raise _unavailable(failure)
+            raise failure
         return replies
 
     def of(self, command: str, *args: Any) -> Any:
@@ -290,7 +291,7 @@ class Connection:
             except MovedError:
                 self._is_stale = True
                 return act(self._node(key))
-            except (RedisError, RedisClusterException):
+            except Exception:
                 self._is_stale = True
                 raise
 
@@ -369,10 +370,16 @@ class Connection:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Any error of the client, or of the server, is StoreUnavailable."""
+    """Any error of the client, or of the server, is StoreUnavailable; so is an answer that can't be one.
+
+    Of any type: the client parses what a server says without distrust, and meets garbage, torn connections and other
+    threads' disconnects as a ValueError, AttributeError, RecursionError …
+    """
     try:
         yield
-    except (RedisError, RedisClusterException) as error:
+    except RadixKVError:
+        raise
+    except Exception as error:
         raise _unavailable(error) from error
 
 
@@ -388,7 +395,7 @@ class _UnderWay:
     pool: Any
     connection: Any
     sent_at: float
-    failure: RedisError | None = None
+    failure: StoreUnavailable | None = None
     """What was met when the connection was looked at. The client would connect anew, to no answer, if it were
     looked at again."""
 
@@ -396,13 +403,14 @@ class _UnderWay:
         """Something can be received, be it that the connection is broken or that its server is silent."""
         if self.failure is None:
             try:
-                return bool(self.connection.can_read(wait_s)) or self._is_silent()
-            except RedisError as failure:
+                with _translated():
+                    return bool(self.connection.can_read(wait_s)) or self._is_silent()
+            except StoreUnavailable as failure:
                 self.failure = failure
         return True
 
     def receive(self) -> Any:
-        """The answer; waits for it. Raises RedisError."""
+        """The answer; waits for it. Raises what the client raises."""
         if self.failure is not None:
             raise self.failure
         return self.connection.read_response()
@@ -438,7 +446,8 @@ class StreamReads:
         failures: list[StoreUnavailable] = []
         for reading in self._sent(slots, block_s, failures):
             try:
-                found += [(key.decode(), entries) for key, entries in self._receive(reading) or ()]
+                with _translated():
+                    found += [(key.decode(), entries) for key, entries in self._receive(reading) or ()]
             except StoreUnavailable as failure:
                 failures.append(failure)
         if slots and len(failures) >= len(slots):
@@ -484,7 +493,7 @@ class StreamReads:
                 connection.send_command(
                     "XREAD", "COUNT", ENTRIES_A_READ, *block, "STREAMS", *cursors, *cursors.values()
                 )
-            except RedisError:
+            except Exception:
                 self._give_up(reading)
                 raise
         return reading
@@ -502,7 +511,7 @@ class StreamReads:
         with _translated():
             try:
                 answer = reading.receive()
-            except RedisError:
+            except Exception:
                 self._give_up(reading)
                 raise
         reading.end(is_broken=False)
@@ -529,6 +538,7 @@ class RedisStore:
 
     # ---- a replica's own facts
 
+    @_translated()
     def boot(self, registration: Registration) -> Durable:
         """See the protocol."""
         names = ReplicaKeys(registration.replica_id)
@@ -540,6 +550,7 @@ class RedisStore:
         )
         return Durable(int(epoch), replicated)
 
+    @_translated()
     def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
         """See the protocol."""
         self.connection.check()
@@ -559,12 +570,14 @@ class RedisStore:
             _raise_first(self.connection.gather(commands))
         return _standing(verdict, last_seq)
 
+    @_translated()
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
         args: Args = [writer.epoch, writer.nonce, first_seq, pack_entries(entries)]
         return _standing(*self.connection.run(scripts.APPEND, [names.meta, names.log], args))
 
+    @_translated()
     def snapshot(
         self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
     ) -> Standing:
@@ -576,6 +589,7 @@ class RedisStore:
         keys = [names.meta, names.log, names.snapshot_meta]
         return _standing(*self.connection.run(scripts.SNAPSHOT, keys, [*standing, *form, *snapshot.chunks]))
 
+    @_translated()
     def leave(self, writer: Writer) -> Standing:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
@@ -587,6 +601,7 @@ class RedisStore:
 
     # ---- reading
 
+    @_translated()
     def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
         """See the protocol."""
         ids = self._listed() if replica_ids is None else list(replica_ids)
@@ -614,6 +629,7 @@ class RedisStore:
         reply = self.connection.of("ZREVRANGE", REPLICAS_KEY, 0, MAX_REPLICAS - 1)
         return [name.decode() for name in reply if _REPLICA_ID.fullmatch(name)]
 
+    @_translated()
     def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
         """See the protocol."""
         logs = {ReplicaKeys(name).log: name for name in cursors}
@@ -621,6 +637,7 @@ class RedisStore:
         news = self._streams.read(ids, block_s)
         return {logs[key]: [_logged(*entry) for entry in entries] for key, entries in news if key in logs}
 
+    @_translated()
     def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
         """See the protocol."""
         names = ReplicaKeys(replica_id)
@@ -643,12 +660,14 @@ class RedisStore:
 
     # ---- tenants
 
+    @_translated()
     def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
         """See the protocol."""
         stated = "" if blocks is None else str(blocks)
         _, replicated = self.connection.run_durably(scripts.LIMIT, [_tenant_key(tenant)], [stated])
         return Durable(blocks or 0, replicated)
 
+    @_translated()
     def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
         """See the protocol."""
         args: Args = [
@@ -669,17 +688,20 @@ class RedisStore:
             int(generation),
         )
 
+    @_translated()
     def raise_generation(self, tenant: bytes, above: int) -> Durable:
         """See the protocol."""
         answer, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], [above])
         self.connection.run(scripts.ANNOUNCE, [PURGES_KEY], [tenant.hex(), MAX_PURGES])
         return Durable(int(answer), replicated)
 
+    @_translated()
     def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
         """See the protocol."""
         args: Args = [replica_id, epoch, generation]
         return int(self.connection.run(scripts.CONFIRM, [_tenant_key(tenant)], args)) == 1
 
+    @_translated()
     def tenant(self, tenant: bytes) -> TenantFacts:
         """See the protocol. What has not the form of this version counts for nothing."""
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
@@ -691,6 +713,7 @@ class RedisStore:
         )
         return TenantFacts(limit, generation, shares, confirmed)
 
+    @_translated()
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """See the protocol."""
         reply = self.connection.run(scripts.ANNOUNCED, [PURGES_KEY], [after])
@@ -703,17 +726,20 @@ class RedisStore:
 
     # ---- jobs
 
+    @_translated()
     def save_job(self, job: WarmJob) -> WarmJob:
         """See the protocol."""
         fields = [item for pair in job_fields(job).items() for item in pair]
         is_new = self.connection.run(scripts.JOB, [_job_key(job.id)], [int(JOB_TTL_S * 1000), *fields])
         return job if int(is_new) else self.load_job(job.id) or job
 
+    @_translated()
     def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
         """See the protocol."""
         args: Args = [format_owner(owner), format_owner(expected)]
         return int(self.connection.run(scripts.OWN, [_job_key(job_id)], args)) == 1
 
+    @_translated()
     def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
         """See the protocol."""
         args: Args = [
@@ -725,11 +751,13 @@ class RedisStore:
         ]
         return int(self.connection.run(scripts.ADD, [_job_key(job_id)], args)) == 1
 
+    @_translated()
     def save_part(self, job_id: str, part: JobPart) -> bool:
         """See the protocol."""
         args: Args = [PART_PREFIX + part.replica_id, format_part(part)]
         return int(self.connection.run(scripts.PART, [_job_key(job_id)], args)) == 1
 
+    @_translated()
     def load_job(self, job_id: str) -> WarmJob | None:
         """See the protocol."""
         fields = self.connection.of("HGETALL", _job_key(job_id))
@@ -788,7 +816,7 @@ def _logged(entry_id: bytes, fields: list[bytes]) -> Logged:
     epoch, seq = (0, 0) if position is None else (int(position[1]), int(position[2]))
     try:
         return Logged(epoch, seq, parse_entry(dict(zip(fields[::2], fields[1::2], strict=True)), epoch, seq))
-    except WireError:
+    except (ValueError, TypeError):  # a WireError, or no fields
         return Logged(epoch, seq, None)
 
 

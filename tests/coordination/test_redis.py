@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ import trustme
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Settings, connect
 from radixkv.coordination.base import BaseCoordinator
+from radixkv.coordination.holdings import Holdings
+from radixkv.coordination.protocol import WIRE_VERSION, JobPart, WarmJob
 from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore
+from radixkv.coordination.store import Share, Writer
+from radixkv.coordination.wire import Entry, Registration
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -789,6 +794,120 @@ def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_serv
                     store.read({"one": (1, 0)}, 0.2)
         proxy.reset = proxy.refuse = False
         assert store.read({"one": (1, 0)}, 0.01) == {}
+
+
+GARBAGE = (
+    b"",
+    b":x\r\n",
+    b":1\r\n",
+    b"$x\r\n",
+    b"$-1\r\n",
+    b"$3\r\nabc\r\n",
+    b"*-7\r\n",
+    b"*0\r\n",
+    b"*1\r\n" * 5_000,
+    b"*2\r\n$-1\r\n:1\r\n",
+    b"*3\r\n+OK\r\n+x\r\n+y\r\n",
+    b"*5\r\n+OK\r\n:1\r\n:-1\r\n+x\r\n$-1\r\n",
+    b"*1\r\n*2\r\n+rk1:{r:a}:ev\r\n*1\r\n*2\r\n+1-1\r\n$-1\r\n",
+    b"*1\r\n*2\r\n+\xff\r\n*1\r\n:7\r\n",
+    b"\x00" * 100,
+    b"%1\r\n+a\r\n+b\r\n",
+    b"+OK\r\n",
+    b"-\r\n",
+    b"-MOVED\r\n",
+    b"-MOVED x y\r\n",
+    b"-ASK 1 :\r\n",
+    b"-LOADING Redis is loading the dataset in memory\r\n",
+    b"-READONLY You can't write against a read only replica.\r\n",
+    b"-NOSCRIPT No matching script.\r\n",
+)
+
+
+def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
+    """Every operation of a store."""
+    writer, holdings = Writer("a", 1, "nonce"), Holdings()
+    holdings.store(b"n" * 32, [b"d" * 16])
+    tenant, job = (
+        b"t" * 32,
+        WarmJob("1" * 32, b"t" * 32, b"n" * 32, 9, (JobPart("a", 1, "queued"),), ("a", 1), 1),
+    )
+    registration = Registration("a", 0, "nonce", "http://h", "fp", 16, WIRE_VERSION, "canary")
+    yield lambda: store.boot(registration)
+    yield lambda: store.beat(writer, 60.0, "proof", Load())
+    yield lambda: store.append(writer, 2, [Entry("clear", b"")])
+    yield lambda: store.snapshot(writer, 1, 1, holdings, anew=True)
+    yield lambda: store.fetch(["a", "b"])
+    yield store.fetch
+    yield lambda: store.read({"a": (0, 0)})
+    yield lambda: store.read({"a": (0, 0)}, 0.02)
+    yield lambda: store.load("a", 1, 0)
+    yield lambda: store.set_limit(tenant, 5)
+    yield lambda: store.reserve(tenant, Share("a", 1, "fp", 3), 60.0)
+    yield lambda: store.raise_generation(tenant, 0)
+    yield lambda: store.confirm(tenant, "a", 1, 1)
+    yield lambda: store.tenant(tenant)
+    yield lambda: store.purges(0)
+    yield lambda: store.save_job(job)
+    yield lambda: store.own_job(job.id, ("b", 1), ("a", 1))
+    yield lambda: store.add_part(job.id, ("a", 1), JobPart("b", 1, "queued"))
+    yield lambda: store.save_part(job.id, job.parts[0])
+    yield lambda: store.load_job(job.id)
+    yield lambda: store.leave(writer)
+
+
+def test_whatever_a_server_says_is_an_answer_or_none(redis_server: RedisServer) -> None:
+    """Garbage in the place of any reply, be it the first of a connection or a later one."""
+    num_refused = 0
+    with (
+        closing(TcpProxy(redis_server.host, redis_server.port)) as proxy,
+        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", 0.3)) as store,
+    ):
+        for number, garbage in enumerate(GARBAGE):
+            for operation in operations(store):
+                if number % 2:
+                    with suppress(StoreUnavailable):
+                        store.tenant(b"t" * 32)  # a connection that works
+                proxy.garble = garbage
+                for _ in range(2):
+                    try:
+                        operation()
+                    except StoreUnavailable:
+                        num_refused += 1
+                proxy.garble = None
+        for operation in operations(store):
+            eventually(partial(works, operation))
+    assert num_refused > 100
+
+
+def works(operation: Callable[[], object]) -> bool:
+    """Whether the store answers."""
+    with suppress(StoreUnavailable):
+        operation()
+        return True
+    return False
+
+
+@pytest.mark.parametrize("garbage", GARBAGE[1::3])
+def test_a_cluster_or_a_sentinel_that_says_anything(
+    redis_cluster: ClusterServers, redis_sentinel: SentinelServers, garbage: bytes
+) -> None:
+    """In the place of the map of slots, and of the master's name."""
+    for kind, server, path in (
+        ("cluster", redis_cluster.nodes[0], ""),
+        ("sentinel", redis_sentinel.sentinels[0], f"/{redis_sentinel.SERVICE}"),
+    ):
+        with (
+            closing(TcpProxy(server.host, server.port)) as proxy,
+            closing(RedisStore(f"redis+{kind}://127.0.0.1:{proxy.port}{path}", 0.5)) as store,
+        ):
+            proxy.garble = garbage
+            for _ in range(2):
+                with pytest.raises(StoreUnavailable):
+                    store.set_limit(b"t" * 32, 5)
+            proxy.garble = None
+            eventually(partial(works, lambda store=store: store.set_limit(b"t" * 32, 5)))
+            assert store.tenant(b"t" * 32).limit == 5
 
 
 @pytest.fixture
