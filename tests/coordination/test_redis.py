@@ -45,7 +45,8 @@ from tests.coordination.contract import (
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers, find_binary
 from tests.tcp_proxy import TcpProxy
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+"""Longer than the 30 s for which a sentinel acts on nothing once it has missed two seconds, as on a loaded machine."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -277,6 +278,7 @@ def test_snapshots_bound_the_log(fleet: RedisFleet) -> None:
         if seed % 5 == 0:
             a.publish()
             assert fleet.client.xlen(fleet.key("a", "ev")) <= 2 * 10 + 5
+            fleet.eventually(lambda seed=seed: hinted(b, ACME, prompt(256, seed)))  # it keeps up
     a.publish()
     assert a.health().num_snapshots >= 5
     fleet.eventually(lambda: all(hinted(b, ACME, prompt(256, seed)) for seed in range(100)))
