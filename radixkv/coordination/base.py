@@ -208,6 +208,7 @@ class BaseCoordinator:
             num_view_digests=self.reader.view.num_digests,
             num_view_gaps=self.reader.view.num_gaps,
             num_view_forgotten=self.reader.view.num_forgotten,
+            num_jobs=self.store.num_jobs,
             queue_bytes=self._publisher.queued_bytes,
             mirror_bytes=self._publisher.mirror.num_digests * _DIGEST_BYTES_HELD,
             log_bytes=self._kept_bytes + self._log_bytes,

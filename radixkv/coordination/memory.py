@@ -22,6 +22,7 @@ from radixkv.coordination.store import (
     ENTRIES_A_READ,
     JOB_TTL_S,
     LISTED_S,
+    MAX_JOBS,
     MAX_PARTS,
     MAX_PURGES,
     MAX_REPLICAS,
@@ -40,8 +41,6 @@ from radixkv.coordination.store import (
 from radixkv.coordination.wire import Entry, Registration
 from radixkv.errors import StoreUnavailable
 from radixkv.types import Journal
-
-_MAX_JOBS = 4096
 
 
 @dataclass(slots=True)
@@ -76,6 +75,7 @@ class MemoryStore:
         self.accounts: dict[bytes, Account] = {}
         self.announced: OrderedDict[bytes, int] = OrderedDict()
         self.jobs: OrderedDict[str, tuple[float, WarmJob]] = OrderedDict()
+        self.num_jobs = 0
         self._lock = threading.Lock()
 
     @contextmanager
@@ -277,8 +277,9 @@ class MemoryStore:
             known = self._job(job.id)
             if known is None:
                 self.jobs[job.id] = (self.clock() + JOB_TTL_S, job)
-                while len(self.jobs) > _MAX_JOBS:
+                while len(self.jobs) > MAX_JOBS:
                     self.jobs.popitem(last=False)
+                self.num_jobs = len(self.jobs)
             return known or job
 
     def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:

@@ -12,11 +12,12 @@ those of one tenant, and of one job):
     {w:JOB}:job       hash     a warm job, kept for an hour
     replicas          zset     replica ids by live-until in ms: discovery only
     purges            zset     tenants in the order in which their generation was raised: discovery only
+    jobs              zset     warm jobs by the ms at which they end, to count them by
 
 Where a write goes is asked of the server: the shard of its tag, the master that Sentinel names, or the one
 there is. ``WAIT 1`` follows the writes that must not be lost (epoch, limit, generation), on the connection
 that wrote, where the server has had a replica. Bounded: 1,024 replicas, 65,536 announced purges, snapshots of
-4 M segments; a log ends behind the snapshot before the last one; a job holds 1,024 parts, for an hour.
+4 M segments; a log ends behind the snapshot before the last one; 4,096 jobs of 1,024 parts, for an hour.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from radixkv.coordination.store import (
     ENTRIES_A_READ,
     JOB_TTL_S,
     LISTED_S,
+    MAX_JOBS,
     MAX_PARTS,
     MAX_PURGES,
     MAX_REPLICAS,
@@ -92,6 +94,7 @@ from radixkv.errors import ConfigError, RadixKVError, StoreUnavailable
 PREFIX = "rk1:"
 REPLICAS_KEY = PREFIX + "replicas"
 PURGES_KEY = PREFIX + "purges"
+JOBS_KEY = PREFIX + "jobs"
 RETENTION_S = 7 * 24 * 3600
 """A registration, its log and its snapshot outlive the last beat by this much: epochs go on from it."""
 
@@ -529,6 +532,7 @@ class RedisStore:
         self.connection = Connection(url, reply_timeout_s)
         self._reading = Connection(url, reply_timeout_s + _SERVER_BLOCK_S)
         self._streams = StreamReads(self._reading)
+        self.num_jobs = 0
 
     def close(self) -> None:
         """Let go of connections."""
@@ -730,8 +734,14 @@ class RedisStore:
     def save_job(self, job: WarmJob) -> WarmJob:
         """See the protocol."""
         fields = [item for pair in job_fields(job).items() for item in pair]
-        is_new = self.connection.run(scripts.JOB, [_job_key(job.id)], [int(JOB_TTL_S * 1000), *fields])
-        return job if int(is_new) else self.load_job(job.id) or job
+        ttl_ms = int(JOB_TTL_S * 1000)
+        if not int(self.connection.run(scripts.JOB, [_job_key(job.id)], [ttl_ms, *fields])):
+            return self.load_job(job.id) or job
+        num_jobs, *oldest = self.connection.run(scripts.LIST, [JOBS_KEY], [job.id, ttl_ms, MAX_JOBS])
+        self.num_jobs = int(num_jobs)
+        if oldest:
+            _raise_first(self.connection.gather([("DEL", _job_key(job_id.decode())) for job_id in oldest]))
+        return job
 
     @_translated()
     def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:

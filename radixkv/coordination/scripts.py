@@ -24,6 +24,7 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     announced KEYS purges                         ARGV after -> {tenant, position …}
 
     job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
+    list      KEYS jobs                           ARGV job ttl-ms max -> {how many, job that is too many …}
     own       KEYS job                            ARGV owner expected -> 1 if replaced
     add       KEYS job                            ARGV owner field epoch value max-parts -> 1 if added
     part      KEYS job                            ARGV field value -> 1 if replaced
@@ -255,6 +256,24 @@ for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return 1
 """
+
+LIST = (
+    _COMMON
+    + """
+local now = now_ms()
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
+redis.call('ZADD', KEYS[1], whole(now + tonumber(ARGV[2])), ARGV[1])
+local excess = redis.call('ZCARD', KEYS[1]) - tonumber(ARGV[3])
+local answer = {}
+if excess > 0 then
+  answer = redis.call('ZRANGE', KEYS[1], 0, excess - 1)
+  redis.call('ZREMRANGEBYRANK', KEYS[1], 0, excess - 1)
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+table.insert(answer, 1, redis.call('ZCARD', KEYS[1]))
+return answer
+"""
+)
 
 OWN = """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end

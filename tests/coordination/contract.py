@@ -7,6 +7,7 @@ something holds, and does to the store what stores do.
 from __future__ import annotations
 
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -500,6 +501,19 @@ class CoordinatorContract:
         assert b.report_job(job.id, "failed", 600, error="out_of_blocks")
         seen = a.job(job.id, "acme")
         assert seen is not None and seen.is_over and seen.parts[1].error == "out_of_blocks"
+
+    def test_jobs_are_bounded_and_the_oldest_go(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+        for store in ("memory", "redis"):
+            monkeypatch.setattr(f"radixkv.coordination.{store}.MAX_JOBS", 5)
+        a = fleet.join("a")
+        jobs = []
+        for _ in range(8):
+            jobs.append(a.create_job(ACME, 512, ["a"]))
+            time.sleep(0.002)  # jobs of one millisecond go in any order
+        assert [a.job(job.id, "acme") is not None for job in jobs] == [False] * 3 + [True] * 5
+        assert a.health().num_jobs == 5
+        a.create_job(ACME, 512, ["a"], job_id=jobs[-1].id)
+        assert a.health().num_jobs == 5 and a.job(jobs[3].id, "acme") is not None, "it was there"
 
     def test_another_tenants_job_does_not_exist(self, fleet: Fleet) -> None:
         a = fleet.join("a")

@@ -171,6 +171,7 @@ def test_the_keys_are_those_of_the_protocol(fleet: RedisFleet) -> None:
         "rk1:{r:a}:snapmeta": "hash",
         "rk1:{r:a}:load": "hash",
         "rk1:replicas": "zset",
+        "rk1:jobs": "zset",
         f"rk1:{{w:{job.id}}}:job": "hash",
     }
     week_ms = 7 * 24 * 3600 * 1000
@@ -228,7 +229,7 @@ def test_no_ids_names_or_contents_in_the_server(fleet: RedisFleet) -> None:
     a.publish()
     a.beat()
     kinds = {key.decode().rpartition(":")[2] for key in fleet.client.scan_iter("*")}
-    assert kinds >= {"meta", "lease", "ev", "snapmeta", "0", "load", "q", "job", "replicas", "purges"}
+    assert kinds >= {"meta", "lease", "ev", "snapmeta", "0", "load", "q", "job", "replicas", "purges", "jobs"}
     dump = b"\n".join(everything(fleet.client))
     assert len(dump) > 1000 and job.id.encode() in dump
     for text in (tenant, salt, adapter, "secret-model", SECRET.decode()):
