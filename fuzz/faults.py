@@ -144,6 +144,8 @@ class Round:
     def _purge(self, replica: Replica, tenant: str) -> None:
         """Until it is complete, or Redis has forgotten something, or the round is over."""
         raised_at, num_losses = time.monotonic(), len(self._losses)
+        if raised_at < replica.spawned_at + 2 * LEASE_S:
+            return  # what Redis forgot before it came is nothing that it could know
         said = self._answer(replica, "purge", tenant)
         while isinstance(said, dict) and num_losses == len(self._losses):
             if said["complete"]:

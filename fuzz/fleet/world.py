@@ -40,6 +40,7 @@ class Replica:
         arguments = (theirs, url, name, str(path), seed)
         self.process = _SPAWN.Process(target=worker.main, args=arguments, daemon=True)
         self.process.start()
+        self.spawned_at = time.monotonic()
         theirs.close()
         self.is_paused = False
         self.was_killed = False

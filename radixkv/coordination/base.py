@@ -88,9 +88,7 @@ class BaseCoordinator:
             generation_of=lambda tenant: self.tenants.first_met(tenant),
         )
         self.reader = Reader(settings, self.keys, store, clock)
-        self.tenants = Tenants(
-            self.keys, store, settings.fingerprint, self._publisher.raised, self.reader.remaining_s
-        )
+        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised, self.reader)
         self._writing = threading.RLock()
         self._resident: Resident | None = None
         self._load = Load()

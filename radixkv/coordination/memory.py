@@ -158,6 +158,7 @@ class MemoryStore:
         with self._open():
             record, standing = self._standing(writer)
             if record is not None:
+                record.registration = replace(record.registration, beats=0)
                 record.live_until = record.listed_until = 0.0
                 record.load = Load()
             return Standing(standing.verdict, 0)

@@ -13,15 +13,16 @@ lease is over: other shards go on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo
 from radixkv.coordination.settings import Settings
-from radixkv.coordination.store import ENTRIES_A_READ, Logged, Seen, Store
+from radixkv.coordination.store import ENTRIES_A_READ, Fetched, Logged, Seen, Store
 from radixkv.coordination.view import RemoteLog, View
 from radixkv.coordination.wire import Registration
 from radixkv.errors import StoreUnavailable
@@ -48,9 +49,6 @@ class Remote:
     registration: Registration
     info: ReplicaInfo
     live_until: float
-    """Counted from before the fetch: not too late."""
-    latest: float
-    """Counted from after it: not too early."""
     log: RemoteLog | None
 
     def known(self, now: float) -> Known:
@@ -62,6 +60,18 @@ class Remote:
         last_seq = max(self.info.last_seq, self.log.seq)
         info = replace(self.info, live=live, lease_remaining_s=remaining_s, last_seq=last_seq)
         return Known(info, self.log.column)
+
+
+class _Sighted(NamedTuple):
+    """The last beat of a replica that was seen, and when the lease that it stated ends at the latest."""
+
+    registration: Registration
+    latest: float
+
+    def is_as_new_as(self, other: Registration) -> bool:
+        """Whether ``other`` is of the same registration, and of no later beat; one that has left has none."""
+        mine = self.registration
+        return (mine.epoch, mine.nonce) == (other.epoch, other.nonce) and 0 < other.beats <= mine.beats
 
 
 class Reader:
@@ -76,6 +86,8 @@ class Reader:
     ) -> None:
         self.view = View(settings.view_digests)
         self.remotes: dict[str, Remote] = {}
+        self._sighted: dict[str, _Sighted] = {}
+        self._lost: dict[str, float] = {}
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
         self.is_lost = False
@@ -126,9 +138,27 @@ class Reader:
             self.is_lost = False
 
     def remaining_s(self, seen: Seen) -> float:
-        """How long the lease of a registration that was just fetched may still run; local."""
-        now, known = self._clock(), self.remotes.get(seen.registration.replica_id)
-        return max(0.0, _end_of_lease(seen, now, known) - now)
+        """How long a replica that was just fetched may think that its lease runs, whatever the store thinks; local."""
+        registration, now = seen.registration, self._clock()
+        sighted = self._sighted.get(registration.replica_id)
+        if sighted is None or not sighted.is_as_new_as(registration):
+            return _stated_s(seen)
+        is_lost = registration.beats < sighted.registration.beats
+        return max(0.0, (self._lost_until(sighted) if is_lost else sighted.latest) - now)
+
+    def forgotten(self, known: Mapping[str, int]) -> set[str]:
+        """Replicas whose lease may still run, but that a store which has the epochs ``known`` has lost; local."""
+        now, sighted = self._clock(), list(self._sighted.items())
+        lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
+        return {name for name, each in lost if self._lost_until(each) > now}
+
+    def _lost_until(self, sighted: _Sighted) -> float:
+        """Until when a replica that the store has lost may think that its lease runs.
+
+        Its last beat may be one that was never seen, but none is later than the moment at which this is met.
+        """
+        registration = sighted.registration
+        return self._lost.setdefault(registration.replica_id, self._clock() + registration.lease_ms / 1000)
 
     def known(self) -> list[Known]:
         """All other replicas as of now; local."""
@@ -141,6 +171,7 @@ class Reader:
         old = self.remotes
         fetched, after = self._store.fetch(), self._clock()
         self.fetched_at = before
+        self._keep_sighted(fetched, before)
         self._fetch_at = before + self._pause_s(fetched.seen)
         fresh = {
             seen.registration.replica_id: self._remote(seen, before, after, old)
@@ -171,14 +202,40 @@ class Reader:
     def _remote(self, seen: Seen, before: float, after: float, old: dict[str, Remote]) -> Remote:
         registration, load = seen.registration, seen.load
         known, log = old.get(registration.replica_id), None
-        latest = _end_of_lease(seen, after, known)
-        live_until = min(latest, before + _stated_s(seen))
+        live_until = min(self._sight(seen, after), before + _stated_s(seen))
         info = describe(registration, self._mine, self._keys, live_until - before, load)
         if info.live and info.proven and info.incompatible is None:
             log = None if known is None else known.log
             if log is None or (log.epoch, log.nonce) != (registration.epoch, registration.nonce):
                 log = RemoteLog(registration.epoch, registration.nonce, self.view)
-        return Remote(registration, info, live_until, latest, log)
+        return Remote(registration, info, live_until, log)
+
+    def _keep_sighted(self, fetched: Fetched, now: float) -> None:
+        """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store."""
+        self._sighted = {
+            name: each
+            for name, each in self._sighted.items()
+            if max(each.latest + each.registration.lease_ms / 1000, self._lost.get(name, now)) > now
+        }
+        listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
+        missing = self._sighted.keys() - listed
+        for seen in self._store.fetch(sorted(missing)).seen if missing else ():
+            name, registration = seen.registration.replica_id, seen.registration
+            if not registration.beats and registration.epoch >= self._sighted[name].registration.epoch:
+                del self._sighted[name]
+        for name in self._lost.keys() - self._sighted.keys():
+            del self._lost[name]
+
+    def _sight(self, seen: Seen, after: float) -> float:
+        """When a lease ends at the latest: a beat extends it, by what it states, and nothing else does."""
+        registration, latest = seen.registration, after + _stated_s(seen)
+        if not registration.beats:
+            return latest
+        name, sighted = registration.replica_id, self._sighted.get(registration.replica_id)
+        if sighted is None or not sighted.is_as_new_as(registration):
+            sighted = self._sighted[name] = _Sighted(registration, latest)
+            self._lost.pop(name, None)
+        return min(latest, sighted.latest)
 
     def _followed(self) -> Iterator[tuple[str, RemoteLog]]:
         return ((name, remote.log) for name, remote in self.remotes.items() if remote.log is not None)
@@ -233,17 +290,6 @@ class Reader:
 def _stated_s(seen: Seen) -> float:
     """How long a lease still runs by the store's clock, but at most what it was stated for."""
     return min(seen.remaining_s, seen.registration.lease_ms / 1000 or seen.remaining_s)
-
-
-def _end_of_lease(seen: Seen, now: float, known: Remote | None) -> float:
-    """When a lease that was fetched before ``now`` ends at the latest: a beat extends it, and nothing else does."""
-    latest, registration = now + _stated_s(seen), seen.registration
-    if known is None or not registration.beats:
-        return latest
-    before = known.registration
-    beat = (registration.epoch, registration.nonce, registration.beats)
-    is_same = (before.epoch, before.nonce, before.beats) == beat
-    return min(latest, known.latest) if is_same else latest
 
 
 def describe(

@@ -158,7 +158,10 @@ LEAVE = (
     _STANDING
     + """
 local verdict = standing(KEYS[1], ARGV[1], ARGV[2])
-if verdict == 'OK' then redis.call('DEL', KEYS[2], KEYS[3]) end
+if verdict == 'OK' then
+  redis.call('DEL', KEYS[2], KEYS[3])
+  redis.call('HSET', KEYS[1], 'beats', '0')
+end
 return {verdict, '0'}
 """
 )

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.store import Durable, Grant, Seen, Share, Store, Writer
+from radixkv.coordination.store import Durable, Grant, Share, Store, Writer
 from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
     from radixkv.coordination.protocol import Resident
+    from radixkv.coordination.reader import Reader
 
 OnPurge = Callable[[str, int], None]
 """Told of a tenant whose generation was raised: returns when nothing of it can be matched here any more."""
@@ -36,7 +37,7 @@ class Purge:
     generation: int
     confirmed: tuple[str, ...]
     pending: tuple[str, ...]
-    """Live replicas that haven't confirmed: the purge waits for these."""
+    """Live replicas that haven't confirmed, be it that the store has lost them: the purge waits for these."""
     unconfirmed: tuple[str, ...]
     """Replicas whose lease is over, and that never confirmed: cut off, they serve the tenant unless it refuses that."""
     replicated: bool | None = None
@@ -57,14 +58,14 @@ class Tenants:
         store: Store,
         fingerprint: str,
         tell: Callable[[str, int], None],
-        remaining_s: Callable[[Seen], float],
+        reader: Reader,
     ) -> None:
         """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does.
 
-        ``remaining_s``: how long the lease of a fetched registration still runs.
+        ``reader``: knows how long leases run by this replica's clock.
         """
         self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
-        self._remaining_s = remaining_s
+        self._reader = reader
         self._names: dict[bytes, str] = {}
         self._generations: dict[bytes, int] = {}
         self._wanted: dict[str, int] = {}
@@ -156,7 +157,12 @@ class Tenants:
             if facts.confirmed.get(name, 0) >= epoch or facts.generation == 0:
                 lists["confirmed"].append(name)
             else:
-                lists["pending" if self._remaining_s(seen) > 0 else "unconfirmed"].append(name)
+                lists["pending" if self._reader.remaining_s(seen) > 0 else "unconfirmed"].append(name)
+        epochs = {seen.registration.replica_id: seen.registration.epoch for seen in fetched.seen}
+        for name in self._reader.forgotten(epochs).difference(fetched.unread):
+            for names in lists.values():
+                names[:] = [each for each in names if each != name]
+            lists["pending"].append(name)
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(facts.generation, **sorted_lists, replicated=replicated)
 

@@ -10,6 +10,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -707,6 +708,21 @@ class CoordinatorContract:
         fleet.eventually(lambda: b.purged == [("acme", 1)] and b.replica.knows_generations)
         assert b.knew == [False], "its lease ran already when it was told"
 
+    def test_a_purge_waits_for_those_whom_the_store_has_lost(self, fleet: Fleet) -> None:
+        """Who is cut off from a store that came back empty thinks for a lease that it knows of every purge."""
+        a, b, left = Purged(fleet, "a"), Purged(fleet, "b"), Purged(fleet, "left")
+        fleet.eventually(lambda: names(a.replica.peers()) == ["b", "left"])
+        left.replica.leave()
+        fleet.eventually(lambda: names(a.replica.peers()) == ["b"])
+        fleet.kill(b.replica)
+        fleet.lose()
+        fleet.eventually(lambda: works(lambda: a.replica.purge("acme")))
+        report = a.replica.purge_report("acme")
+        assert report.pending == ("b",) or not b.replica.knows_generations
+        assert "left" not in report.pending
+        fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+        assert not b.replica.knows_generations
+
     def test_a_store_that_lost_its_generations_gets_them_back(self, fleet: Fleet) -> None:
         """And a purge after the loss is no purge of before, whoever asks for it."""
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
@@ -750,6 +766,14 @@ class CoordinatorContract:
         fleet.settle()
         assert a.replica.purge_report("acme").pending == ("b",)
         fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {})
+
+
+def works(act: Callable[[], object]) -> bool:
+    """Whether the store answers."""
+    with suppress(StoreUnavailable):
+        act()
+        return True
+    return False
 
 
 def blocks(coordinator: BaseCoordinator, tenant: str) -> int:

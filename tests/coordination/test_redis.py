@@ -41,6 +41,7 @@ from tests.coordination.contract import (
     random_step,
     remove,
     store,
+    works,
 )
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers, find_binary
 from tests.tcp_proxy import TcpProxy
@@ -881,14 +882,6 @@ def test_whatever_a_server_says_is_an_answer_or_none(redis_server: RedisServer) 
         for operation in operations(store):
             eventually(partial(works, operation))
     assert num_refused > 100
-
-
-def works(operation: Callable[[], object]) -> bool:
-    """Whether the store answers."""
-    with suppress(StoreUnavailable):
-        operation()
-        return True
-    return False
 
 
 @pytest.mark.parametrize("garbage", GARBAGE[1::3])
