@@ -35,7 +35,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, parse_url
-from redis.exceptions import MovedError, NoScriptError
+from redis.exceptions import ConnectionError, MovedError, NoScriptError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -193,6 +193,7 @@ class Connection:
             "socket_connect_timeout": reply_timeout_s,
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
+            "redis_connect_func": _greet,
         }
         self._client: Any = None
         self._is_stale = False
@@ -355,13 +356,21 @@ class Connection:
         if self._options.get("db", 0):
             raise ConfigError("redis", f"database {self._options['db']}", "database 0 in a Cluster")
         options = {name: value for name, value in self._options.items() if name != "db"}
+        options["redis_connect_func"] = _check_peer  # its client greets by itself
         nodes = [_cluster_node(host, port) for host, port in hosts]
         return _cluster_client(startup_nodes=nodes, require_full_coverage=False, **options)
 
     def _by_sentinel(self) -> Any:
         options = dict(self._options)
         asked = {
-            name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry", "protocol")
+            name: options[name]
+            for name in (
+                "socket_timeout",
+                "socket_connect_timeout",
+                "retry",
+                "protocol",
+                "redis_connect_func",
+            )
         }
         asked |= {name: value for name, value in options.items() if name.startswith("ssl")}
         for name in ("username", "password"):
@@ -369,6 +378,23 @@ class Connection:
                 asked[name] = value
         self._sentinel = _sentinel_client(self._address.hosts, sentinel_kwargs=asked, **options)
         return self._sentinel.master_for(self._address.service)
+
+
+def _greet(connection: Any) -> None:
+    """What follows a connect: authentication and all that, if there is a server behind it."""
+    _check_peer(connection)
+    connection.on_connect()
+
+
+def _check_peer(connection: Any) -> None:
+    """Raises ConnectionError for a connection to itself.
+
+    TCP allows it, where a port of this machine that the kernel gives to clients has no listener: the client
+    would answer itself, and the server could not have its port back.
+    """
+    mine = connection._sock.getsockname()
+    if mine and mine == connection._sock.getpeername():
+        raise ConnectionError(f"connected to itself at {mine}: there is no server")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import ssl
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from radixkv.coordination import Load, Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.protocol import WIRE_VERSION, JobPart, WarmJob
-from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore
+from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore, _greet
 from radixkv.coordination.store import Share, Writer
 from radixkv.coordination.wire import Entry, Registration
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
@@ -798,6 +799,29 @@ def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_serv
                     store.read({"one": (1, 0)}, 0.2)
         proxy.reset = proxy.refuse = False
         assert store.read({"one": (1, 0)}, 0.01) == {}
+
+
+def test_a_client_does_not_take_itself_for_the_server() -> None:
+    """A port that the kernel gives to clients, without a listener: who connects from it to it is connected."""
+    with socket.socket() as alone:
+        alone.bind(("127.0.0.1", 0))
+        alone.connect(alone.getsockname())
+        connection = redis.Connection(*alone.getsockname(), redis_connect_func=_greet)
+        connection._sock = alone
+        with pytest.raises(redis.ConnectionError, match="itself"):
+            _greet(connection)
+
+
+def test_a_server_that_is_away_has_its_port_back(redis_server: RedisServer) -> None:
+    """However often it was asked for meanwhile."""
+    with closing(RedisStore(redis_server.url)) as store:
+        store.tenant(b"t" * 32)
+        redis_server.kill()
+        for _ in range(200):
+            with pytest.raises(StoreUnavailable):
+                store.tenant(b"t" * 32)
+        redis_server.restart()
+        assert works(lambda: store.tenant(b"t" * 32))
 
 
 GARBAGE = (
