@@ -407,7 +407,10 @@ class BaseCoordinator:
             except StaleEpoch:
                 return self._sleep(None)
             self._num_failures = 0
-            return self._sleep(max(0.0, self._next_beat - self.clock()))
+            pause_s = self._next_beat - self.clock()
+            return self._sleep(
+                min(max(0.0, pause_s), self.settings.beat_s)
+            )  # it may have been turned just now
 
     def _sleep(self, seconds: float | None) -> float | None:
         """The seconds to sleep: ``FLUSH_S`` if something may come soon, or has come meanwhile."""

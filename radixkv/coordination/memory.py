@@ -120,6 +120,10 @@ class MemoryStore:
                 record.live_until = self.clock() + lease_s
                 record.listed_until = record.live_until + LISTED_S
                 record.load = load
+                saved = record.saved
+                needed = saved.seq + 1 if saved is not None and saved.epoch == writer.epoch else 1
+                if needed <= standing.last_seq and needed not in record.log:
+                    return Standing("OK", 0)
             return standing
 
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:

@@ -8,7 +8,8 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
               -> epoch. Fences the last registration, drops its lease and snapshot, begins the log anew.
     append    KEYS meta ev                        ARGV epoch nonce first-seq entries (see wire.pack_entries)
     beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms proof snap-prefix
-              (field value) … of the load -> also Redis's time in ms
+              (field value) … of the load -> also Redis's time in ms; 0 for last_seq if the log doesn't
+              follow the snapshot
     snapshot  KEYS meta ev snapmeta               ARGV epoch nonce seq keep-from anew retention-ms checksum
               snap-prefix chunk … anew=1: the snapshot takes the place of all that was written. It stands at
               a number that nobody has read, and an empty entry behind it lets every reader see the gap.
@@ -121,6 +122,12 @@ redis.call('PEXPIRE', KEYS[5], ARGV[4])
 for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end
 for i = 0, math.min(tonumber(redis.call('HGET', KEYS[4], 'count') or '0') or 0, 4096) - 1 do
   redis.call('PEXPIRE', ARGV[6] .. i, ARGV[4])
+end
+local saved = redis.call('HMGET', KEYS[4], 'epoch', 'seq')
+local needed = saved[1] == ARGV[1] and tonumber(saved[2]) + 1 or 1
+if needed <= last then
+  local id = ARGV[1] .. '-' .. whole(needed)
+  if #redis.call('XRANGE', KEYS[3], id, id) == 0 then last = 0 end
 end
 return {'OK', whole(last), whole(now_ms())}
 """

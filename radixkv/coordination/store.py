@@ -142,7 +142,10 @@ class Store(Protocol):
         """
 
     def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
-        """Extend the lease, state the proof of the address and the load, and be listed."""
+        """Extend the lease, state the proof of the address and the load, and be listed.
+
+        ``last_seq`` is 0 if the log doesn't begin where the snapshot ends: who reads it from there on lacks something.
+        """
 
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
         """Append to the log; GAP unless ``first_seq`` is the next number."""

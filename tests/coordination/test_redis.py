@@ -324,7 +324,7 @@ def test_a_reader_that_slept_through_a_trim_loads_the_snapshot(fleet: RedisFleet
 
 
 def test_a_log_trimmed_to_nothing_is_noticed(fleet: RedisFleet) -> None:
-    _, reader, gone, new = written(fleet, snapshot_entries=2)
+    _, reader, gone, new = written(fleet, snapshot_entries=2, lease_s=60.0)
     assert fleet.client.hget(fleet.key("a", "snapmeta"), "seq") == fleet.log("a")[-1][1][b"s"] == b"4"
     fleet.client.xtrim(fleet.key("a", "ev"), maxlen=0, approximate=False)
     reader.poll()
@@ -332,8 +332,19 @@ def test_a_log_trimmed_to_nothing_is_noticed(fleet: RedisFleet) -> None:
     assert reader.health().num_view_gaps == 1
 
 
+def test_a_log_that_lost_its_beginning_is_written_anew(fleet: RedisFleet) -> None:
+    """By whom it belongs to, with its next beat: who joins could not read it, and who reads it has forgotten."""
+    _, reader, gone, new = written(fleet)
+    fleet.client.xtrim(fleet.key("a", "ev"), maxlen=0, approximate=False)
+    reader.poll()
+    late = fleet.join("late")
+    fleet.eventually(lambda: hinted(late, ACME, new) == {"a": 1024} and hinted(late, ACME, gone) == {})
+    reader.poll()
+    assert hinted(reader, ACME, new) == {"a": 1024} and hinted(reader, ACME, gone) == {}
+
+
 def test_a_gap_without_a_snapshot_forgets(fleet: RedisFleet) -> None:
-    writer, reader, gone, new = written(fleet)
+    writer, reader, gone, new = written(fleet, lease_s=60.0)
     removal = fleet.log("a")[2][0]
     fleet.client.xdel(fleet.key("a", "ev"), removal)
     reader.poll()
