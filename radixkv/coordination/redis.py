@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha1
 from typing import Any
@@ -47,7 +46,6 @@ from radixkv.coordination.loop import Loop
 from radixkv.coordination.protocol import JobPart, Load, ReplicaInfo, WarmJob
 from radixkv.coordination.settings import Settings, check_published_block_size, without_password
 from radixkv.coordination.store import (
-    ENTRIES_A_READ,
     JOB_TTL_S,
     LISTED_S,
     MAX_JOBS,
@@ -66,6 +64,7 @@ from radixkv.coordination.store import (
     Verdict,
     Writer,
 )
+from radixkv.coordination.streams import SERVER_BLOCK_S, StreamReads, translated, unavailable
 from radixkv.coordination.wire import (
     LOAD_FIELDS,
     MAX_SNAPSHOT_CHUNKS,
@@ -89,7 +88,7 @@ from radixkv.coordination.wire import (
     registration_fields,
     unpack_snapshot,
 )
-from radixkv.errors import ConfigError, RadixKVError, StoreUnavailable
+from radixkv.errors import ConfigError, StoreUnavailable
 
 PREFIX = "rk1:"
 REPLICAS_KEY = PREFIX + "replicas"
@@ -100,8 +99,6 @@ RETENTION_S = 7 * 24 * 3600
 
 _RETENTION_MS = RETENTION_S * 1000
 _SNAPSHOT_TRIES = 3
-_SERVER_BLOCK_S = 1.0
-_SWEEP_S = 0.005
 _ENTRY_ID = re.compile(rb"([0-9]{1,15})-([0-9]{1,15})")
 _REPLICA_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
@@ -240,7 +237,7 @@ class Connection:
             for index in indices:
                 pipeline.execute_command(*commands[index])
             try:
-                with _translated():
+                with translated():
                     answers = pipeline.execute(raise_on_error=False)
             except StoreUnavailable as error:
                 answers, failure, num_failed = [error] * len(indices), error, num_failed + 1
@@ -270,7 +267,7 @@ class Connection:
         """Under Sentinel: leave a master that is none any more, even if it still answers."""
         if self._sentinel is None:
             return
-        with _translated():
+        with translated():
             master = self._sentinel.discover_master(self._address.service)
             known, self._master = self._master, master
             if known not in (None, master):
@@ -289,7 +286,7 @@ class Connection:
             each.close()
 
     def _at(self, key: str, act: Callable[[Any], Any]) -> Any:
-        with _translated():
+        with translated():
             try:
                 return act(self._node(key))
             except MovedError:
@@ -319,11 +316,11 @@ class Connection:
         client = self._open()
         if not isinstance(client, _cluster_client):
             return client
-        with _translated():
+        with translated():
             return client.get_redis_connection(client.get_node_from_key(key))
 
     def _open(self) -> Any:
-        with self._opening, _translated():
+        with self._opening, translated():
             if self._client is None:
                 self._client = self._make()
             elif self._is_stale and isinstance(self._client, _cluster_client):
@@ -397,166 +394,12 @@ def _check_peer(connection: Any) -> None:
         raise ConnectionError(f"connected to itself at {mine}: there is no server")
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Any error of the client, or of the server, is StoreUnavailable; so is an answer that can't be one.
-
-    Of any type: the client parses what a server says without distrust, and meets garbage, torn connections and other
-    threads' disconnects as a ValueError, AttributeError, RecursionError …
-    """
-    try:
-        yield
-    except RadixKVError:
-        raise
-    except Exception as error:
-        raise _unavailable(error) from error
-
-
-def _unavailable(error: Exception) -> StoreUnavailable:
-    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """One XREAD that waits in the server, on a connection of its own."""
-
-    streams: frozenset[str]
-    pool: Any
-    connection: Any
-    sent_at: float
-    failure: StoreUnavailable | None = None
-    """What was met when the connection was looked at. The client would connect anew, to no answer, if it were
-    looked at again."""
-
-    def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Something can be received, be it that the connection is broken or that its server is silent."""
-        if self.failure is None:
-            try:
-                with _translated():
-                    return bool(self.connection.can_read(wait_s)) or self._is_silent()
-            except StoreUnavailable as failure:
-                self.failure = failure
-        return True
-
-    def receive(self) -> Any:
-        """The answer; waits for it. Raises what the client raises."""
-        if self.failure is not None:
-            raise self.failure
-        return self.connection.read_response()
-
-    def _is_silent(self) -> bool:
-        return time.monotonic() - self.sent_at > 2 * _SERVER_BLOCK_S
-
-    def end(self, *, is_broken: bool) -> None:
-        """Give the connection back; close it if an answer could still come over it."""
-        if is_broken:
-            self.connection.disconnect()
-        self.pool.release(self.connection)
-
-
-class StreamReads:
-    """XREAD over streams of any slots: one command a slot, and one thread that waits for all of them.
-
-    Streams of different slots can't share a command, so a Cluster needs a blocking connection for each slot
-    that has a log; a single server needs one. A slot whose server fails is left out of this read, and asked
-    again in the next: the others go on.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._waiting: dict[int, _UnderWay] = {}
-
-    def read(self, cursors: Mapping[str, str], block_s: float) -> list[tuple[str, list[Any]]]:
-        """``(stream, [[id, fields], …])``; waits up to ``block_s``. Raises StoreUnavailable if no slot answers."""
-        slots: dict[int, dict[str, str]] = {}
-        for key, cursor in cursors.items():
-            slots.setdefault(self._connection.slot(key), {})[key] = cursor
-        found: list[tuple[str, list[Any]]] = []
-        failures: list[StoreUnavailable] = []
-        for reading in self._sent(slots, block_s, failures):
-            try:
-                with _translated():
-                    found += [(key.decode(), entries) for key, entries in self._receive(reading) or ()]
-            except StoreUnavailable as failure:
-                failures.append(failure)
-        if slots and len(failures) >= len(slots):
-            raise failures[0]
-        return found
-
-    def close(self) -> None:
-        """End what is under way."""
-        for slot in list(self._waiting):
-            self._waiting.pop(slot).end(is_broken=True)
-
-    def _sent(
-        self, slots: Mapping[int, Mapping[str, str]], block_s: float, failures: list[StoreUnavailable]
-    ) -> list[_UnderWay]:
-        """The reads that can be received: without waiting those sent now, else those of which something came."""
-        sent = []
-        for slot, streams in slots.items():
-            try:
-                if block_s == 0:
-                    sent.append(self._send(streams, ()))
-                elif not self._is_waiting(slot, streams):
-                    self._waiting[slot] = self._send(streams, ("BLOCK", int(_SERVER_BLOCK_S * 1000)))
-            except StoreUnavailable as failure:
-                failures.append(failure)
-        if block_s == 0:
-            return sent
-        self._wait(block_s)
-        ready = [slot for slot, reading in self._waiting.items() if reading.is_ready() or slot not in slots]
-        return [self._waiting.pop(slot) for slot in ready]
-
-    def _is_waiting(self, slot: int, streams: Mapping[str, str]) -> bool:
-        reading = self._waiting.get(slot)
-        if reading is not None and reading.streams != streams.keys():
-            self._waiting.pop(slot).end(is_broken=True)
-            return False
-        return reading is not None
-
-    def _send(self, cursors: Mapping[str, str], block: tuple[Any, ...]) -> _UnderWay:
-        with _translated():
-            pool, connection = self._connection.borrow(next(iter(cursors)))
-            reading = _UnderWay(frozenset(cursors), pool, connection, time.monotonic())
-            try:
-                connection.send_command(
-                    "XREAD", "COUNT", ENTRIES_A_READ, *block, "STREAMS", *cursors, *cursors.values()
-                )
-            except Exception:
-                self._give_up(reading)
-                raise
-        return reading
-
-    def _wait(self, block_s: float) -> None:
-        """Until an answer is there. One connection is waited for, several are looked at in turn."""
-        if len(self._waiting) == 1:
-            next(iter(self._waiting.values())).is_ready(block_s)
-            return
-        deadline = time.monotonic() + block_s
-        while time.monotonic() < deadline and not any(each.is_ready() for each in self._waiting.values()):
-            time.sleep(_SWEEP_S)
-
-    def _receive(self, reading: _UnderWay) -> Any:
-        with _translated():
-            try:
-                answer = reading.receive()
-            except Exception:
-                self._give_up(reading)
-                raise
-        reading.end(is_broken=False)
-        return answer
-
-    def _give_up(self, reading: _UnderWay) -> None:
-        self._connection.suspect()
-        reading.end(is_broken=True)
-
-
 class RedisStore:
     """See ``store.Store``. Reads wait on connections of their own, and one thread at a time may ``read``."""
 
     def __init__(self, url: str, reply_timeout_s: float = 2.0) -> None:
         self.connection = Connection(url, reply_timeout_s)
-        self._reading = Connection(url, reply_timeout_s + _SERVER_BLOCK_S)
+        self._reading = Connection(url, reply_timeout_s + SERVER_BLOCK_S)
         self._streams = StreamReads(self._reading)
         self.num_jobs = 0
 
@@ -568,7 +411,7 @@ class RedisStore:
 
     # ---- a replica's own facts
 
-    @_translated()
+    @translated()
     def boot(self, registration: Registration) -> Durable:
         """See the protocol."""
         names = ReplicaKeys(registration.replica_id)
@@ -580,7 +423,7 @@ class RedisStore:
         )
         return Durable(int(epoch), replicated)
 
-    @_translated()
+    @translated()
     def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
         """See the protocol."""
         self.connection.check()
@@ -600,14 +443,14 @@ class RedisStore:
             _raise_first(self.connection.gather(commands))
         return _standing(verdict, last_seq)
 
-    @_translated()
+    @translated()
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
         args: Args = [writer.epoch, writer.nonce, first_seq, pack_entries(entries)]
         return _standing(*self.connection.run(scripts.APPEND, [names.meta, names.log], args))
 
-    @_translated()
+    @translated()
     def snapshot(
         self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
     ) -> Standing:
@@ -619,7 +462,7 @@ class RedisStore:
         keys = [names.meta, names.log, names.snapshot_meta]
         return _standing(*self.connection.run(scripts.SNAPSHOT, keys, [*standing, *form, *snapshot.chunks]))
 
-    @_translated()
+    @translated()
     def leave(self, writer: Writer) -> Standing:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
@@ -631,7 +474,7 @@ class RedisStore:
 
     # ---- reading
 
-    @_translated()
+    @translated()
     def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
         """See the protocol."""
         ids = self._listed() if replica_ids is None else list(replica_ids)
@@ -659,7 +502,7 @@ class RedisStore:
         reply = self.connection.of("ZREVRANGE", REPLICAS_KEY, 0, MAX_REPLICAS - 1)
         return [name.decode() for name in reply if _REPLICA_ID.fullmatch(name)]
 
-    @_translated()
+    @translated()
     def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
         """See the protocol."""
         logs = {ReplicaKeys(name).log: name for name in cursors}
@@ -667,7 +510,7 @@ class RedisStore:
         news = self._streams.read(ids, block_s)
         return {logs[key]: [_logged(*entry) for entry in entries] for key, entries in news if key in logs}
 
-    @_translated()
+    @translated()
     def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
         """See the protocol."""
         names = ReplicaKeys(replica_id)
@@ -690,14 +533,14 @@ class RedisStore:
 
     # ---- tenants
 
-    @_translated()
+    @translated()
     def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
         """See the protocol."""
         stated = "" if blocks is None else str(blocks)
         _, replicated = self.connection.run_durably(scripts.LIMIT, [_tenant_key(tenant)], [stated])
         return Durable(blocks or 0, replicated)
 
-    @_translated()
+    @translated()
     def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
         """See the protocol."""
         args: Args = [
@@ -718,20 +561,20 @@ class RedisStore:
             int(generation),
         )
 
-    @_translated()
+    @translated()
     def raise_generation(self, tenant: bytes, above: int) -> Durable:
         """See the protocol."""
         answer, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], [above])
         self.connection.run(scripts.ANNOUNCE, [PURGES_KEY], [tenant.hex(), MAX_PURGES])
         return Durable(int(answer), replicated)
 
-    @_translated()
+    @translated()
     def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
         """See the protocol."""
         args: Args = [replica_id, epoch, generation]
         return int(self.connection.run(scripts.CONFIRM, [_tenant_key(tenant)], args)) == 1
 
-    @_translated()
+    @translated()
     def tenant(self, tenant: bytes) -> TenantFacts:
         """See the protocol. What has not the form of this version counts for nothing."""
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
@@ -743,7 +586,7 @@ class RedisStore:
         )
         return TenantFacts(limit, generation, shares, confirmed)
 
-    @_translated()
+    @translated()
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """See the protocol."""
         reply = self.connection.run(scripts.ANNOUNCED, [PURGES_KEY], [after])
@@ -756,7 +599,7 @@ class RedisStore:
 
     # ---- jobs
 
-    @_translated()
+    @translated()
     def save_job(self, job: WarmJob) -> WarmJob:
         """See the protocol."""
         fields = [item for pair in job_fields(job).items() for item in pair]
@@ -769,13 +612,13 @@ class RedisStore:
             _raise_first(self.connection.gather([("DEL", _job_key(job_id.decode())) for job_id in oldest]))
         return job
 
-    @_translated()
+    @translated()
     def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
         """See the protocol."""
         args: Args = [format_owner(owner), format_owner(expected)]
         return int(self.connection.run(scripts.OWN, [_job_key(job_id)], args)) == 1
 
-    @_translated()
+    @translated()
     def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
         """See the protocol."""
         args: Args = [
@@ -787,13 +630,13 @@ class RedisStore:
         ]
         return int(self.connection.run(scripts.ADD, [_job_key(job_id)], args)) == 1
 
-    @_translated()
+    @translated()
     def save_part(self, job_id: str, part: JobPart) -> bool:
         """See the protocol."""
         args: Args = [PART_PREFIX + part.replica_id, format_part(part)]
         return int(self.connection.run(scripts.PART, [_job_key(job_id)], args)) == 1
 
-    @_translated()
+    @translated()
     def load_job(self, job_id: str) -> WarmJob | None:
         """See the protocol."""
         fields = self.connection.of("HGETALL", _job_key(job_id))
@@ -836,7 +679,7 @@ class RedisCoordinator(BaseCoordinator):
 def _raise_first(replies: Sequence[Any]) -> None:
     for reply in replies:
         if isinstance(reply, Exception):
-            raise _unavailable(reply)
+            raise unavailable(reply)
 
 
 def _seen(

@@ -576,7 +576,7 @@ class CoordinatorContract:
             b.create_job(ACME, 1000, ["b"], job_id="my job")
 
     def test_a_job_changes_hands_when_its_owner_is_gone(self, fleet: Fleet) -> None:
-        a, b, c = fleet.join("a"), fleet.join("b"), fleet.join("c")
+        a, b, c = fleet.join("a"), fleet.join("b", lease_s=30.0), fleet.join("c", lease_s=30.0)
         fleet.eventually(lambda: names(a.peers()) == ["b", "c"] and names(b.peers()) == ["a", "c"])
         job = a.create_job(ACME, 1000, ["a", "b"])
         assert b.take_job(job.id, "acme") is None and not b.extend_job(job.id, "c"), "its owner lives"
