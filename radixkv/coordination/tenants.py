@@ -136,8 +136,8 @@ class Tenants:
         if raised and self.resident is not None:
             self.meet({namespace.tenant for namespace in self.resident.namespaces()})
         for tenant, position in raised:
-            self._obey(writer, tenant, is_new=is_new)
-            self._cursor = max(position, self._cursor)
+            self._obey(writer, tenant)
+            self._cursor = position  # smaller than before where the store has lost what it announced
 
     def raise_generation(self, tenant: str) -> Durable:
         """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
@@ -172,15 +172,18 @@ class Tenants:
             if self._store.tenant(digest).generation < generation:
                 self._store.raise_generation(digest, generation - 1)
 
-    def _obey(self, writer: Writer, digest: bytes, *, is_new: bool) -> None:
+    def _obey(self, writer: Writer, digest: bytes) -> None:
         """Purge what is announced, and confirm it.
 
-        Under a new epoch also what was purged already: if the store has lost its generations, the same number
-        may stand for a later purge.
+        Also what was purged already, or more often: where the store has lost its generations, the same number may
+        stand for a later purge, and so may a smaller one, which is raised then.
         """
         generation, tenant = self._store.tenant(digest).generation, self._names.get(digest)
-        if generation > self._generations.get(digest, 0) or is_new:
-            self._generations[digest] = max(generation, self._generations.get(digest, 0))
+        known = self._generations.get(digest, 0)
+        if generation < known:
+            generation = self._store.raise_generation(digest, known).value
+        if generation:
+            self._generations[digest] = generation
             if tenant is not None:
                 self._tell(tenant, generation)
                 if self.on_purge is not None:

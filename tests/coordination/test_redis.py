@@ -625,6 +625,25 @@ def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet)
     assert [fields[b"e"] for _, fields in fleet.log("a")] == [b"%d" % younger.info().epoch]
 
 
+def test_announcements_that_were_lost_are_obeyed_once(fleet: RedisFleet) -> None:
+    """Positions begin anew then: what is announced after that is neither missed nor repeated with every beat."""
+    a, purged = fleet.replica("a"), list[tuple[str, int]]()
+    a.attach(PrefixCache(CacheConfig(num_blocks=64, block_size=16)), lambda *told: purged.append(told))
+    a.register()
+    for _ in range(3):
+        a.purge("acme")
+    fleet.client.delete("rk1:purges", f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q")
+    b = fleet.join("b")
+    assert b.purge("acme").generation == 1
+    fleet.eventually(
+        lambda: "a" in b.purge_report("acme").confirmed and b.purge_report("acme").generation == 4
+    )
+    assert purged == [("acme", 1), ("acme", 2), ("acme", 3), ("acme", 4)]
+    until = a._lease_until
+    fleet.eventually(lambda: a._lease_until > until + 2 * fleet.lease_s)
+    assert purged[4:] in ([], [("acme", 4)]), "its own announcement at the most"
+
+
 # ---- clocks
 
 
