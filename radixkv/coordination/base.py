@@ -106,6 +106,7 @@ class BaseCoordinator:
         self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
         self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
         self._is_new_epoch = True
+        self._met_epochs: frozenset[tuple[str, int]] = frozenset()
         self._heard_bytes, self._heard_at = 0, float("-inf")
 
     # ---- the protocol, in the order of a replica's life
@@ -341,7 +342,11 @@ class BaseCoordinator:
     def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
         """The epochs of those of them that are live, from the store itself."""
         seen = self.store.fetch(list(replica_ids)).seen if replica_ids else []
-        live = [each.registration for each in seen if self.reader.remaining_s(each) > 0]
+        live = [
+            each.registration
+            for each in seen
+            if each.remaining_s > 0 and self.reader.remaining_s(each) > 0  # the store's clock may be wrong
+        ]
         return {registration.replica_id: registration.epoch for registration in live}
 
     # ---- tenants of the fleet
@@ -490,8 +495,11 @@ class BaseCoordinator:
             self._lease_until = before + self.settings.lease_s
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or standing.last_seq != self._seq
+            epochs = self.reader.epochs()
+            if self._is_new_epoch or epochs - self._met_epochs:
+                self.tenants.restore()
             self.tenants.follow(self._writer(), is_new=self._is_new_epoch)
-            self._is_new_epoch = False
+            self._is_new_epoch, self._met_epochs = False, epochs
             self._told_until = self._lease_until
             self.tenants.restate(self._writer(), self.settings.lease_s)
 

@@ -137,6 +137,10 @@ class Reader:
                 self.view.flush()
             self.is_lost = False
 
+    def epochs(self) -> frozenset[tuple[str, int]]:
+        """The registrations of all others that are known: ``(replica, epoch)``; local."""
+        return frozenset((name, remote.info.epoch) for name, remote in self.remotes.items())
+
     def remaining_s(self, seen: Seen) -> float:
         """How long a replica that was just fetched may think that its lease runs, whatever the store thinks; local."""
         registration, now = seen.registration, self._clock()

@@ -200,7 +200,7 @@ class Observer(Followed):
         """Fetch the registrations and read all logs now, as far as the store can be reached."""
         with suppress(StoreUnavailable):
             self.reader.refresh()
-            self._generations.follow(self._epochs())
+            self._generations.follow(self.reader.epochs())
 
     def close(self) -> None:
         """End the thread and the connections. Idempotent."""
@@ -212,11 +212,8 @@ class Observer(Followed):
         if self._asked_at != self.reader.fetched_at:
             self._asked_at = self.reader.fetched_at
             with suppress(StoreUnavailable):
-                self._generations.follow(self._epochs())
+                self._generations.follow(self.reader.epochs())
         return pause_s
-
-    def _epochs(self) -> frozenset[tuple[str, int]]:
-        return frozenset((name, remote.info.epoch) for name, remote in self.reader.remotes.items())
 
 
 class Beside(Followed):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.store import Durable, Grant, Share, Store, Writer
+from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store, Writer
 from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
 
 if TYPE_CHECKING:
@@ -131,7 +131,6 @@ class Tenants:
         """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was."""
         if is_new:
             self._cursor = 0
-            self._restore()
         raised = self._store.purges(self._cursor)
         if raised and self.resident is not None:
             self.meet({namespace.tenant for namespace in self.resident.namespaces()})
@@ -166,10 +165,16 @@ class Tenants:
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(facts.generation, **sorted_lists, replicated=replicated)
 
-    def _restore(self) -> None:
-        """A store that has lost generations which are known here gets them back."""
-        for digest, generation in list(self._generations.items()):
-            if self._store.tenant(digest).generation < generation:
+    def restore(self) -> None:
+        """Give generations that are known here back to a store that has lost them. O(tenants that were purged).
+
+        To be called where a replica has come that may not know them. Raises StoreUnavailable.
+        """
+        known = list(self._generations.items())
+        announced = {digest for digest, _ in self._store.purges(0)} if known else set()
+        for digest, generation in known:
+            is_announced = digest in announced or len(announced) >= MAX_PURGES
+            if not is_announced or self._store.tenant(digest).generation < generation:
                 self._store.raise_generation(digest, generation - 1)
 
     def _obey(self, writer: Writer, digest: bytes) -> None:
