@@ -16,7 +16,7 @@ SECONDS ?= 60
 INDEX_TESTS = tests/core tests/policies tests/isolation tests/storage tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help run test compile test-browser fuzz lint format clean
+.PHONY: help run test compile test-browser test-gpu fuzz lint format clean
 MAKEFLAGS += --no-print-directory
 
 help:
@@ -25,6 +25,7 @@ help:
 	  'make test     set up, and run the whole test suite (PYTEST="…" for options)' \
 	  'make compile  bring the compiled index up to date with its sources' \
 	  'make test-browser   set up, and run the tests that look at pages in a Chromium' \
+  'make test-gpu set up, and run the tests that need a GPU, then the benchmark of the kernels' \
   'make fuzz     set up, and let each fuzz driver (and each target of atheris) go on for SECONDS=60' \
 	  'make lint     ruff, mypy --strict, import contracts' \
 	  'make format   let ruff format and mend what it can' \
@@ -44,6 +45,11 @@ compile: $(VENV)/.installed-dev
 
 test-browser: $(VENV)/.installed-dev
 	@exec $(VENV)/bin/python -m pytest -m browser $(PYTEST)
+
+# Where torch sees no GPU, pytest finds nothing to run and says so (exit 5).
+test-gpu: $(VENV)/.installed-dev
+	@$(VENV)/bin/python -m pytest -m gpu tests/kernels tests/storage $(PYTEST)
+	@$(VENV)/bin/radixkv bench kernels --device cuda
 
 fuzz: $(VENV)/.installed-dev
 	@for driver in fuzz/*.py; do $(VENV)/bin/python $$driver --seconds $(SECONDS) || exit 1; done

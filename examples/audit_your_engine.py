@@ -3,7 +3,8 @@
     python examples/audit_your_engine.py
 
 ``MyEngine`` stands for whatever you have. The machine makes two of them, plays the same requests of one tenant on
-both, other tenants' requests on one, and compares all that the tenant observes. See ``radixkv.audit.properties``.
+both, other tenants' requests on one, and compares all that the tenant observes. If your engine has more calls
+(``append``, ``fork``, ``purge``, ``read``, …: see ``radixkv.audit.properties.adapter``), give them to the adapter.
 """
 
 from __future__ import annotations
@@ -29,20 +30,17 @@ class MyEngine:
         self.prompts.setdefault((tenant, salt), []).append(ids[: len(ids) // 16 * 16])
 
 
-class Adapter:  # ten lines: what your engine calls its things
+class Adapter(MyEngine):  # ten lines: what your engine calls its things
     block_size = 16
 
-    def __init__(self):
-        self.engine = MyEngine()
-
     def match(self, namespace, ids):
-        return self.engine.num_cached(namespace.tenant, repr(namespace[1:]), list(ids))
+        return self.num_cached(namespace.tenant, repr(namespace[1:]), list(ids))
 
     def open(self, namespace, ids):
         return (namespace, list(ids)), self.match(namespace, ids[:-1])
 
     def commit(self, request, num_tokens):
-        self.engine.remember(request[0].tenant, repr(request[0][1:]), request[1][:num_tokens])
+        self.remember(request[0].tenant, repr(request[0][1:]), request[1][:num_tokens])
 
     def release(self, request):
         pass

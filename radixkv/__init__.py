@@ -33,8 +33,10 @@ from radixkv.errors import (
     KernelError,
     LeaseError,
     NamespaceError,
+    NotResident,
     OutOfBlocks,
     PendingError,
+    PinBudgetExceeded,
     QuotaExceeded,
     RadixKVError,
     StaleEpoch,
@@ -43,6 +45,7 @@ from radixkv.errors import (
     TokenError,
 )
 from radixkv.namespaces import Namespace, Tenant
+from radixkv.pins import Pin
 from radixkv.plan import StepPlan
 from radixkv.sequence import Sequence
 from radixkv.storage.layout import KVLayout
@@ -70,8 +73,11 @@ __all__ = [
     "Match",
     "Namespace",
     "NamespaceError",
+    "NotResident",
     "OutOfBlocks",
     "PendingError",
+    "Pin",
+    "PinBudgetExceeded",
     "PrefixCache",
     "QuotaExceeded",
     "RadixKVError",

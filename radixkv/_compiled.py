@@ -32,6 +32,8 @@ READ = (
     "clock",
     "config",
     "errors",
+    "gathering",
+    "pins",
     "recovery",
     "scrubbing",
     "segments",

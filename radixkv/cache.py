@@ -17,8 +17,8 @@ Every public method takes the lock, validates everything, and only then changes 
 changed nothing. One that is interrupted while it changes something costs the sequences that it works on
 (``recovery.mend``); whatever it is about to return is known where it is mended, and registered last.
 
-The lock is held for microseconds; ``evict`` and ``clear`` give it up between slices. The exceptions are calls that
-are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
+The lock is held for microseconds; ``evict``, ``clear`` and ``snapshot_in_slices`` give it up between slices. The
+exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 from types import TracebackType
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
 
-from radixkv import snapshots
+from radixkv import gathering, snapshots
 from radixkv._compiled import mypyc_attr
 from radixkv.blocks import BlockPool, unpack
 from radixkv.clock import Clock, monotonic
@@ -49,8 +49,9 @@ from radixkv.errors import (
 )
 from radixkv.eviction import Evictor, path_between
 from radixkv.namespaces import Namespace, Tenant
+from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan, WaitingCopies
-from radixkv.recovery import mend
+from radixkv.recovery import mend, taken_over
 from radixkv.scrubbing import make_scrubber
 from radixkv.segments import segment_keys
 from radixkv.sequence import Run, Sequence
@@ -162,8 +163,7 @@ class PrefixCache:
     ) -> None:
         self._config = config
         self._clock = clock
-        policy = POLICIES[config.policy]
-        self._uses_ghost_keys, self._segment_blocks = policy.uses_ghost_keys, config.segment_blocks
+        self._segment_blocks = config.segment_blocks
         self._block_size = config.block_size
         self._block_bytes = config.block_size * TOKEN_BYTES
         if journal is not None and journal.grain_tokens % config.block_size:
@@ -184,8 +184,10 @@ class PrefixCache:
         self._copies = WaitingCopies()
         self._kept_for_plan: list[Lease] = []
         self._num_copied_blocks = 0
-        self._upkeep = Upkeep(self._lock, self._tenants)
-        if clock is monotonic and policy.maintain is not Policy.maintain:
+        self._recorder = gathering.Recorder()
+        self._pins = Pins(clock, self._evictor, self._leases)
+        self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
+        if clock is monotonic and POLICIES[config.policy].maintain is not Policy.maintain:
             self._upkeep.start()
 
     @property
@@ -199,8 +201,8 @@ class PrefixCache:
         return self._storage
 
     def maintain(self) -> None:
-        """Let policies learn, without the lock. A cache on the monotonic clock has a thread that does; on another
-        clock, as in a simulation, call it between requests.
+        """End pins whose time is over, and let policies learn, without the lock. A cache on the monotonic clock has a
+        thread that does; on another clock, as in a simulation, call it between requests.
         """
         self._upkeep.maintain()
 
@@ -214,11 +216,14 @@ class PrefixCache:
         _require_namespace(namespace)
         key = encode(ids)
         with self._lock:
-            tree = self._tree(namespace)
-            if tree is None:
-                return Match(namespace, b"", b"")
-            table = bytearray()
-            _, at, _, common = tree.walk(key, len(key), table)
+            return self._match(namespace, key)
+
+    def _match(self, namespace: Namespace, key: bytes) -> Match:
+        tree = self._tree(namespace)
+        if tree is None:
+            return Match(namespace, b"", b"")
+        table = bytearray()
+        _, at, _, common = tree.walk(key, len(key), table)
         return Match(namespace, key[: at + common], bytes(table))
 
     def lease(self, match: MatchLike) -> Lease:
@@ -251,6 +256,7 @@ class PrefixCache:
             raise LeaseError(
                 f"the match of {match.num_tokens} tokens is stale: its blocks were evicted; match again"
             )
+        self._evictor.end_due_pins(tree.tenant, match.num_blocks)
         self._evictor.require(0, tree.tenant, self._newly_protected(node, child, common))
         return self._lease_end(tree, node, child, common)
 
@@ -270,14 +276,21 @@ class PrefixCache:
         if lease._node is not None:
             self._evictor.release(lease._node, cast(NamespaceTree, lease._node.tree))
 
-    def _lease_end(self, tree: NamespaceTree, node: Node, child: Node | None, common: int) -> Node:
-        """Lease the end of a walk, splitting there if it lies inside a node, and tell the policy of the use."""
+    def _lease_end(
+        self, tree: NamespaceTree, node: Node, child: Node | None, common: int, told: Node | None = None
+    ) -> Node:
+        """Lease the end of a walk, splitting there if it lies inside a node, and tell the policy of the use.
+
+        ``told``: what is above the end of this node it has heard of already, from the same request.
+        """
         if child is not None:
             node = self._evictor.split(child, common, tree)
         self._evictor.lease(node, tree)
         touched = tree.tenant.on_touched
         if touched is not None and node.depth:
-            touched(path_between(tree.root, node))
+            above = tree.root if told is None or told.tree is not tree else told
+            if above is not node:
+                touched(path_between(above, node))
         return node
 
     # --- open
@@ -314,7 +327,9 @@ class PrefixCache:
         on_pending: OnPending,
         timeout_s: Seconds,
         hints: RequestHints | None,
+        told: Node | None = None,
     ) -> Sequence:
+        """See ``open``; ``told``: see ``_lease_end``."""
         num_bytes, size, table = len(key), self._block_bytes, bytearray()
         sequence: Sequence | None = None
         with self._lock:
@@ -327,10 +342,11 @@ class PrefixCache:
                 total = -(-num_bytes // size)
                 needed, tenant = total - cached, tree.tenant
                 if not self._evictor.surely_has(total, tenant):
+                    self._evictor.end_due_pins(tenant, total)
                     self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
                 if not tree.root.children:
                     self._register_tree(tree)
-                node = self._lease_end(tree, node, child, common)
+                node = self._lease_end(tree, node, child, common, told)
                 table += self._evictor.take_granted(needed, tenant)
                 self._evictor.charge(tenant, needed)
                 num_cached = cached * self._block_size
@@ -362,7 +378,7 @@ class PrefixCache:
             lease, needed, tenant = self._lease_long(namespace, key)
             with lease:
                 self._make_room(needed, tenant)
-                sequence = self._open(namespace, key, on_pending, timeout_s, hints)
+                sequence = self._open(namespace, key, on_pending, timeout_s, hints, lease._node)
             return sequence
         except BaseException as error:
             with self._lock:
@@ -378,6 +394,7 @@ class PrefixCache:
                 tree = self._tree(namespace) or self._new_tree(namespace)
                 node, at, child, common = tree.walk(key, len(key) - 1, table)
                 needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
+                self._evictor.end_due_pins(tree.tenant, needed + len(table) // ID_BYTES)
                 self._evictor.require(needed, tree.tenant, self._newly_protected(node, child, common))
                 matched = Match(namespace, key[: at + common], bytes(table))
                 end = self._lease_end(tree, node, child, common) if table else None
@@ -401,6 +418,7 @@ class PrefixCache:
         while short > 0:
             with self._lock:
                 try:
+                    self._evictor.end_due_pins(tenant, num_blocks)
                     self._evictor.require(num_blocks, tenant)
                     short = num_blocks - self._pool.num_free
                     if short > 0:
@@ -434,21 +452,53 @@ class PrefixCache:
         return NamespaceTree(namespace, tenant, self._block_bytes)
 
     def _new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
-        return TenantState(settings, self._new_policy(), is_added=is_added, label=self._new_label(settings))
+        label = self._new_label(settings)
+        return TenantState(settings, self._new_policy(settings), is_added=is_added, label=label)
 
     def _new_label(self, settings: Tenant) -> int:
         """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
         return 0 if self._scrubber is None else self._scrubber.new_label(is_strict=settings.mode == "strict")
 
-    def _new_policy(self) -> Policy:
-        config = self._config
-        return POLICIES[config.policy](
+    def _new_policy(self, settings: Tenant) -> Policy:
+        """A policy for a tenant, of its own kind or of the cache's. Raises ArgumentError for what makes none."""
+        config, wanted = self._config, settings.policy
+        if isinstance(wanted, str) and wanted not in POLICIES:
+            raise ArgumentError("policy", wanted, f"one of {', '.join(POLICIES)}")
+        factory: Any = (
+            POLICIES[wanted or config.policy] if wanted is None or isinstance(wanted, str) else wanted
+        )
+        policy = factory(
             config.num_blocks,
             self._clock,
             config.seed,
             block_size=config.block_size,
             segment_blocks=config.segment_blocks,
         )
+        if not isinstance(policy, Policy):
+            raise ArgumentError(
+                "policy", wanted, "a name, or what makes a Policy of the arguments that Policy takes"
+            )
+        if self._clock is monotonic and type(policy).maintain is not Policy.maintain:
+            self._upkeep.start()
+        return policy
+
+    def _follow_policy(self, tenant: TenantState, settings: Tenant) -> None:
+        """Give a tenant the policy that it is to have; a new one takes over its nodes, in the order of the old one.
+
+        Uses that the old one counted are forgotten, ghosts too. O(nodes), under the lock: the rare act of an
+        operator, and a policy that knew half of the nodes would name the wrong victims.
+        """
+        config = self._config
+        if (settings.policy or config.policy) == (tenant.settings.policy or config.policy):
+            return
+        policy = self._new_policy(settings)
+        nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
+        evictable = [node for node in nodes if not node.uses]
+        tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, len(evictable)))
+        self._recorder.follow(tenant)
+        for sequence in self._sequences:
+            if sequence._tree.tenant is tenant:
+                sequence._hints = None  # what the old one made of them
 
     def _register_tree(self, tree: NamespaceTree) -> None:
         """Make a tree reachable, for it is about to hold something."""
@@ -536,7 +586,7 @@ class PrefixCache:
                 return
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
         keys = None
-        if self._uses_ghost_keys and resident // self._segment_blocks < new // self._segment_blocks:
+        if tree.tenant.uses_ghost_keys and resident // self._segment_blocks < new // self._segment_blocks:
             keys = self._ghost_keys(tree, sequence.key_between(0, new * size), resident, new)
         if (
             node.uses > 1
@@ -942,6 +992,7 @@ class PrefixCache:
             with self._lock:
                 try:
                     wanted = min(left, SLICE_BLOCKS)
+                    self._evictor.end_due_pins(None, wanted)
                     freed = self._evictor.evict(wanted)
                 except BaseException as error:
                     mend(self, error)
@@ -997,6 +1048,7 @@ class PrefixCache:
                 resident = (at + common) // size
                 if resident < len(blocks):
                     lent = sum(block_id in self._pool.lent for block_id in blocks[resident:].tolist())
+                    self._evictor.end_due_pins(tree.tenant, len(blocks))
                     protected = self._newly_protected(node, child, common)
                     self._evictor.require(len(blocks) - resident, tree.tenant, protected, lent)
                     self._register_tree(tree)
@@ -1012,24 +1064,84 @@ class PrefixCache:
         evictor.keep_limit(tree.tenant, len(blocks) - resident)
         evictor.charge(tree.tenant, len(blocks) - resident)
         at = resident * self._block_bytes
-        keys = self._ghost_keys(tree, key, resident, len(blocks)) if self._uses_ghost_keys else None
+        keys = self._ghost_keys(tree, key, resident, len(blocks)) if tree.tenant.uses_ghost_keys else None
         node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
-        self._pool.claim(
-            blocks[resident:], tree.tenant.label
-        )  # only now: until a tree has them they are whose they were
-        evictor.release(node, tree)
+        # only now: until a tree has them they are whose they were
+        self._pool.claim(blocks[resident:], tree.tenant.label)
         if self._journal is not None:
             self._evictor.report_stored(tree, key, resident, len(blocks))
+        evictor.release(node, tree)  # and perhaps gives them up
+
+    # --- pins
+
+    def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: Any) -> Pin:
+        """Keep a prefix resident for ``ttl_s`` seconds, whatever is evicted; pinned again, its time begins anew.
+
+        All whole blocks of ``ids`` have to be resident; they count once against the tenant's ``pin_budget``, and as
+        in use. A clear or a purge ends the pin. Raises TokenError, ArgumentError, NotResident, PinBudgetExceeded, and
+        OutOfBlocks if they are borrowed and others couldn't have what they are guaranteed; then nothing is changed.
+        O(nodes on the path + blocks), and log of the tenant's pins.
+        """
+        _require_namespace(namespace)
+        ttl_s, key = require_ttl(ttl_s), encode(ids)
+        key = key[: len(key) // self._block_bytes * self._block_bytes]
+        if not key:
+            raise ArgumentError(
+                "ids", "less than a block", f"at least {self._block_size} token ids, one block"
+            )
+        if self._clock is monotonic:
+            self._upkeep.start()
+        lease: Lease | None = None
+        with self._lock:
+            try:
+                tenant = self._tenants.get(namespace.tenant)
+                self._pins.end_due(namespace.tenant)
+                match = self._match(namespace, key)
+                budget = 0 if tenant is None else tenant.settings.pin_budget
+                pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget)
+                if pin is None:
+                    lease = Lease(self, self._lease_match(match), match)
+                    self._leases.add(lease)
+                    pin = self._pins.hold(lease, ttl_s)
+                return pin
+            except BaseException as error:
+                mend(self, error, leases=[lease])
+                raise
+
+    def unpin(self, pin: Any) -> None:
+        """End a pin before its time. Raises LeaseError for one that has ended."""
+        if not isinstance(pin, Pin):
+            raise ArgumentError("pin", pin, "a Pin")
+        with self._lock:
+            try:
+                self._pins.unpin(pin)
+            except BaseException as error:
+                mend(self, error)
+                raise
+
+    def pins(self, tenant: str | None = None) -> list[Pin]:
+        """The pins that hold, of one tenant or of all, each with the seconds that are left."""
+        with self._lock:
+            return self._pins.told(tenant)
+
+    def _end_due_pins(self) -> None:
+        with self._lock:
+            try:
+                self._evictor.end_due_pins(None, 0)
+            except BaseException as error:
+                mend(self, error)
+                raise
 
     # --- tenants
 
     def add_tenant(self, tenant: Tenant) -> None:
         """Promise a tenant its guarantee and hold it to its limit from now on; changes one that was added before.
 
-        What it uses above a new limit is evicted; what runs meanwhile stays. Raises, and changes nothing:
-        ConfigError for a strict tenant of a cache that can't zero its blocks; ArgumentError if the guarantees of all
-        would exceed the pool, if running sequences hold too much of it for this guarantee to be met, or if its own
-        hold more than the limit. O(tenants + blocks evicted).
+        What it uses above a new limit is evicted; what runs meanwhile stays. A new policy takes over what is resident,
+        in the order of the old one. Raises, and changes nothing: ConfigError for a strict tenant of a cache that can't
+        zero its blocks; ArgumentError if the guarantees of all would exceed the pool, if running sequences and pins
+        hold too much of it for this guarantee to be met, or if its own hold more than the limit. O(tenants + blocks
+        evicted), and O(its nodes) for a new policy.
         """
         if not isinstance(tenant, Tenant):
             raise ArgumentError("tenant", tenant, "a Tenant")
@@ -1043,7 +1155,9 @@ class PrefixCache:
                 state = self._tenants.get(tenant.id)
                 if state is None:
                     state = self._new_state(tenant, is_added=True)
+                self._evictor.end_due_pins(state, tenant.guaranteed_blocks)
                 self._require_promise(tenant, state)
+                self._follow_policy(state, tenant)
                 if state.settings.mode != tenant.mode:
                     state.label = self._new_label(tenant)
                 self._tenants[tenant.id] = state
@@ -1065,10 +1179,12 @@ class PrefixCache:
         held = state.protected_blocks
         counted = max(held, state.guaranteed_blocks) if tenant.id in self._tenants else 0
         if tenant.limit is not None and held > tenant.limit:
-            raise ArgumentError("max_blocks", tenant.limit, f"at least {held}, which its sequences hold")
+            raise ArgumentError(
+                "max_blocks", tenant.limit, f"at least {held}, which its sequences and pins hold"
+            )
         short = max(wanted, held) - counted - self._evictor.spare_blocks
         if short > 0:
-            allowed = f"{short} fewer while running sequences hold the rest of the pool"
+            allowed = f"{short} fewer while running sequences and pins hold the rest of the pool"
             raise ArgumentError("guaranteed_blocks", wanted, allowed)
 
     def remove_tenant(self, tenant: str) -> None:
@@ -1078,24 +1194,30 @@ class PrefixCache:
         wasn't, and for one whose sequences hold more than the limit of such tenants.
         """
         with self._lock:
-            state = self._tenants.get(tenant)
-            if state is None or not state.is_added:
-                raise ArgumentError("tenant", tenant, "a tenant that was added")
-            settings = replace(self._config.default_tenant or Tenant(tenant), id=tenant)
-            if settings.limit is not None and state.protected_blocks > settings.limit:
-                allowed = (
-                    f"one whose sequences hold at most {settings.limit} blocks, the limit of those not added"
-                )
-                raise ArgumentError("tenant", tenant, allowed)
-            state.is_added = False
-            if state.settings.mode != settings.mode:
-                state.label = self._new_label(settings)
-            state.set(settings)
-            self._evictor.settle_promises(self._tenants.values())
-            self._evictor.keep_limit(state, 0)
-            namespaces = list(state.trees)
+            try:
+                namespaces = self._remove_tenant(tenant)
+            except BaseException as error:
+                mend(self, error)
+                raise
         for namespace in namespaces:
             self.clear(namespace)
+
+    def _remove_tenant(self, tenant: str) -> list[Namespace]:
+        state = self._tenants.get(tenant)
+        if state is None or not state.is_added:
+            raise ArgumentError("tenant", tenant, "a tenant that was added")
+        settings = replace(self._config.default_tenant or Tenant(tenant), id=tenant)
+        if settings.limit is not None and state.protected_blocks > settings.limit:
+            allowed = f"one whose sequences and pins hold at most {settings.limit} blocks, the limit of those not added"
+            raise ArgumentError("tenant", tenant, allowed)
+        self._follow_policy(state, settings)
+        state.is_added = False
+        if state.settings.mode != settings.mode:
+            state.label = self._new_label(settings)
+        state.set(settings)
+        self._evictor.settle_promises(self._tenants.values())
+        self._evictor.keep_limit(state, 0)
+        return list(state.trees)
 
     def tenant(self, tenant: str) -> Tenant | None:
         """What a tenant is promised and held to; None for one that the cache doesn't know."""
@@ -1122,6 +1244,14 @@ class PrefixCache:
         never matched and is freed at their release. O(1) under the lock, then slices.
         """
         _require_namespace(namespace)
+        try:
+            return self._clear(namespace)
+        except BaseException as error:  # between two slices: what is left goes at once
+            with self._lock:
+                mend(self, error)
+            raise
+
+    def _clear(self, namespace: Namespace) -> int:
         with self._lock:
             try:
                 tree = self._tree(namespace)
@@ -1146,6 +1276,14 @@ class PrefixCache:
         from their next call on, except for their first ``release``, which gives back the blocks that they hold; until
         then these are quarantined and the tenant's. Its settings stay. O(namespaces + sequences), then slices.
         """
+        try:
+            return self._purge(tenant)
+        except BaseException as error:  # between two slices: what is left goes at once
+            with self._lock:
+                mend(self, error)
+            raise
+
+    def _purge(self, tenant: str) -> int:
         with self._lock:
             try:
                 state = self._tenants.get(tenant)
@@ -1178,20 +1316,16 @@ class PrefixCache:
             return 0 if state is None else state.generation
 
     def _reclaim(self, tree: NamespaceTree) -> None:
-        """Free what nobody uses of a cleared tree, slice by slice."""
+        """End the pins of a cleared tree, and free what nobody uses of it, slice by slice."""
         pending = [tree.root]
-        try:
-            while pending:
-                with self._lock:
-                    try:
-                        self._reclaim_slice(tree, pending)
-                    except BaseException as error:
-                        mend(self, error)
-                        raise
-        except BaseException as error:  # between two slices: what is left goes at once
+        while pending:
             with self._lock:
-                mend(self, error)
-            raise
+                try:
+                    if not self._pins.end_in(tree):
+                        self._reclaim_slice(tree, pending)
+                except BaseException as error:
+                    mend(self, error)
+                    raise
 
     def _reclaim_slice(self, tree: NamespaceTree, pending: list[Node]) -> None:
         """Free the unused leaves of a cleared tree, and with them their ancestors, as far as one slice goes."""
@@ -1210,13 +1344,18 @@ class PrefixCache:
         """Counts of the whole cache at this moment. O(namespaces + tenants)."""
         with self._lock:
             return snapshots.stats_of(
-                self._pool, self._tenants, len(self._sequences), self._num_copied_blocks
+                self._pool, self._tenants, len(self._sequences), self._num_copied_blocks, self._pins
             )
 
     def tenant_stats(self, tenant: str) -> TenantStats:
-        """Counts of one tenant; all zero for one that isn't known. O(its namespaces)."""
+        """Counts of one tenant, whose pins that are due end; zero for one that isn't known. O(its namespaces)."""
         with self._lock:
-            return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant))
+            try:
+                self._pins.end_due(tenant)
+                return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
+            except BaseException as error:
+                mend(self, error)
+                raise
 
     def tenants(self) -> list[str]:
         """The tenants that the cache has seen."""
@@ -1224,15 +1363,15 @@ class PrefixCache:
             return list(self._tenants)
 
     def snapshot(self) -> Snapshot:
-        """Everything the audit needs, at one moment. O(nodes + sequences + free blocks)."""
-        with self._lock:
-            return snapshots.snapshot_of(
-                self._config,
-                self._pool,
-                self._tenants,
-                self._sequences,
-                [(lease._node, lease._packed) for lease in self._leases],
-            )
+        """Everything the audit needs, at one moment, under one hold. O(nodes + sequences + free blocks)."""
+        return gathering.at_once(self)
+
+    def snapshot_in_slices(self, pause: Callable[[], None] | None = None) -> Snapshot:
+        """The same, at the moment when it ends, with the lock held for no longer than a slice of nodes takes.
+
+        ``pause`` is called between slices, without the lock; it may sleep, and use the cache.
+        """
+        return gathering.in_slices(self, pause or (lambda: None))
 
     # --- checks
 

@@ -1,4 +1,4 @@
-"""``radixkv``: serve | route | warm | stats | audit | bench | simulate | workload.
+"""``radixkv``: serve | route | warm | stats | keys | purge | audit | bench | simulate | workload.
 
 Importing this module, and ``--help``, costs click and nothing heavier; each command imports what it runs. A
 setting that can't work ends the command with exit code 2 and one line that names it, its value and what is
@@ -8,7 +8,6 @@ stdout (JSON with ``--json``), progress and complaints to stderr.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +18,17 @@ import click
 from click.core import ParameterSource
 
 from radixkv import COMPILED, __version__
+from radixkv.cli_client import keys, purge, stats, warm
+from radixkv.cli_output import json_option as _json_option
+from radixkv.cli_output import print_json as _print_json
+from radixkv.cli_output import progress as _progress
+from radixkv.cli_output import table as _table
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 
 if TYPE_CHECKING:
     from radixkv.audit.verdict import AuditReport
     from radixkv.service.core import Service
 
-DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
 
 
@@ -62,6 +65,10 @@ def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
+for _command in (warm, stats, keys, purge):
+    commands.add_command(_command)
+
+
 # serve ----------------------------------------------------------------------------------------------------------------
 
 _HTTP_OPTIONS: Mapping[str, str] = {
@@ -87,7 +94,7 @@ _SERVE_OPTIONS: Mapping[str, str] = {
     "lease-s": "Seconds after which a silent replica counts as gone.  [10]",
     "num-blocks": "Blocks in the cache.  [4096]",
     "block-size": "Tokens in a block.  [16]",
-    "policy": "Eviction policy: lru, lfu, s3fifo, learned, auto … (policies/README.md).  [lru]",
+    "policy": "Eviction policy; policies/README.md compares them.  [learned]",
     "scrub": "Zero blocks that change tenant: cross-tenant, always or never.  [cross-tenant]",
     "device": "Torch device of model and cache.  [cpu]",
     "dtype": "Element type of --model: float32, bfloat16 or float16.  [float32]",
@@ -201,124 +208,6 @@ def route(context: click.Context, /, **values: str | None) -> None:
             click.echo(f"radixkv routes at {url}\n  {known}, cost {settings.cost}\n\nCtrl-C stops it.")
 
         run(settings, __version__, on_ready)
-
-
-# talking to a service -------------------------------------------------------------------------------------------------
-
-
-def _client_options(command: Command) -> Command:
-    options = (
-        click.option(
-            "--url", envvar="RADIXKV_URL", default=DEFAULT_URL, show_default=True, help="The service."
-        ),
-        click.option(
-            "--key",
-            envvar="RADIXKV_KEY",
-            help="Key of a tenant or the operator.  [a demo tenant's on loopback]",
-        ),
-    )
-    for option in options:
-        command = option(command)
-    return command
-
-
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def _print_json(document: object) -> None:
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
-
-
-@contextmanager
-def _progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal; the function takes how much is done in all."""
-    with click.progressbar(
-        length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()
-    ) as bar:
-        yield lambda done: bar.update(done - bar.pos)
-
-
-@commands.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@_client_options
-@click.option("--salt", help="Names one of the tenant's namespaces.")
-@click.option("--adapter", help="Key space of an adapter.")
-@click.option("--replicas", type=click.Choice(["self", "all"]), default="self", show_default=True)
-@_json_option
-def warm(
-    files: tuple[str, ...],
-    url: str,
-    key: str | None,
-    salt: str | None,
-    adapter: str | None,
-    replicas: str,
-    as_json: bool,
-) -> None:
-    """Warm the prompts in FILEs: a text file is one prompt, a .jsonl file has one a line."""
-    from radixkv.service.client import Client, sources
-
-    found = sources(files)
-    given = {name: value for name, value in (("salt", salt), ("adapter", adapter)) if value is not None}
-    rows = []
-    with Client(url, key) as client, _progress(1000 * len(found), "warming") as advance:
-        for index, source in enumerate(found):
-            fields = {**given, **source.fields, "replicas": replicas}
-            result = client.warm(fields, lambda share, index=index: advance(int(1000 * (index + share))))  # type: ignore[misc]
-            rows.append({"source": source.name, **result})
-    if as_json:
-        _print_json(rows)
-    else:
-        click.echo(_table(rows, ("source", "tokens", "cached_before", "computed", "left_out", "seconds")))
-        click.echo("\n".join(_outcomes(rows)), nl=replicas == "all")
-    failed = [each for row in rows for each in row.get("replicas", ()) if each["state"] != "done"]
-    if failed:
-        raise click.ClickException(f"{len(failed)} warms on other replicas failed")
-
-
-def _outcomes(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"{row['source']} on {each['replica']}: {each['state']}, "
-        + (each["error"] or f"{each['tokens']} tokens, {each['computed']} computed")
-        for row in rows
-        for each in row.get("replicas", ())
-    ]
-
-
-@commands.command()
-@_client_options
-@_json_option
-def stats(url: str, key: str | None, as_json: bool) -> None:
-    """Print a tenant's own counts, or everybody's with the operator's key."""
-    from radixkv.service.client import Client
-
-    with Client(url, key) as client:
-        document = client.call("GET", "/v1/stats")
-    if as_json:
-        _print_json(document)
-        return
-    tenants = document.get("tenants", [document])
-    click.echo(_table(tenants, tuple(tenants[0])))
-    if "cache" in document:
-        click.echo()
-        click.echo(
-            _table([{"cache": name, "": value} for name, value in document["cache"].items()], ("cache", ""))
-        )
-
-
-def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Text: the first column to the left, the others to the right."""
-    cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
-    first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
-    return "\n".join(_line(line, first, others) for line in cells)
-
-
-def _line(cells: list[str], first: int, others: list[int]) -> str:
-    right = [cell.rjust(width) for cell, width in zip(cells[1:], others, strict=True)]
-    return "  ".join([cells[0].ljust(first), *right]).rstrip()
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # audit ----------------------------------------------------------------------------------------------------------------
@@ -696,6 +585,26 @@ def bench_fork(as_json: bool, **options: Any) -> None:
     _print_result(result, _fork_table, as_json)
 
 
+@bench.command("kernels")
+@click.option("--device", default="cpu", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16", show_default=True
+)
+@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--head-dim", type=click.IntRange(2), default=128, show_default=True)
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--num-blocks", type=click.IntRange(1), default=1000, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_json_option
+def bench_kernels(as_json: bool, **options: Any) -> None:
+    """Whether the kernels are right, and on a GPU how fast."""
+    from radixkv.bench import kernels
+
+    _print_result(kernels.run(**options), _kernels_table, as_json)
+
+
 @bench.command("replicas")
 @click.option("--figure", "groups", multiple=True, help="Only this group of figures; may be repeated.  [all]")
 @click.option(
@@ -727,6 +636,12 @@ def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **
 def _fork_table(result: dict[str, Any]) -> str:
     head = f"{result['device']}, {result['path']}, copy {result['copy_bytes_per_s'] / 1e9:.1f} GB/s"
     return "\n".join([head, _table(result["results"], tuple(result["results"][0]))])
+
+
+def _kernels_table(result: dict[str, Any]) -> str:
+    head = f"{result['device']}, {result['path']}; as the reference: {', '.join(result['checked'])}"
+    rows = result["results"]
+    return "\n".join([head, _table(rows, tuple(rows[0])) if rows else result["note"]])
 
 
 @contextmanager

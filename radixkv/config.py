@@ -62,8 +62,10 @@ class CacheConfig:
             raise ConfigError("layout", self.layout, "a KVLayout, or None for an engine that owns its KV")
         object.__setattr__(self, "device", str(self.device))
         names = policy_names()
-        if self.policy not in names:
-            raise ConfigError("policy", self.policy, f"one of {', '.join(names)}")
+        own = None if self.default_tenant is None else self.default_tenant.policy
+        for setting, policy in (("policy", self.policy), ("default_tenant.policy", own)):
+            if policy not in names and (setting == "policy" or isinstance(policy, str)):
+                raise ConfigError(setting, policy, f"one of {', '.join(names)}")
 
 
 def _require_int(setting: str, value: object, low: int, high: int) -> None:

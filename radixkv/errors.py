@@ -7,9 +7,11 @@
     ├── NamespaceError        a namespace or tenant that can't be one (also a ValueError)
     ├── CapacityError         there is no room, and nothing was changed
     │   ├── OutOfBlocks       the pool can't give what is needed
-    │   └── QuotaExceeded     the tenant's own limit can't
+    │   ├── QuotaExceeded     the tenant's own limit can't
+    │   └── PinBudgetExceeded the tenant may not pin so much
     ├── LeaseError            a lease, match or sequence that isn't valid any more
-    │   └── StaleGeneration   its tenant was purged meanwhile
+    │   ├── StaleGeneration   its tenant was purged meanwhile
+    │   └── NotResident       a prefix that is to be pinned isn't resident as a whole
     ├── PendingError          another sequence computes the prefix, and the caller would not wait longer
     ├── CoordinationError     the metadata store or another replica
     │   ├── StoreUnavailable  the store can't be reached
@@ -86,12 +88,32 @@ class QuotaExceeded(CapacityError):
         )
 
 
+class PinBudgetExceeded(CapacityError):
+    """Pinning ``needed`` further blocks would exceed the ``budget`` of the tenant, which has ``pinned`` so many."""
+
+    def __init__(self, needed: int, budget: int, pinned: int) -> None:
+        self.needed, self.budget, self.pinned = needed, budget, pinned
+        super().__init__(
+            f"{needed} blocks to pin, {pinned} of the tenant's budget of {budget} pinned already"
+        )
+
+
 class LeaseError(RadixKVError):
     """A lease, match or sequence that is not valid any more: released, consumed, or its blocks are gone."""
 
 
 class StaleGeneration(LeaseError):
     """The tenant was purged while this sequence ran."""
+
+
+class NotResident(LeaseError):
+    """Of a prefix of ``num_tokens`` tokens in whole blocks only ``resident_tokens`` are resident: compute it first."""
+
+    def __init__(self, num_tokens: int, resident_tokens: int) -> None:
+        self.num_tokens, self.resident_tokens = num_tokens, resident_tokens
+        super().__init__(
+            f"only {resident_tokens} of {num_tokens} tokens are resident: compute the prefix, then pin it"
+        )
 
 
 class PendingError(RadixKVError):

@@ -18,7 +18,7 @@ so one sum decides whether a request can be granted, and a tenant within its gua
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import cast
 
 from radixkv.blocks import BlockPool
@@ -41,6 +41,7 @@ class Evictor:
         "_scrubber",
         "_segment_blocks",
         "evictable_blocks",
+        "on_need",
         "promised_blocks",
     )
 
@@ -59,6 +60,7 @@ class Evictor:
         self._scrubber = pool.scrubber
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
+        self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends pins that are due
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -84,8 +86,11 @@ class Evictor:
         if protected > tenant.guaranteed_blocks:
             self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
 
-    def release(self, node: Node, tree: NamespaceTree) -> None:
-        """Undo one ``lease``; what nobody uses any more becomes evictable, and goes at once if its tree was cleared."""
+    def release(self, node: Node, tree: NamespaceTree, asks: bool = True) -> None:
+        """Undo one ``lease``; what nobody uses any more becomes evictable.
+
+        It goes at once if its tree was cleared or, where this ``asks``, if the policy doesn't admit it.
+        """
         node.uses = uses = node.uses - 1
         if uses:
             return
@@ -109,8 +114,31 @@ class Evictor:
             freed = bytearray()
             self.reclaim(node, freed)
             self._pool.give(freed)
+        elif asks and tenant.on_admit is not None:
+            freed = bytearray()
+            self._give_up_declined(node, tree, freed)
+            self._pool.give(freed)
         if not tree.root.children:
             tenant.drop_if_empty(tree)
+
+    def _give_up_declined(self, node: Node, tree: NamespaceTree, freed: bytearray) -> None:
+        """Take out what the policy doesn't admit, leaf by leaf upward; adds the ids. O(blocks freed)."""
+        tenant, at = tree.tenant, node
+        admit, trimmed = tenant.on_admit, tenant.on_trimmed
+        assert admit is not None
+        while (parent := at.parent) is not None and not at.uses and not at.children and not admit(at):
+            num_blocks = at.num_blocks
+            if trimmed is not None:
+                trimmed(at, num_blocks)
+            if self._journal is not None:
+                self._report_removed(at, num_blocks)
+            tenant.on_removed(at)
+            tree.remove(at)
+            freed += at.block_ids
+            tenant.evictable_blocks -= num_blocks
+            self.evictable_blocks -= num_blocks
+            tenant.declined_blocks += num_blocks
+            at = parent
 
     def unprotected_above(self, node: Node) -> int:
         """Blocks that a lease on ``node`` would take from the evictable ones. O(ancestors)."""
@@ -213,12 +241,25 @@ class Evictor:
             and self.promised_blocks + num_blocks <= self._usable_blocks
         )
 
+    def end_due_pins(self, requester: TenantState | None, num_blocks: int) -> None:
+        """Before ``require``: if a tenant isn't sure of so many blocks, pins that are due end; for None all of them.
+
+        Moves no node.
+        """
+        if self.on_need is None:
+            return
+        if requester is None:
+            self.on_need(None, True)
+        elif not self.surely_has(num_blocks, requester):
+            self.on_need(requester, self.promised_blocks + num_blocks > self._usable_blocks)
+
     def take(self, num_blocks: int, tenant: TenantState) -> bytearray:
         """Packed ids of ``num_blocks`` blocks for a tenant, evicting what is short. Raises like ``require``.
 
         On nobody's account yet: see ``charge``.
         """
         if not self.surely_has(num_blocks, tenant):
+            self.end_due_pins(tenant, num_blocks)
             self.require(num_blocks, tenant)
         return self.take_granted(num_blocks, tenant)
 
@@ -235,6 +276,8 @@ class Evictor:
 
     def take_for_engine(self, num_blocks: int) -> bytearray:
         """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
+        if num_blocks > self.spare_blocks:
+            self.end_due_pins(None, num_blocks)
         spare = self.spare_blocks
         if num_blocks > spare:
             free = self._pool.num_free
@@ -284,6 +327,10 @@ class Evictor:
     def require_all(self, needs: dict[TenantState, int]) -> None:
         """Raise unless several tenants can have what they need at once, like ``require``. O(tenants)."""
         rise = 0
+        if self.on_need is not None:
+            total = sum(needs.values())
+            for tenant in needs:
+                self.end_due_pins(tenant, total)
         for tenant, needed in needs.items():
             rise += self.require(needed, tenant, of_them_lent=-rise)
 

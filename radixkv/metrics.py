@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _COUNTERS = frozenset(
-    {"requests", "hit_tokens", "missed_tokens", "evicted_blocks", "copied_blocks", "scrubbed_blocks"}
+    {
+        "requests",
+        "hit_tokens",
+        "missed_tokens",
+        "evicted_blocks",
+        "declined_blocks",
+        "copied_blocks",
+        "scrubbed_blocks",
+    }
 )
 """Counts of the cache that only grow; all others are levels."""
 
@@ -46,6 +54,9 @@ _TEXTS = {
     "evicted_blocks": "Blocks evicted by policy",
     "copied_blocks": "Blocks copied by copy-on-write",
     "scrubbed_blocks": "Blocks zeroed before another tenant could read them",
+    "declined_blocks": "Blocks given up at the end of their use, not admitted by the policy",
+    "pinned_blocks": "Blocks kept by pins",
+    "num_pins": "Pins that hold",
 }
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -7,8 +7,9 @@ A namespace is the key space of one tenant, model, adapter and salt, and has a t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from radixkv.errors import ArgumentError, NamespaceError
 
@@ -85,6 +86,9 @@ class Tenant:
     max_blocks: blocks that it may use at most; None for the whole pool. At least the guaranteed ones.
     mode: ``"burst"`` borrows what is idle above its guarantee and gives it back first; ``"strict"`` never borrows, so
     that nothing that others do changes what it sees: its limit is its guarantee, which is at least one block.
+    max_pinned_blocks: blocks that it may pin (``PrefixCache.pin``), at most its limit; None for its guarantee. What is
+    pinned is used like the rest: it counts against the limit, and is borrowed beyond the guarantee.
+    policy: its eviction policy's name, or what makes one, called like a ``radixkv_policies.Policy``; None: the cache's.
 
     Raises NamespaceError for the id and ArgumentError for the rest.
     """
@@ -94,6 +98,8 @@ class Tenant:
     guaranteed_blocks: int = 0
     max_blocks: int | None = None
     mode: Mode = "burst"
+    max_pinned_blocks: int | None = None
+    policy: str | Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         _check_field("tenant", self.id, may_be_empty=False)
@@ -104,17 +110,31 @@ class Tenant:
             raise ArgumentError("mode", self.mode, "'burst' or 'strict'")
         least = 1 if self.mode == "strict" else 0
         _check_blocks("guaranteed_blocks", self.guaranteed_blocks, least)
-        if self.max_blocks is None:
-            return
-        _check_blocks("max_blocks", self.max_blocks, max(self.guaranteed_blocks, 1))
-        if self.mode == "strict" and self.max_blocks != self.guaranteed_blocks:
-            allowed = f"{self.guaranteed_blocks}, its guarantee, or None: a strict tenant borrows nothing"
-            raise ArgumentError("max_blocks", self.max_blocks, allowed)
+        if self.max_blocks is not None:
+            _check_blocks("max_blocks", self.max_blocks, max(self.guaranteed_blocks, 1))
+            if self.mode == "strict" and self.max_blocks != self.guaranteed_blocks:
+                allowed = f"{self.guaranteed_blocks}, its guarantee, or None: a strict tenant borrows nothing"
+                raise ArgumentError("max_blocks", self.max_blocks, allowed)
+        if self.policy is not None and not isinstance(self.policy, str) and not callable(self.policy):
+            raise ArgumentError(
+                "policy", self.policy, "the name of a policy, a callable that makes one, or None"
+            )
+        if self.max_pinned_blocks is not None:
+            _check_blocks("max_pinned_blocks", self.max_pinned_blocks, 0)
+            if self.limit is not None and self.max_pinned_blocks > self.limit:
+                raise ArgumentError(
+                    "max_pinned_blocks", self.max_pinned_blocks, f"at most {self.limit}, its limit"
+                )
 
     @property
     def limit(self) -> int | None:
         """Blocks that it may use at most: ``max_blocks``, in strict mode the guarantee; None for the whole pool."""
         return self.guaranteed_blocks if self.mode == "strict" else self.max_blocks
+
+    @property
+    def pin_budget(self) -> int:
+        """Blocks that it may pin: ``max_pinned_blocks``, or its guarantee."""
+        return self.guaranteed_blocks if self.max_pinned_blocks is None else self.max_pinned_blocks
 
 
 def _check_blocks(argument: str, value: object, least: int) -> None:

@@ -9,6 +9,7 @@ exception goes on. It keeps what is certain, and makes everything else anew from
     which nodes hang below a root, and their blocks     parents, depths, uses, counts of a tree
     block table, ids and leased node of a sequence      its runs and who owns them
     leases; blocks lent; copies that wait               counts of tenants, policies' orders, the free list
+    pins, by the leases that they hold                  what they hold in all, and which ends first
 
 - **An interrupted call costs the sequences that it was working on**: they are closed. A sequence that it was
   about to return never was. Every other sequence keeps its blocks and doesn't notice.
@@ -94,6 +95,7 @@ def _mend(
         if lease is not None:
             lease._is_open = False
             cache._leases.discard(lease)
+    cache._recorder.start_over()
     cache._pool.lent.difference_update(unpack(bytes(lent)).tolist())
     _Books(cache).rebuild()
     cache._progress.notify_all()
@@ -116,6 +118,7 @@ class _Books:
         for tree in trees:
             self._relink(tree)
         self._close_what_lost_its_node()
+        self.cache._pins.settle()
         self._share_blocks()
         self._keep_for_plan()
         self._count_uses()
@@ -301,20 +304,13 @@ class _Books:
             tenant.evictable_blocks = sum(node.num_blocks for node in evictable)
             tenant.protected_blocks = num_used - tenant.evictable_blocks
             tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED
-            tenant.follow(self._policy_after(tenant.policy, its_nodes, evictable))
+            policy = self.cache._new_policy(tenant.settings)
+            most = self.cache._config.num_blocks
+            tenant.follow(taken_over(policy, tenant.policy, its_nodes, evictable, most))
         evictor = self.cache._evictor
         evictor.evictable_blocks = sum(tenant.evictable_blocks for tenant in self.tenants)
         evictor._ranking = Ranking(self.cache._tenants)
         evictor.settle_promises(list(self.cache._tenants.values()))
-
-    def _policy_after(self, old: Policy, nodes: list[Node], evictable: list[Node]) -> Policy:
-        policy = self.cache._new_policy()
-        for node in nodes:
-            parent = node.parent if node.depth > node.num_blocks else None
-            policy.inserted(node, node.num_blocks, node.depth, parent=parent)
-        for node in _in_order(evictable, _drained(old, self.cache._config.num_blocks)):
-            policy.unleased(node)
-        return policy
 
     # --- the pool and the journal
 
@@ -354,6 +350,16 @@ def _finish(node: Node, above: Node, block_bytes: int) -> None:
     num_blocks = min(len(label) // block_bytes, len(block_ids) // ID_BYTES)
     node.label, node.block_ids = label[: num_blocks * block_bytes], block_ids[: num_blocks * ID_BYTES]
     node.parent, node.depth, node.uses = above, above.depth + num_blocks, 0
+
+
+def taken_over(policy: Policy, old: Policy, nodes: list[Node], evictable: list[Node], most: int) -> Policy:
+    """``policy``, new, with a tenant's nodes, parents first, in the order that the old one had, ``most`` of them."""
+    for node in nodes:
+        parent = node.parent if node.depth > node.num_blocks else None
+        policy.inserted(node, node.num_blocks, node.depth, parent=parent)
+    for node in _in_order(evictable, _drained(old, most)):
+        policy.unleased(node)
+    return policy
 
 
 def _in_order(nodes: list[Node], order: list[Node]) -> list[Node]:

@@ -39,6 +39,7 @@ class TenantState:
     """
 
     __slots__ = (
+        "declined_blocks",
         "detached",
         "evictable_blocks",
         "evicted_blocks",
@@ -50,6 +51,7 @@ class TenantState:
         "label",
         "max_blocks",
         "missed_tokens",
+        "on_admit",
         "on_extended",
         "on_inserted",
         "on_leased",
@@ -68,6 +70,7 @@ class TenantState:
         "settings",
         "tenant_id",
         "trees",
+        "uses_ghost_keys",
         "weight",
     )
 
@@ -83,7 +86,7 @@ class TenantState:
         self.evictable_blocks = 0
         self.held_blocks = 0
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
-        self.evicted_blocks = 0
+        self.evicted_blocks = self.declined_blocks = 0
         self.generation = 0  # how often it was purged
         self.hit_tokens = 0
         self.missed_tokens = 0
@@ -91,12 +94,12 @@ class TenantState:
 
     def follow(self, policy: Policy) -> None:
         """This policy is told of everything from now on."""
-        self.policy = policy
+        self.policy, self.uses_ghost_keys = policy, policy.uses_ghost_keys
         self.on_leased, self.on_unleased, self.on_removed = policy.leased, policy.unleased, policy.removed
         self.on_inserted, self.on_touched = policy.hook("inserted"), policy.hook("touched")
         self.on_extended, self.on_split = policy.hook("extended"), policy.hook("split")
         self.on_trimmed, self.on_most = policy.hook("trimmed"), policy.hook("most")
-        self.on_opened = policy.hook("opened")
+        self.on_opened, self.on_admit = policy.hook("opened"), policy.hook("admit")
 
     def set(self, settings: Tenant) -> None:
         """Promise it this, and hold it to this, from now on."""

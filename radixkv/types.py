@@ -47,6 +47,11 @@ class CacheStats:
     """Copies by copy-on-write."""
     scrubbed_blocks: int
     """Zeroed, because they changed tenant or a strict tenant freed them."""
+    declined_blocks: int
+    """Given up as soon as nobody used them, since the policy didn't admit them."""
+    pinned_blocks: int
+    """Kept by pins, each counted once. A pin whose time is over counts until upkeep comes by, about a second."""
+    num_pins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,9 @@ class TenantStats:
     hit_tokens: int
     missed_tokens: int
     evicted_blocks: int
+    declined_blocks: int
+    pinned_blocks: int
+    num_pins: int
 
 
 class Journal(Protocol):
@@ -98,16 +106,19 @@ class NodeSnapshot:
     uses: int
     child_key: bytes
     """The key under which the parent's children hold it."""
+    num_children: int
+    """How many children it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """A tree, parents before children. ``num_blocks`` and ``root_uses`` are the cache's own counts."""
+    """A tree, parents before children. ``num_blocks``, ``root_uses`` and ``root_children`` are the cache's counts."""
 
     namespace: Namespace
     detached: bool
     num_blocks: int
     root_uses: int
+    root_children: int
     nodes: tuple[NodeSnapshot, ...]
 
 
@@ -148,6 +159,16 @@ class LeaseSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class PinSnapshot:
+    """A pin: the node whose lease it holds, among the snapshot's leases. ``until``: on the cache's clock."""
+
+    tenant: str
+    node: tuple[int, int | None]
+    block_ids: bytes
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class TenantSnapshot:
     """A tenant's counts as the cache keeps them; ``policy_nodes`` is how many nodes its policy calls evictable.
 
@@ -162,6 +183,7 @@ class TenantSnapshot:
     max_blocks: int | None
     held_blocks: int
     """Freed while a copy that waits needs them."""
+    pinned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +203,4 @@ class Snapshot:
     sequences: tuple[SequenceSnapshot, ...]
     leases: tuple[LeaseSnapshot, ...]
     tenants: tuple[TenantSnapshot, ...]
+    pins: tuple[PinSnapshot, ...] = ()

@@ -1,4 +1,4 @@
-"""Upkeep: the policies of one cache learn, in a thread apart from those that call the cache.
+"""Upkeep: pins end and policies learn, in a thread apart from those that call the cache.
 
 The cache holds its ``Upkeep``. The thread calls ``maintain`` about once a second and rests nine times as long as that
 took, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache is gone.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from radixkv.pins import Pins
     from radixkv.tenants import TenantState
 
 PERIOD_S: Final = 1.0
@@ -23,18 +24,26 @@ REST: Final = 9.0
 class Upkeep:
     """Lets the policies of ``tenants`` learn; ``lock`` is the cache's, and is held to look who they are."""
 
-    def __init__(self, lock: threading.Lock, tenants: Mapping[str, TenantState]) -> None:
-        self._lock, self._tenants = lock, tenants
+    def __init__(self, lock: threading.Lock, tenants: Mapping[str, TenantState], pins: Pins) -> None:
+        self._lock, self._tenants, self._pins = lock, tenants, pins
+        self._has_started = False
 
     def maintain(self) -> None:
-        """Let each policy learn, without the lock."""
+        """End the pins whose time is over; let each policy learn, without the lock."""
         with self._lock:
             policies = [tenant.policy for tenant in self._tenants.values()]
+            cache = self._pins.cache
+        if cache is not None:
+            cache._end_due_pins()
+            del cache
         for policy in policies:
             policy.maintain()
 
     def start(self) -> None:
-        """Keep up for as long as this object lives."""
+        """Keep up for as long as this object lives, from the first call on."""
+        if self._has_started:
+            return
+        self._has_started = True
         gone = threading.Event()
         weakref.finalize(self, gone.set)
         thread = threading.Thread(

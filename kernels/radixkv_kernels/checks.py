@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.integer] | torch.Tensor | Sequence[int]
 
-STORAGE_SHAPE = "[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]"
+STORAGE_SHAPE = (
+    "[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] (MLA's latent: 1 in place of 2)"
+)
 MAX_NUM_BLOCKS = 2**31 - 1
 
 
@@ -29,11 +31,11 @@ class InputError(ValueError):
 
 
 def check_storage(storage: torch.Tensor) -> None:
-    """Raises InputError unless ``storage`` is block storage: six dimensions, the third 2, contiguous."""
+    """Raises InputError unless ``storage`` is block storage: six dimensions, the third 2 or 1, contiguous."""
     if not isinstance(storage, torch.Tensor):
         raise InputError("storage", type(storage).__name__, f"a torch.Tensor {STORAGE_SHAPE}")
     shape = tuple(storage.shape)
-    if len(shape) != 6 or shape[2] != 2 or 0 in shape:
+    if len(shape) != 6 or shape[2] not in (1, 2) or 0 in shape:
         raise InputError("storage.shape", shape, f"{STORAGE_SHAPE}, every dimension at least 1")
     if shape[0] > MAX_NUM_BLOCKS:
         raise InputError("storage.shape", shape, f"at most {MAX_NUM_BLOCKS} blocks (block ids are int32)")
@@ -41,7 +43,7 @@ def check_storage(storage: torch.Tensor) -> None:
         raise InputError("storage.stride()", storage.stride(), f"a contiguous tensor {STORAGE_SHAPE}")
 
 
-class ForkPairs(NamedTuple):
+class BlockPairs(NamedTuple):
     """Pairs that can be copied in any order: three lists of the same length."""
 
     sources: list[int]
@@ -49,14 +51,14 @@ class ForkPairs(NamedTuple):
     num_rows: list[int]
 
 
-def fork_pairs(src: Ids, dst: Ids, num_rows: Ids, num_blocks: int, block_size: int) -> ForkPairs:
+def fork_pairs(src: Ids, dst: Ids, num_rows: Ids, num_blocks: int, block_size: int) -> BlockPairs:
     """The pairs as lists, checked.
 
     Raises InputError for unequal lengths, ids outside ``[0, num_blocks)``, rows outside
     ``[1, block_size]``, a target that is named twice, and a source that is also a target: with those gone,
     the order in which pairs are copied can't matter. A source may be named any number of times.
     """
-    pairs = ForkPairs(_host_list("src", src), _host_list("dst", dst), _host_list("num_rows", num_rows))
+    pairs = BlockPairs(_host_list("src", src), _host_list("dst", dst), _host_list("num_rows", num_rows))
     lengths = tuple(len(column) for column in pairs)
     if len(set(lengths)) != 1:
         raise InputError("(len(src), len(dst), len(num_rows))", lengths, "three equal lengths")
@@ -68,6 +70,14 @@ def fork_pairs(src: Ids, dst: Ids, num_rows: Ids, num_blocks: int, block_size: i
     _check_range("num_rows", pairs.num_rows, 1, block_size + 1, f"1 to block_size = {block_size}")
     _check_disjoint(pairs)
     return pairs
+
+
+def block_list(argument: str, block_ids: Ids, num_blocks: int) -> list[int]:
+    """Block ids as a list, each in ``[0, num_blocks)``. Raises InputError."""
+    values = _host_list(argument, block_ids)
+    if values:
+        _check_range(argument, values, 0, num_blocks, f"0 to num_blocks - 1 = {num_blocks - 1}")
+    return values
 
 
 def _host_list(argument: str, ids: Ids) -> list[int]:
@@ -95,12 +105,21 @@ def _check_range(argument: str, values: list[int], start: int, stop: int, allowe
     raise InputError(f"{argument}[{index}]", values[index], allowed)
 
 
-def _check_disjoint(pairs: ForkPairs) -> None:
+def _check_disjoint(pairs: BlockPairs) -> None:
     sources, targets, _ = pairs
+    check_distinct("dst", targets, "each target once")
     distinct = set(targets)
-    if len(distinct) != len(targets):
-        index = next(index for index, target in enumerate(targets) if target in targets[:index])
-        raise InputError(f"dst[{index}]", targets[index], "each target once")
     if not distinct.isdisjoint(sources):
         index = next(index for index, source in enumerate(sources) if source in distinct)
         raise InputError(f"src[{index}]", sources[index], "no source that is also a target")
+
+
+def check_distinct(argument: str, values: list[int], allowed: str) -> None:
+    """Raises InputError for the first value that is there a second time."""
+    if len(set(values)) == len(values):
+        return
+    seen: set[int] = set()
+    for index, value in enumerate(values):
+        if value in seen:
+            raise InputError(f"{argument}[{index}]", value, allowed)
+        seen.add(value)

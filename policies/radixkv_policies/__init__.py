@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from radixkv_policies.arc import ARC
 from radixkv_policies.auto import Auto
+from radixkv_policies.doorkeeper import Doorkeeper
 from radixkv_policies.fifo import FIFO
 from radixkv_policies.gdsf import GDSF, LLAMA_8B, PrefillProfile
 from radixkv_policies.hints import RequestHints, TokenRange
@@ -35,6 +36,7 @@ POLICIES: dict[str, type[Policy]] = {
     "tail_lru": TailLRU,
     "priority": Priority,
     "prefix_first": PrefixFirst,
+    "doorkeeper": Doorkeeper,
     "learned": Learned,
     "auto": Auto,
 }
@@ -51,6 +53,7 @@ __all__ = [
     "LRU",
     "POLICIES",
     "Clock",
+    "Doorkeeper",
     "GhostKeys",
     "Handle",
     "Policy",

@@ -17,7 +17,7 @@ from __future__ import annotations
 from itertools import count
 
 from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import Clock, GhostKeys, Handle
+from radixkv_policies.policy import GhostKeys, Handle
 
 
 class Aged(Piece):
@@ -57,10 +57,8 @@ class ARC(LeafPolicy[Aged]):
     uses_ghost_keys = True
     _ghosts: TwoGhosts
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._recent, self._frequent = LeafHeap(), LeafHeap()
         self._num_recent = 0  # blocks of T1

@@ -10,9 +10,13 @@ the tenant's blocks. What a segment is worth to a candidate is read off its live
 outlive eviction. Shadows ignore that only leaves can go.
 
 The best takes over if, among the samples that only one of the two hit, lately (decayed with ``HALF_LIFE_S``), it
-has more than its share by ``MARGIN`` standard deviations and ``MIN_GAIN`` of all hits. An adversary can
-feed one policy and then starve it; the samples of about a half-life have to fade or be outweighed before another
-takes over. No bound in hits is proved.
+has more than its share by ``MARGIN`` standard deviations and ``MIN_GAIN`` of all hits.
+
+An adversary can feed one policy and then starve it. What that costs is bounded by a *debt*: the hits that the shadow of
+``lru`` had more, over the whole run, than those of whoever was in charge. Once it exceeds ``MAX_LOSS`` of all uses
+(and ``FREE_LOSS`` hits), ``lru`` is in charge until half of that is allowed again. So in shadow hits nobody can
+press it further below LRU than that and what one interval between two decisions costs. The bound is the shadows':
+they ignore that only leaves can go, and that a cache under a new policy first has to fill with what that one keeps.
 
 State: that of the three, and ``MAX_SHADOW`` segments a shadow. Cost: those of the three, and an entry of a
 log a sampled segment; the shadows live in ``maintain``.
@@ -23,24 +27,37 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from math import sqrt
-from typing import Final
+from typing import Final, TypeVar
 
 from radixkv_policies.learned import Learned, Leaves
 from radixkv_policies.leaves import LeafHeap
 from radixkv_policies.lrfu import LRFU
 from radixkv_policies.lru import LRU
-from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
+from radixkv_policies.policy import GhostKeys, Handle, Policy
 
 MAX_SHADOW: Final = 1_024
 """Segments that a shadow holds."""
 
 HALF_LIFE_S: Final = 600.0
 MARGIN: Final = 3.0
-MIN_GAIN: Final = 0.01
+MIN_GAIN: Final = 0.03
+
+MAX_LOSS: Final = 0.002
+"""Of all uses, over the whole run: how far shadows may fall behind that of ``lru``."""
+
+FREE_LOSS: Final = 32
+"""Sampled hits that may be lost before."""
 
 DECIDE_EVERY_S: Final = 5.0
+RANK_EVERY_S: Final = 2.0
+"""How often the shadow of ``learned`` ranks anew."""
 
 _SAMPLE_BITS: Final = 20
+
+_P = TypeVar("_P", bound=Policy)
+
+_LRU: Final = 2
+"""Its place among the candidates."""
 
 _Sample = tuple[int, float, int, float]
 """A segment whose use ended: key, the score of ``lrfu``, class of ``learned``, when."""
@@ -51,23 +68,28 @@ class Auto(Policy):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
-        self._lru = LRU(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
-        self._lrfu = LRFU(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
-        self._learned = Learned(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
+        self._learned, self._lrfu, self._lru = self._made(Learned), self._made(LRFU), self._made(LRU)
         self._candidates: tuple[Policy, ...] = (self._learned, self._lrfu, self._lru)
-        self._in_charge = 0
-        segments = max(capacity // segment_blocks, 1)
+        self._in_charge = _LRU  # until another has shown that it does better
+        segments = max(self._capacity // self._segment_blocks, 1)
         self._rate = min(1.0, MAX_SHADOW / segments)
         self._below = int(self._rate * 2**_SAMPLE_BITS)
         self._num_blocks = 0
-        self._held = capacity  # blocks that were held when the last one was evicted
+        self._held = self._capacity  # blocks that were held when the last one was evicted
         self._log: deque[_Sample] = deque(maxlen=65_536)
-        self._shadows = _Shadows(self._learned, seed)
-        self._decided_s = clock()
+        self.shadows = _Shadows(self._learned)
+        self._decided_s = self._clock()
+
+    def _made(self, candidate: type[_P]) -> _P:
+        return candidate(
+            self._capacity,
+            self._clock,
+            self._seed,
+            block_size=self._block_size,
+            segment_blocks=self._segment_blocks,
+        )
 
     @property
     def in_charge(self) -> str:
@@ -164,30 +186,37 @@ class Auto(Policy):
             return
         kept = 0.5 ** ((now_s - self._decided_s) / HALF_LIFE_S)
         self._decided_s = now_s
-        self._shadows.replay(self._log, max(round(self._held / self._segment_blocks * self._rate), 1))
-        self._in_charge = self._shadows.decide(self._in_charge, kept)
+        self.shadows.replay(self._log, max(round(self._held / self._segment_blocks * self._rate), 1))
+        self._in_charge = self.shadows.decide(self._in_charge, kept)
 
 
 class _Shadows:
     """What each candidate's cache would hold of the sampled segments, and who hit what the others missed."""
 
-    def __init__(self, learned: Learned, seed: int) -> None:
+    def __init__(self, learned: Learned) -> None:
         self._learned = learned
-        self._by_rank, self._by_score = Leaves(seed), LeafHeap()
+        self._by_rank, self._by_score = Leaves(learned.rank), LeafHeap()
+        self._ranked_s = 0.0
         self._by_age: OrderedDict[Handle, None] = OrderedDict()
         self._num_hits = [0.0, 0.0, 0.0]
         self._only = [[0.0] * 3 for _ in range(3)]  # hits of the one that the other missed
+        self._lately = [0, 0, 0]  # hits since the last decision
+        self.num_uses, self.debt = 0, 0
 
     def replay(self, log: deque[_Sample], capacity: int) -> None:
         """Take what was noted, in order."""
         for _ in range(len(log)):
             key, score, group, ended_s = log.popleft()
+            if ended_s - self._ranked_s >= RANK_EVERY_S:
+                self._by_rank.rank_anew(ended_s, self._learned.rank)
+                self._ranked_s = ended_s
             hits = (key in self._by_rank, key in self._by_score, key in self._by_age)
+            self.num_uses += 1
             if any(hits):
                 self._count(hits)
             self._enter(key, score, group, ended_s, hits)
             while len(self._by_rank) > capacity:
-                self._by_rank.discard(self._by_rank.worst(ended_s, self._learned.rank)[-1][0])
+                self._by_rank.discard(self._by_rank.first())
             while len(self._by_score) > capacity:
                 self._by_score.discard(self._by_score.first())
             while len(self._by_age) > capacity:
@@ -198,7 +227,7 @@ class _Shadows:
             self._by_rank.discard(key)
         if hits[1]:
             self._by_score.discard(key)
-        self._by_rank.add(key, group, ended_s)
+        self._by_rank.add(key, group, ended_s, ended_s)
         self._by_score.add(key, score)
         self._by_age[key] = None
         self._by_age.move_to_end(key)
@@ -207,12 +236,19 @@ class _Shadows:
         for one in range(3):
             if hits[one]:
                 self._num_hits[one] += 1
+                self._lately[one] += 1
                 for other in range(3):
                     if not hits[other]:
                         self._only[one][other] += 1
 
+    @property
+    def allowed(self) -> float:
+        """The debt from which on ``lru`` is in charge."""
+        return MAX_LOSS * self.num_uses + FREE_LOSS
+
     def decide(self, current: int, kept: float) -> int:
         """Who should be in charge."""
+        self.debt += self._lately[_LRU] - self._lately[current]
         best = max(range(3), key=lambda one: (self._num_hits[one], one == current))
         ahead, behind = self._only[best][current], self._only[current][best]
         wins = (
@@ -221,4 +257,7 @@ class _Shadows:
         )
         self._num_hits = [hits * kept for hits in self._num_hits]
         self._only = [[hits * kept for hits in row] for row in self._only]
+        self._lately = [0, 0, 0]
+        if self.debt > (self.allowed / 2 if current == _LRU else self.allowed):
+            return _LRU
         return best if wins else current

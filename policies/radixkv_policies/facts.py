@@ -14,14 +14,17 @@ from radixkv_policies.hints import Label, RequestHints
 
 
 class Facts:
-    """A request. ``end``: blocks so far. ``num_new``: those nobody had sent before. ``turn``: from 1."""
+    """A request. ``end``: blocks so far. ``num_new``: those nobody had sent before. ``turn``: from 1.
+    ``groups``: for a policy to note what it makes of them.
+    """
 
-    __slots__ = ("_seen", "_slack", "end", "gap_s", "labels", "num_new", "number")
+    __slots__ = ("_seen", "_slack", "end", "gap_s", "groups", "labels", "num_new", "number")
 
     def __init__(self, labels: dict[str, Label], slack: int) -> None:
         self.labels, self._slack = labels, slack
         self.end, self.num_new, self.number, self.gap_s = 0, 0, 1, 0.0
         self._seen = 0
+        self.groups: dict[int, int] = {}
 
     def found(self, end: int, earlier: Facts, gap_s: float) -> None:
         """Blocks up to ``end`` were last used by ``earlier``, ``gap_s`` ago; told shallowest first."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import count
 
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 
 class Inserted(Piece):
@@ -26,10 +26,8 @@ class Inserted(Piece):
 class FIFO(LeafPolicy[Inserted]):
     """First in, first out."""
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._leaves = LeafHeap()
 

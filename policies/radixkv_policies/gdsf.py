@@ -17,7 +17,7 @@ from itertools import count
 from typing import Final
 
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,12 @@ class GDSF(LeafPolicy[Costed]):
     uses_ghost_keys = True
     ranks_by_depth = True
 
-    def __init__(
-        self,
-        capacity: int,
-        clock: Clock,
-        seed: int,
-        *,
-        block_size: int = 16,
-        segment_blocks: int = 1,
-        profile: PrefillProfile = LLAMA_8B,
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._leaves = LeafHeap()
         self._inflation = 0.0
-        self._per_block = self._block_tokens * profile.per_token_and_position_s / profile.per_token_s
+        self._per_block = self._block_tokens * LLAMA_8B.per_token_and_position_s / LLAMA_8B.per_token_s
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Costed:
         return Costed(memory + 1 if isinstance(memory, int) else 1)

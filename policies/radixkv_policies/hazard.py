@@ -18,7 +18,7 @@ falls with age, so the order is that of LRU.
 
 The owner's thread only appends to ``log``; ``update`` does the rest and may run in another thread: it replaces
 ``rank`` whole. State: ``MAX_ROWS`` uses that wait for their bins, 2 × MAX_CLASSES × NUM_BINS counts: a few MB.
-Cost of ``update``: O(rows); with ``fit`` a Newton step over classes × bins.
+Cost of ``update``: O(rows); with ``fit`` a Newton step, O(bins × classes × features²), about 20 ms.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Floats = NDArray[np.float64]
 
 NUM_BINS: Final = 25
 MAX_ROWS: Final = 32_768
-MAX_CLASSES: Final = 2_048
-NUM_FEATURES: Final = 14
-"""Features of a class, about −1 … 1; the model adds the squares of the first four."""
+MAX_CLASSES: Final = 4_096
+NUM_FEATURES: Final = 29
+"""Features of a class, about −1 … 1."""
 
 HALF_LIFE_S: Final = 3_600.0
 
@@ -46,8 +46,13 @@ EDGES_S: Final[Floats] = np.concatenate(([0.0], 0.5 * 1.45 ** np.arange(NUM_BINS
 CLASS_WEIGHT: Final = 3_000.0
 """κ: uses at risk for which a class's own counts weigh as much as the model."""
 
-RIDGE: Final = 10.0
-"""How strongly weights are held to 0, in uses."""
+RIDGE: Final = 400.0
+"""How strongly weights are held to 0, in uses: many, for the blocks of a request return together or not at all, so they
+tell less than so many that are independent.
+"""
+
+LEVEL_RIDGE: Final = 2.0
+"""How strongly the level of a bin is held to the prior's."""
 
 Entry = tuple[int, float, int, float]
 """A use ended: (its number, when, class ≥ 0, weight). It returned: (its number, when, −1, weight)."""
@@ -67,16 +72,18 @@ class HazardModel:
         self._rows = _Rows()
         self._counted_s = 0.0
         self._basis = _basis()
-        self._prior = np.concatenate((_prior_logits(), np.zeros(3 * (NUM_FEATURES + 4))))
-        self._weights = self._prior.copy()
+        self._prior = _prior_logits()
+        self._level, self._weights = self._prior.copy(), np.zeros((NUM_FEATURES, 3))
         self.rank = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
 
-    def add_class(self, features: Sequence[float]) -> int:
+    def add_class(self) -> int:
         """A new class; ``num_classes < MAX_CLASSES``. It ranks by the prior until the next ``update``."""
-        number = self.num_classes
-        self._features[number] = features
-        self.num_classes = number + 1
-        return number
+        self.num_classes += 1
+        return self.num_classes - 1
+
+    def describe(self, group: int, features: Sequence[float]) -> None:
+        """The features of a class. In the thread of ``update``, and before it."""
+        self._features[group] = features
 
     def update(self, now_s: float, *, fit: bool) -> None:
         """Count what is known by now; with ``fit``, learn from the counts and rank anew."""
@@ -91,31 +98,40 @@ class HazardModel:
             self._fit()
 
     def _fit(self) -> None:
-        """Two Newton steps on the counts of the classes, then their ranks."""
+        """A Newton step on the counts of the classes, then their ranks."""
         num = max(self.num_classes, 1)
-        design = self._design(num)
-        at_risk, returned = self.at_risk[:num].ravel(), self.returned[:num].ravel()
-        seen = np.flatnonzero(at_risk > 1e-3)
-        ridge = np.concatenate((np.full(NUM_BINS, 2.0), np.full(self._prior.size - NUM_BINS, RIDGE)))
-        rows, n, r = design[seen], at_risk[seen], returned[seen]
-        for _ in range(1):
-            hazard = _sigmoid(rows @ self._weights)
-            slope = rows.T @ (r - n * hazard) - ridge * (self._weights - self._prior)
-            curve = (rows * (n * hazard * (1 - hazard))[:, None]).T @ rows + np.diag(ridge)
-            self._weights = self._weights + np.clip(np.linalg.solve(curve, slope), -2.0, 2.0)
-        modelled = _sigmoid(design @ self._weights).reshape(num, NUM_BINS)
-        hazard = (self.returned[:num] + CLASS_WEIGHT * modelled) / (self.at_risk[:num] + CLASS_WEIGHT)
+        features, at_risk, returned = self._features[:num], self.at_risk[:num], self.returned[:num]
+        self._step(features, at_risk, returned)
+        modelled = self._modelled(features)
         rank = self.rank.copy()
-        rank[:num] = _rank(hazard)
+        rank[:num] = _rank((returned + CLASS_WEIGHT * modelled) / (at_risk + CLASS_WEIGHT))
         self.rank = rank
 
-    def _design(self, num: int) -> Floats:
-        """One row a class and bin: a column for each bin, then each feature times each ψ."""
-        features = self._features[:num]
-        features = np.concatenate((features, features[:, :4] ** 2), axis=1)
-        tied = features[:, None, :, None] * self._basis[None, :, None, :]
-        bins = np.broadcast_to(np.eye(NUM_BINS), (num, NUM_BINS, NUM_BINS))
-        return np.concatenate((bins, tied.reshape(num, NUM_BINS, -1)), axis=2).reshape(num * NUM_BINS, -1)
+    def _modelled(self, features: Floats) -> Floats:
+        """The hazard by the model alone, ``[classes, NUM_BINS]``."""
+        return _sigmoid(self._level + features @ self._weights @ self._basis.T)
+
+    def _step(self, features: Floats, at_risk: Floats, returned: Floats) -> None:
+        """Levels and weights, a step closer to the likeliest. The curvature is summed up bin by bin."""
+        basis, flat = self._basis, 3 * NUM_FEATURES
+        hazard = self._modelled(features)
+        excess, weight = returned - at_risk * hazard, at_risk * hazard * (1 - hazard)
+        curve = np.zeros((NUM_BINS + flat, NUM_BINS + flat))
+        for b in range(NUM_BINS):
+            tied = np.outer(basis[b], basis[b])
+            spread = _product(features, features * weight[:, b, None])
+            curve[NUM_BINS:, NUM_BINS:] += np.kron(spread, tied)
+        curve[NUM_BINS:, :NUM_BINS] = (_product(features, weight)[:, None, :] * basis.T).reshape(
+            flat, NUM_BINS
+        )
+        curve[:NUM_BINS, NUM_BINS:] = curve[NUM_BINS:, :NUM_BINS].T
+        ridge = np.repeat((LEVEL_RIDGE, RIDGE), (NUM_BINS, flat))
+        curve[np.diag_indices(NUM_BINS + flat)] += ridge + np.append(weight.sum(axis=0), np.zeros(flat))
+        held = np.append(self._level - self._prior, self._weights)
+        slope = np.append(excess.sum(axis=0), _product(features, excess) @ basis) - ridge * held
+        step = np.clip(np.linalg.solve(curve, slope), -2.0, 2.0)
+        self._level = self._level + step[:NUM_BINS]
+        self._weights = self._weights + step[NUM_BINS:].reshape(NUM_FEATURES, 3)
 
 
 class _Rows:
@@ -189,6 +205,14 @@ class _Rows:
         self._next[due] = stop
 
 
+def ranks_at(rank: Floats, groups: NDArray[np.int64], ages_s: Floats) -> Floats:
+    """What leaves of these classes and ages are worth: between the starts of bins, in proportion."""
+    bins = np.searchsorted(EDGES_S, ages_s, "right") - 1
+    after = np.minimum(bins + 1, NUM_BINS)
+    share = np.clip((ages_s - EDGES_S[bins]) / np.maximum(EDGES_S[after] - EDGES_S[bins], 1e-9), 0.0, 1.0)
+    return np.asarray(rank[groups, bins] * (1 - share) + rank[groups, after] * share)
+
+
 def _rank(hazard: Floats) -> Floats:
     """Hits per block-second from the start of each bin on: ``[n, NUM_BINS + 1]`` of ``[n, NUM_BINS]``."""
     hazard = np.clip(hazard, 1e-9, 0.999)
@@ -198,6 +222,11 @@ def _rank(hazard: Floats) -> Floats:
         before = np.concatenate((np.ones((len(hazard), 1)), alive[:, :-1]), axis=1)
         rank[:, b] = ((1 - alive) / np.cumsum(before * spent[:, b:], axis=1)).max(axis=1)
     return rank
+
+
+def _product(one: Floats, other: Floats) -> Floats:
+    """``oneᵀ other``, without BLAS, which would take all cores for it."""
+    return np.asarray(np.einsum("ck,cl->kl", one, other))
 
 
 def _sigmoid(logits: Floats) -> Floats:

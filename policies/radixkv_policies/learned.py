@@ -1,35 +1,34 @@
 """Learned: keeps what is likely to return soon, as learned online from what returned so far. Our own.
 
 When a use ends, its blocks get a class by what the cache itself saw: how often they were used, the turn of the
-conversation, how many tokens of the request nobody had sent before, its length; and by the labels, if there are
-any. ``hazard`` learns of each class when it returns, from the cache's own past, ghosts included, and ranks it at
-each age by the hits a block-second that keeping it yields. The worst of ``NUM_SAMPLED`` leaves goes: ranks change
-with age, each class in its own way (a conversation returns after a minute or not at all), so no order would stay
-sorted.
+conversation and how long it had paused, how many tokens of the request nobody had sent before, its length; and by the
+labels, if there are any. ``hazard`` learns of each class when it returns, from the cache's own past, ghosts included,
+and ranks it at each age by the hits a block-second that keeping it yields. The lowest rank goes. Ranks change with
+age, each class in its own way (a conversation returns after a minute or not at all), so ``maintain`` ranks all
+leaves anew, about once a second; one that comes meanwhile is ranked at once and stands where it belongs.
 
-Nothing is trained beforehand, no label is needed. See policies/README.md for how it works and where it loses.
+Nothing is trained beforehand, no label is needed, nothing is drawn at random. See policies/README.md for how it
+works and where it loses.
 
-State a node: five values a piece and a place in three arrays; a tenant: the model's 3 MB and the ghosts. Cost: O(1)
-a hook; ``victim`` draws a sample for every ``NUM_KEPT`` victims. Learning is in ``maintain``.
+State a node: six values a piece, an entry of a heap; a tenant: the model's 6 MB and the ghosts. Cost: O(log n) a
+hook. Learning and ranking anew, O(leaves), are in ``maintain``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final
 
 import numpy as np
 
 from radixkv_policies.facts import Facts, labels_of
-from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel
+from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
 from radixkv_policies.leaves import LeafPolicy, Piece
-from radixkv_policies.policy import Clock, Handle
-
-NUM_SAMPLED: Final = 64
-NUM_KEPT: Final = 4
-"""Victims taken of one sample."""
+from radixkv_policies.policy import Handle
 
 COUNT_EVERY_S: Final = 1.0
 FIT_EVERY_S: Final = 5.0
@@ -38,13 +37,19 @@ FIT_SHARE: Final = 0.03
 MAX_TYPES: Final = 7
 """Types of requests that the model tells apart, by their label."""
 
-_Key = tuple[int, int, int, int, object, bool, bool]
-"""Of a class: places of uses, turn, new tokens, length; type, session over, tool pending."""
+_Key = tuple[int, int, int, int, int, object, bool, bool]
+"""Of a class: places of uses, turn, new tokens, length, pause; type, session over, tool pending."""
 
-_USES: Final = (1, 2, 3, 5, 9, 17)
-_TURNS: Final = (1, 2, 3, 4, 6)
-_NEW_TOKENS: Final = (512, 1_024, 2_048, 4_096, 12_288)
-_TOKENS: Final = (2_048, 8_192, 24_576)
+_USES: Final = (1, 2, 3, 4, 6, 9, 14, 24, 48)
+_TURNS: Final = (1, 2, 3, 4, 5, 7, 10)
+_NEW_TOKENS: Final = (0, 512, 1_024, 1_536, 2_048, 4_096, 8_192, 16_384)
+_TOKENS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
+_PAUSES_S: Final = (0.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Before a turn; the first place: it opens a conversation."""
+
+_PLACE_OF_USES: Final = [bisect_left(_USES, num_uses) for num_uses in range(_USES[-1] + 2)]
+
+_EDGES_S: Final[list[float]] = EDGES_S.tolist()
 
 
 class Returning(Piece):
@@ -64,18 +69,16 @@ class Learned(LeafPolicy[Returning]):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._model = HazardModel()
         self._groups: dict[_Key, int] = {}
         self._types: dict[object, int] = {None: 0}
+        self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
         self._last: tuple[Facts | None, int, float, int] = (None, 0, 0.0, 0)
-        self._leaves = Leaves(seed)
-        self._best: list[tuple[Handle, int]] = []  # next victims, the last first, with their serials
-        self._counted_s = self._fitted_s = self._started_s = clock()
+        self._leaves = Leaves(self._model.rank)
+        self._counted_s = self._fitted_s = self._started_s = self._clock()
 
     # --- a request
 
@@ -109,15 +112,16 @@ class Learned(LeafPolicy[Returning]):
 
     def ended(self, piece: Returning) -> None:
         now_s = piece.ended_s = self._clock()
-        group = piece.group = self._group(piece)
-        facts, last_group, last_s, number = self._last
-        if facts is not piece.facts or last_group != group or last_s != now_s:
-            number = next(self._numbers)
-            self._last = (piece.facts, group, now_s, number)
-        piece.number = number
-        self._model.log.append(
-            (piece.number, piece.ended_s, piece.group, piece.num_blocks / self._segment_blocks)
-        )
+        facts = piece.facts
+        place = _PLACE_OF_USES[piece.num_uses] if piece.num_uses <= _USES[-1] else len(_USES)
+        group = facts.groups.get(place)
+        if group is None:
+            group = facts.groups[place] = self._group(place, facts)
+        piece.group = group
+        if self._last[:3] != (facts, group, now_s):
+            self._last = (facts, group, now_s, next(self._numbers))
+        piece.number = self._last[3]
+        self._model.log.append((piece.number, now_s, group, piece.num_blocks / self._segment_blocks))
 
     def memory(self, piece: Returning) -> object:
         return piece.num_uses, piece.facts, piece.number, piece.ended_s
@@ -125,20 +129,13 @@ class Learned(LeafPolicy[Returning]):
     # --- the order
 
     def entered(self, node: Handle, piece: Returning, depth: int) -> None:
-        self._leaves.add(node, piece.group, piece.ended_s)
+        self._leaves.add(node, piece.group, piece.ended_s, self._clock())
 
     def left(self, node: Handle, piece: Returning) -> None:
         self._leaves.discard(node)
 
     def victim(self) -> Handle | None:
-        best, leaves = self._best, self._leaves
-        while best:
-            node, serial = best[-1]
-            if leaves.serial_of(node) == serial:
-                return node
-            best.pop()
-        best.extend(leaves.worst(self._clock(), self._model.rank))
-        return best[-1][0] if best else None
+        return self._leaves.first()
 
     @property
     def rank(self) -> Floats:
@@ -150,18 +147,30 @@ class Learned(LeafPolicy[Returning]):
         if now_s - self._counted_s >= COUNT_EVERY_S:
             fit = now_s - self._fitted_s >= min(max(FIT_EVERY_S, FIT_SHARE * (now_s - self._started_s)), 60.0)
             self._counted_s, self._fitted_s = now_s, now_s if fit else self._fitted_s
+            self._describe_classes()
             self._model.update(now_s, fit=fit)
+            self._leaves.rank_anew(now_s, self._model.rank)
 
     # --- classes
 
-    def _group(self, piece: Returning) -> int:
-        facts, size = piece.facts, self._block_tokens
-        labels = facts.labels
+    def _describe_classes(self) -> None:
+        """Tell the model what it sees of the classes that are new."""
+        types = self._types
+        while self._undescribed:
+            group, key = self._undescribed.popleft()
+            if len(types) <= MAX_TYPES:
+                types.setdefault(key[5], len(types))
+            self._model.describe(group, _features(key, types.get(key[5], 0)))
+
+    def _group(self, place: int, facts: Facts) -> int:
+        size, labels = self._block_tokens, facts.labels
+        turn = facts.turn
         key: _Key = (
-            bisect_left(_USES, piece.num_uses),
-            bisect_left(_TURNS, facts.turn),
+            place,
+            bisect_left(_TURNS, turn),
             bisect_left(_NEW_TOKENS, facts.num_new * size),
             bisect_left(_TOKENS, facts.end * size),
+            bisect_left(_PAUSES_S, facts.gap_s),
             labels.get("type"),
             bool(labels.get("session_over")),
             bool(labels.get("tool_pending")),
@@ -170,73 +179,96 @@ class Learned(LeafPolicy[Returning]):
         if group is None:
             if self._model.num_classes >= MAX_CLASSES:
                 return 0
-            types = self._types
-            if len(types) <= MAX_TYPES:
-                types.setdefault(key[4], len(types))
-            group = self._groups[key] = self._model.add_class(_features(key, types.get(key[4], 0)))
+            group = self._groups[key] = self._model.add_class()
+            self._undescribed.append((group, key))
         return group
 
 
 def _features(key: _Key, kind: int) -> list[float]:
     """What the model sees of a class; ``kind``: the number of its type, 0 for none."""
-    uses, turn, new, length, _, is_over, is_pending = key
-    numbers = [uses / 3 - 1, turn / 2.5 - 1, new / 2.5 - 1, length / 1.5 - 1]
-    flags = [uses == 0, is_over, is_pending, *(kind == known for known in range(1, MAX_TYPES + 1))]
-    return [*numbers, *map(float, flags)]
+    uses, turn, new, length, pause, _, is_over, is_pending = key
+    u, t, n, s = (
+        2 * place / len(places) - 1
+        for place, places in ((uses, _USES), (turn, _TURNS), (new, _NEW_TOKENS), (length, _TOKENS))
+    )
+    p = 2 * (pause - 1) / (len(_PAUSES_S) - 1) - 1 if pause else 0.0
+    numbers = [u, t, n, s, p, u * u, t * t, n * n, s * s, p * p]
+    products = [u * t, u * n, t * n, n * s, u * s, t * s]
+    flags = [uses == 0, turn == 0, new == 0, pause == 0, is_over, is_pending]
+    return [*numbers, *products, *map(float, flags), *(float(kind == i) for i in range(1, MAX_TYPES + 1))]
+
+
+_Entry = tuple[float, float, int, Handle, int]
+"""Rank, when the use ended, a serial, the leaf, its class."""
 
 
 class Leaves:
-    """The evictable leaves with class and time, so that a sample is scored at once. O(1); ``worst`` O(sample)."""
+    """The evictable leaves, the lowest rank first, among equals the one that has waited longest. O(log n), amortised.
 
-    def __init__(self, seed: int) -> None:
-        self._random = np.random.default_rng(seed)
-        self._nodes: list[Handle] = []
-        self._places: dict[Handle, tuple[int, int]] = {}  # place and serial
-        self._groups = np.zeros(64, np.int64)
-        self._ended_s = np.zeros(64)
+    A rank is that of the leaf's class and age when it came, or when ``rank_anew`` was last called. That may run in
+    another thread: it leaves what it made for the next question to take up.
+    """
+
+    def __init__(self, rank: Floats) -> None:
+        self._rank = rank
+        self._entries: dict[Handle, _Entry] = {}
+        self._heap: list[_Entry] = []
+        self._ranked: tuple[int, list[_Entry]] | None = None
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._entries)
 
     def __contains__(self, node: Handle) -> bool:
-        return node in self._places
+        return node in self._entries
 
-    def serial_of(self, node: Handle) -> int:
-        """Of its last entry; −1 if it isn't in."""
-        place = self._places.get(node)
-        return place[1] if place is not None else -1
-
-    def add(self, node: Handle, group: int, ended_s: float) -> None:
-        place = len(self._nodes)
-        if place == len(self._groups):
-            self._groups, self._ended_s = (
-                np.resize(self._groups, 2 * place),
-                np.resize(self._ended_s, 2 * place),
-            )
-        self._serial += 1
-        self._nodes.append(node)
-        self._places[node] = (place, self._serial)
-        self._groups[place], self._ended_s[place] = group, ended_s
+    def add(self, node: Handle, group: int, ended_s: float, now_s: float) -> None:
+        """A leaf that isn't in it."""
+        self._serial = serial = self._serial + 1
+        rank = self._rank.item(group, bisect_right(_EDGES_S, now_s - ended_s) - 1)
+        entry = self._entries[node] = (rank, ended_s, serial, node, group)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
+            heapify(self._heap)
+        else:
+            heappush(self._heap, entry)
 
     def discard(self, node: Handle) -> None:
-        place, _ = self._places.pop(node)
-        last, end = self._nodes.pop(), len(self._nodes)
-        if place != end:
-            self._nodes[place] = last
-            self._places[last] = (place, self._places[last][1])
-            self._groups[place], self._ended_s[place] = self._groups[end], self._ended_s[end]
+        """A leaf that is in it."""
+        del self._entries[node]  # its place in the heap is skipped later
 
-    def worst(self, now_s: float, rank: Floats) -> list[tuple[Handle, int]]:
-        num = len(self._nodes)
-        if not num:
-            return []
-        places = np.arange(num) if num <= NUM_SAMPLED else self._random.integers(0, num, NUM_SAMPLED)
-        ages = now_s - self._ended_s[places]
-        ranks = rank[self._groups[places], np.searchsorted(EDGES_S, ages, "right") - 1]
-        order = np.lexsort((-ages, ranks))[:NUM_KEPT]
-        found = []
-        for place in dict.fromkeys(places[order].tolist()):
-            node = self._nodes[place]
-            found.append((node, self._places[node][1]))
-        return found[::-1]
+    def first(self) -> Handle | None:
+        """The leaf that comes first, or None."""
+        if self._ranked is not None:
+            self._take_up()
+        heap, entries = self._heap, self._entries
+        while heap:
+            entry = heap[0]
+            found = entries.get(entry[3])
+            if found is not None and found[2] == entry[2]:
+                return entry[3]
+            heappop(heap)
+        return None
+
+    def rank_anew(self, now_s: float, rank: Floats) -> None:
+        """Rank all by their age. O(n log n)."""
+        self._rank = rank
+        upto = self._serial
+        entries = list(self._entries.values())
+        ended_s = np.array([entry[1] for entry in entries])
+        groups = np.array([entry[4] for entry in entries], np.int64)
+        ranks = ranks_at(rank, groups, now_s - ended_s).tolist()
+        heap = [(worth, *entry[1:]) for worth, entry in zip(ranks, entries, strict=True)]
+        heap.sort()
+        self._ranked = upto, heap
+
+    def _take_up(self) -> None:
+        """Put the new ranks in the place of the old; who came meanwhile keeps the rank that it came with."""
+        assert self._ranked is not None
+        upto, heap = self._ranked
+        self._ranked = None
+        for entry in reversed(self._entries.values()):  # in the order of their serials
+            if entry[2] <= upto:
+                break
+            heappush(heap, entry)
+        self._heap = heap

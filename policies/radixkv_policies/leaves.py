@@ -27,7 +27,7 @@ from copy import copy
 from heapq import heapify, heappop, heappush
 from typing import Final, Generic, TypeVar
 
-from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
+from radixkv_policies.policy import GhostKeys, Handle, Policy
 
 MIN_GHOSTS: Final = 16_384
 """A memory is worth having in a small cache too: so many ghosts, about 2 MB, any policy with one may keep."""
@@ -37,33 +37,67 @@ GHOSTS_PER_SEGMENT: Final = 4
 
 
 class Ghosts:
-    """Memories of evicted segments by their key, the oldest out first. O(1) a key."""
+    """Memories of evicted segments by their key, the oldest out first, at most ``max_ghosts`` of them.
 
-    __slots__ = ("_max", "_memories")
+    Segments that went together are one *run*, kept under its shallowest key. Whoever computes any of them again
+    computes that one too, so it is where they are found: O(1) a run, and one look-up a key in a small dict.
+    """
+
+    __slots__ = ("_max", "_num", "_runs")
 
     def __init__(self, max_ghosts: int) -> None:
-        self._max = max_ghosts
-        self._memories: OrderedDict[int, object] = OrderedDict()
+        self._max, self._num = max_ghosts, 0
+        self._runs: OrderedDict[int, tuple[GhostKeys, object]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._memories)
+        return self._num
 
     def take(self, keys: GhostKeys) -> list[object] | None:
         """What is remembered of each key, which is then forgotten; None if nothing is remembered of any."""
-        memories = self._memories
-        if not memories:
+        runs = self._runs
+        if runs.keys().isdisjoint(keys):
             return None
-        found = [memories.pop(key, None) for key in keys]
-        return found if any(memory is not None for memory in found) else None
+        found: list[object] = [None] * len(keys)
+        at = 0
+        while at < len(keys):
+            run = runs.pop(keys[at], None)
+            if run is None:
+                at += 1
+                continue
+            remembered, memory = run
+            same = _num_equal(remembered, keys, at)
+            found[at : at + same] = [memory] * same
+            self._num -= same
+            if same < len(remembered):  # another continuation: that stays
+                self._keep(remembered[same:], memory, is_oldest=True)
+            at += same
+        return found
 
     def put(self, keys: GhostKeys, memory: object) -> None:
-        """Remember ``memory`` of each key."""
-        memories = self._memories
-        for key in reversed(keys):  # the deepest went first
-            memories.pop(key, None)
-            memories[key] = memory
-        while len(memories) > self._max:
-            memories.popitem(last=False)
+        """Remember ``memory`` of each key, at least one; they follow each other on one path."""
+        self._num += len(keys)
+        self._keep(keys, memory)
+        while self._num > self._max:
+            oldest, memory = self._runs.popitem(last=False)[1]
+            kept = len(oldest) - (self._num - self._max)
+            self._num -= min(len(oldest), self._num - self._max)
+            if kept > 0:  # the deepest went first
+                self._keep(oldest[:kept], memory, is_oldest=True)
+
+    def _keep(self, keys: GhostKeys, memory: object, *, is_oldest: bool = False) -> None:
+        replaced = self._runs.pop(keys[0], None)
+        if replaced is not None:
+            self._num -= len(replaced[0])
+        self._runs[keys[0]] = keys, memory
+        if is_oldest:
+            self._runs.move_to_end(keys[0], last=False)
+
+
+def _num_equal(run: GhostKeys, keys: GhostKeys, at: int) -> int:
+    """How many keys of a run are ``keys`` from ``at`` on."""
+    if keys[at : at + len(run)] == run:
+        return len(run)
+    return next(i for i, key in enumerate(run) if at + i == len(keys) or keys[at + i] != key)
 
 
 class Piece:
@@ -101,13 +135,14 @@ class LeafPolicy(Policy, Generic[P]):
     ranks_by_depth = False
     """Whether a leaf is ranked anew after each trim, not only when its last piece is gone."""
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._states: dict[Handle, State[P]] = {}
         self._num_evictable = 0
-        self._ghosts = self.make_ghosts(max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * capacity // segment_blocks))
+        self._hears_of_losses = type(self).lost is not LeafPolicy.lost
+        self._ghosts = self.make_ghosts(
+            max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * self._capacity // self._segment_blocks)
+        )
 
     # --- for a subclass to say
 
@@ -221,24 +256,31 @@ class LeafPolicy(Policy, Generic[P]):
 
     def trimmed(self, node: Handle, num_blocks: int) -> None:
         state = self._states[node]
-        pieces = state.pieces
-        piece = pieces[-1]
+        piece = state.pieces[-1]
         anew = self.ranks_by_depth or num_blocks >= piece.num_blocks
         if anew:
             self.left(node, piece)
+        self._cut(state, piece, num_blocks)
+        piece = state.pieces[-1]
+        if anew and piece.num_blocks:
+            self.entered(node, piece, state.depth)
+
+    def _cut(self, state: State[P], piece: P, num_blocks: int) -> None:
+        """Take the last blocks off a node that ends with ``piece``."""
+        pieces = state.pieces
         while num_blocks:
-            piece = pieces[-1]
             taken = min(num_blocks, piece.num_blocks)
-            self._bury(piece, state.depth, taken)
+            if piece.keys:
+                self._bury(piece, state.depth, taken)
             num_blocks -= taken
             state.depth -= taken
             piece.num_blocks -= taken
-            self.lost(piece, taken)
+            if self._hears_of_losses:
+                self.lost(piece, taken)
             if not piece.num_blocks and len(pieces) > 1:
                 pieces.pop()
                 self.uncovered(pieces[-1], piece)
-        if anew and pieces[-1].num_blocks:
-            self.entered(node, pieces[-1], state.depth)
+                piece = pieces[-1]
 
     def removed(self, node: Handle) -> None:
         state = self._states.pop(node)
@@ -286,7 +328,9 @@ class LeafPolicy(Policy, Generic[P]):
         """New blocks that end at ``depth``, a piece for each run of segments that a ghost remembers alike."""
         memories = self._ghosts.take(keys) if keys else None
         if memories is None:
-            return [self._new(depth - num_blocks, num_blocks, hints, keys, None)]
+            piece = self.made(depth - num_blocks, num_blocks, hints, None)
+            piece.num_blocks, piece.keys, piece.is_new = num_blocks, keys, True
+            return [piece]
         size, pieces = self._segment_blocks, []
         at, first = depth - num_blocks, 0
         end = at - at % size  # where the segment before the first key's ended
@@ -316,13 +360,16 @@ class LeafPolicy(Policy, Generic[P]):
         return upper
 
     def _bury(self, piece: P, depth: int, num_blocks: int) -> None:
-        """Remember the last blocks of a piece, which end at ``depth``, by their keys."""
-        size = self._segment_blocks
-        num_keys = depth // size - (depth - num_blocks) // size if piece.keys else 0
-        if not num_keys:
-            return
-        keys = piece.keys[-num_keys:]
-        piece.keys = piece.keys[:-num_keys]
+        """Remember the last blocks of a piece with keys, which end at ``depth``."""
+        keys = piece.keys
+        if num_blocks == piece.num_blocks:
+            piece.keys = ()
+        else:
+            size = self._segment_blocks
+            num_keys = depth // size - (depth - num_blocks) // size
+            if not num_keys:
+                return
+            keys, piece.keys = keys[-num_keys:], keys[:-num_keys]
         memory = self.memory(piece)
         if memory is not None:
             self._ghosts.put(keys, memory)

@@ -19,16 +19,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from radixkv_policies.policy import Clock, GhostKeys, Handle, Policy
+from radixkv_policies.policy import GhostKeys, Handle, Policy
 
 
 class LFU(Policy):
     """Least frequently used, with dynamic aging."""
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._age = 0
         self._counts: dict[Handle, int] = {}
         self._priorities: dict[Handle, int] = {}  # of the evictable nodes

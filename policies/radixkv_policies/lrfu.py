@@ -24,7 +24,7 @@ from math import exp, inf, log, log2
 from typing import Final
 
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 FIRST_GAP_S: Final = 120.0
 """The gap that is assumed before any was seen."""
@@ -73,20 +73,19 @@ class LRFU(LeafPolicy[Decayed]):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._leaves = LeafHeap()
         self._stamps = count()
         self._half_life = HalfLife()
-        self._virtual, self._virtual_at = 0.0, clock()
+        self._virtual, self._virtual_at = 0.0, self._clock()
 
     def half_lives(self) -> float:
         """The time in half-lives, as they were when they passed."""
         now_s = self._clock()
-        self._virtual += (now_s - self._virtual_at) / self._half_life.seconds
-        self._virtual_at = now_s
+        if now_s != self._virtual_at:
+            self._virtual += (now_s - self._virtual_at) / self._half_life.seconds
+            self._virtual_at = now_s
         return self._virtual
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Decayed:

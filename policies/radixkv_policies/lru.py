@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from radixkv_policies.policy import Clock, Handle, Policy
+from radixkv_policies.policy import Handle, Policy
 
 
 class LRU(Policy):
     """Least recently used."""
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._order: OrderedDict[Handle, None] = OrderedDict()
         self.leased = self._order.pop  # type: ignore[method-assign,assignment]
         self.unleased = self._order.setdefault  # type: ignore[method-assign,assignment]

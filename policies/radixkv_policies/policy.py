@@ -16,10 +16,12 @@ What the cache promises, and a policy may build on:
   later, child before parent. ``touched`` names a request's whole matched path.
 - So in any order by last use, or by counts of uses with that as the tie-break, a node comes before its
   parent, and the first evictable node is a leaf.
-- Only the node that ``victim`` named is trimmed, only while it is evictable, and no more than ``most`` blocks of it
-  before ``victim`` is asked again.
+- Only the node that ``victim`` named, or that ``admit`` declined, is trimmed, only while it is evictable; of a victim
+  no more than ``most`` blocks before ``victim`` is asked again.
 - A request's calls come in this order: ``leased`` of what it matched, ``touched``, ``opened``; then, as its KV is
-  computed, ``admit`` and ``inserted`` or ``extended``; at last ``unleased``. Requests interleave.
+  computed, ``inserted`` or ``extended``; at last ``unleased``, and ``admit`` of the leaf. Requests interleave.
+- ``admit`` is asked at the end of a use and not at its begin: whatever is decided, the blocks are there while the
+  request runs, and others may share them. What is declined is ``trimmed`` as a whole and ``removed``.
 
 Ghost keys stand for whole prefixes: 64-bit values, one for each segment of ``segment_blocks`` blocks that ends within
 the blocks they come with, shallowest first. Equal prefixes of one tenant have equal keys; a collision costs hit
@@ -65,6 +67,10 @@ class Policy(ABC):
         self._capacity, self._clock, self._seed = capacity, clock, seed
         self._block_size, self._segment_blocks = block_size, segment_blocks
         self._block_tokens = SEGMENT_TOKENS / segment_blocks
+        self.begin()
+
+    def begin(self) -> None:
+        """A subclass's own state; everything that it was made with is there by now."""
 
     def hook(self, name: str) -> Callable[..., Any] | None:
         """The optional hook of that name, or None if the policy leaves it out."""
@@ -85,12 +91,6 @@ class Policy(ABC):
         What it returns takes the place of the hints in the later calls for this request.
         """
         return hints
-
-    def admit(self, num_blocks: int, depth: int, hints: object) -> bool:
-        """Whether to keep ``num_blocks`` computed blocks that end at ``depth``. If not they stay private to the
-        request.
-        """
-        return True
 
     # --- optional: what becomes of a node
 
@@ -137,6 +137,12 @@ class Policy(ABC):
         """The evictable leaf to go next, or None if nothing is evictable. A question: asked again, it answers the
         same.
         """
+
+    def admit(self, node: Handle) -> bool:
+        """Whether to keep a leaf whose last use has just ended; if not it goes at once, and so on upward. Optional:
+        without it, everything is kept until it is a victim.
+        """
+        return True
 
     def most(self, node: Handle) -> int:
         """How many blocks of the victim may go before ``victim`` is asked again. Optional: without it, all."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import Clock, GhostKeys, Handle
+from radixkv_policies.policy import GhostKeys, Handle
 
 
 class Written(Piece):
@@ -28,10 +28,8 @@ class Written(Piece):
 class PrefixFirst(LeafPolicy[Written]):
     """Prompt blocks outlive generated ones."""
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._prompts, self._generated = LeafHeap(), LeafHeap()
 

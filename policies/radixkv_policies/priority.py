@@ -17,7 +17,7 @@ from itertools import count
 
 from radixkv_policies.hints import DEFAULT_PRIORITY, RequestHints
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece, State
-from radixkv_policies.policy import Clock, GhostKeys, Handle
+from radixkv_policies.policy import GhostKeys, Handle
 
 
 class Prioritised(Piece):
@@ -34,10 +34,8 @@ class Prioritised(Piece):
 class Priority(LeafPolicy[Prioritised]):
     """Given priorities, then recency."""
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._ranks = [LeafHeap() for _ in range(101)]
         self._ends = LeafHeap()  # of those whose priority ends

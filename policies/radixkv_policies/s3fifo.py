@@ -18,7 +18,7 @@ from itertools import count
 from typing import Final
 
 from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 SMALL_SHARE: Final = 0.1
 """Of the capacity, for newcomers."""
@@ -43,14 +43,12 @@ class S3FIFO(LeafPolicy[Queued]):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._small, self._main = LeafHeap(), LeafHeap()
         self._num_small = 0  # blocks
-        self._max_small = max(SMALL_SHARE * capacity, 1)
+        self._max_small = max(SMALL_SHARE * self._capacity, 1)
 
     def make_ghosts(self, max_ghosts: int) -> Ghosts:
         return Ghosts(max(self._capacity // self._segment_blocks, 1))

@@ -24,7 +24,7 @@ from typing import Final
 from radixkv_policies.facts import Facts, labels_of
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.lrfu import HalfLife
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 HORIZON: Final = 2.0
 """In half-lives."""
@@ -83,10 +83,8 @@ class Survival(LeafPolicy[Living]):
 
     uses_ghost_keys = True
 
-    def __init__(
-        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._half_life = HalfLife()
         self._classes: dict[object, Class] = {}

@@ -1,7 +1,7 @@
 """Tail-optimised LRU: what can go without hurting the tail of the time to first token goes first.
 
 After "Tail-optimized caching for LLM inference" (2510.15152, 2025). The time to first token meets its objective as
-long as at most ``objective_tokens`` have to be computed. A conversation that will come back with about as many new
+long as at most ``OBJECTIVE_TOKENS`` have to be computed. A conversation that will come back with about as many new
 tokens as requests have on average can lose the rest of that budget from its tail at no cost to the tail latency:
 such blocks go first, the least recently used conversation's first; if there are none, plain LRU.
 
@@ -18,7 +18,7 @@ from itertools import count
 from typing import Final
 
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import Clock, Handle
+from radixkv_policies.policy import Handle
 
 OBJECTIVE_TOKENS: Final = 4_096
 """Tokens that may be computed within the objective."""
@@ -43,20 +43,11 @@ class TailLRU(LeafPolicy[Reaching]):
 
     ranks_by_depth = True
 
-    def __init__(
-        self,
-        capacity: int,
-        clock: Clock,
-        seed: int,
-        *,
-        block_size: int = 16,
-        segment_blocks: int = 1,
-        objective_tokens: int = OBJECTIVE_TOKENS,
-    ) -> None:
-        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+    def begin(self) -> None:
+        super().begin()
         self._stamps = count()
         self._spare, self._others = LeafHeap(), LeafHeap()
-        self._objective = round(objective_tokens / self._block_tokens)  # blocks
+        self._objective = round(OBJECTIVE_TOKENS / self._block_tokens)  # blocks
         self._new_blocks = 0.0
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:

@@ -4,9 +4,9 @@
         ...                              # serve
         watch.report                     # of the last round; None before the first one's end
 
-One thread takes a snapshot and checks it in slices. Between slices it sleeps so long that its share of one core's
-time stays within ``budget``, the snapshot's time included; a round costs time linear in the resident nodes, and
-rounds begin at least ``every_s`` apart. Only the snapshot is taken under the cache's lock.
+One thread takes a snapshot and checks it, both in slices. Between slices it sleeps so long that its share of one
+core's time stays within ``budget``; a round costs time linear in the resident nodes, and rounds begin at least
+``every_s`` apart. Requests wait for no more than a slice of the snapshot (``radixkv.gathering``).
 
 A broken law ends the watch: ``on_broken`` is called with the report, once, and ``check()`` raises it from then on.
 """

@@ -1,8 +1,10 @@
 """The laws of a cache, checked on a snapshot: ``check(cache)`` raises, ``inspect(cache)`` reports.
 
-A snapshot is taken under the cache's lock; everything else happens on it, outside, so a live cache may be
-audited at any time. Block accounting is one NumPy count over all ids; Python work is per resident node and
-per running sequence.
+A snapshot is read under the cache's lock, in slices between which requests go on, and is of one moment all the same
+(``radixkv.gathering``); everything else happens on it, outside, so a live cache may be audited at any time. What is
+found in it is looked for once more in a snapshot taken under one hold, so that a report is never a mistake of
+the reading. Block accounting is one NumPy count over all ids; Python work is per resident node and per running
+sequence.
 
 The laws, as named in a report:
 
@@ -11,13 +13,14 @@ The laws, as named in a report:
     one-namespace      a tree's blocks are reached by sequences and leases of its namespace only
     prefix-closure     a node's parent is resident, and depths add up from it
     labels             a label is ``blocks × block_size × 4`` bytes, at least one block
-    siblings           children are keyed by their first block, and differ in it
+    siblings           children are keyed by their first block, and differ in it; nobody holds another's child
     leases             a node's uses are the leases that end there and its children in use, no more, no less
     tables             a block table is the blocks of the leased path and of the sequence's own runs, in order
     committed          cached ≤ committed ≤ tokens, and what a tree holds for a sequence is a prefix of its ids
     quotas             no tenant uses more than its limit, and every guarantee can be met
     usage              a tenant's used and evictable blocks, and a tree's blocks, are what they sum to
     policy             a policy holds exactly the nodes that no lease protects
+    pins               a pin holds a lease in its tenant's trees; what a tenant's pins hold is what they sum to
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ NodeAt = tuple[int, int | None]
 
 
 class Audited(Protocol):
-    """What the audit asks of a cache."""
+    """What the audit asks of a cache. If it has ``snapshot_in_slices(pause)`` too, that is taken first."""
 
     def snapshot(self) -> Snapshot: ...
 
@@ -102,23 +105,36 @@ class BrokenLaws(IntegrityError):
         super().__init__(str(report))
 
 
-def check(cache: Audited) -> Report:
-    """Check every law now. Raises IntegrityError, with ``report``, if one is broken. Linear in resident nodes."""
-    report = inspect(cache)
+def check(cache: Audited, *, at_once: bool = False) -> Report:
+    """Check every law now. Raises IntegrityError, with ``report``, if one is broken. Linear in resident nodes.
+
+    ``at_once``: read the cache under one hold of its lock, which is quicker, and makes requests wait meanwhile.
+    """
+    report = inspect(cache, at_once=at_once)
     if not report.ok:
         raise BrokenLaws(report)
     return report
 
 
-def inspect(cache: Audited, pause: Callable[[], None] = lambda: None) -> Report:
+def inspect(cache: Audited, pause: Callable[[], None] = lambda: None, *, at_once: bool = False) -> Report:
     """Check every law now and report, whatever was found. Linear in resident nodes.
 
-    ``pause`` is called between slices of SLICE nodes or sequences, outside the cache's lock; it may sleep.
+    ``pause`` is called between slices of some hundred nodes or sequences, outside the cache's lock; it may sleep.
+    ``at_once``: see ``check``.
     """
     start = time.perf_counter()
-    snapshot = cache.snapshot()
-    violations = tuple(_Audit(snapshot, pause).violations())
+    in_slices = None if at_once else getattr(cache, "snapshot_in_slices", None)
+    snapshot: Snapshot = cache.snapshot() if in_slices is None else in_slices(pause)
+    violations = violations_of(snapshot, pause)
+    if violations and in_slices is not None:
+        snapshot = cache.snapshot()
+        violations = violations_of(snapshot, pause)
     return Report(violations, _counts(snapshot), time.perf_counter() - start)
+
+
+def violations_of(snapshot: Snapshot, pause: Callable[[], None] = lambda: None) -> tuple[Violation, ...]:
+    """The laws that a snapshot breaks."""
+    return tuple(_Audit(snapshot, pause).violations())
 
 
 def num_evictable(snapshot: Snapshot, about_to_lease: frozenset[int] | set[int] = frozenset()) -> int:
@@ -156,6 +172,7 @@ def _counts(snapshot: Snapshot) -> dict[str, int]:
         "runs": len(snapshot.runs),
         "leases": len(snapshot.leases),
         "tenants": len(snapshot.tenants),
+        "pins": len(snapshot.pins),
     }
 
 
@@ -177,11 +194,13 @@ class _Audit:
         if malformed:  # the laws below walk what these found broken
             return
         yield from self._siblings()
+        yield from self._children()
         yield from self._leases()
         yield from self._reference_counts()
         yield from self._committed()
         yield from self._tables()
         yield from self._usage()
+        yield from self._pins()
 
     def _sliced(self, items: Iterable[T]) -> Iterator[T]:
         for at, item in enumerate(items, 1):
@@ -262,6 +281,18 @@ class _Audit:
                 if (node.parent, first) in seen:
                     yield Violation("siblings", f"node {index} of tree {at} begins like a sibling")
                 seen.add((node.parent, first))
+
+    def _children(self) -> Iterator[Violation]:
+        """Nobody holds a child that is another's, or of another tree."""
+        for at, tree in enumerate(self.snapshot.trees):
+            there = Counter(node.parent for node in tree.nodes)
+            if tree.root_children != there[None]:
+                held = f"{tree.root_children} children, {there[None]} are there"
+                yield Violation("siblings", f"the root of tree {at} holds {held}")
+            for index, node in self._sliced(enumerate(tree.nodes)):
+                if node.num_children != there[index]:
+                    held = f"{node.num_children} children, {there[index]} are there"
+                    yield Violation("siblings", f"node {index} of tree {at} holds {held}")
 
     def _nodes(self) -> Iterator[tuple[str, TreeSnapshot, NodeSnapshot]]:
         for at, tree in enumerate(self.snapshot.trees):
@@ -456,6 +487,24 @@ class _Audit:
             yield Violation("quotas", f"{promised} blocks are held or guaranteed, of {snapshot.num_blocks}")
         if unknown := (+used).keys() - {counted.tenant for counted in snapshot.tenants}:
             yield Violation("usage", f"{len(unknown)} tenants own blocks and aren't counted")
+
+    def _pins(self) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        leases = Counter((lease.node, lease.block_ids) for lease in snapshot.leases)
+        leases.subtract((pin.node, pin.block_ids) for pin in snapshot.pins)
+        blocks: dict[str, set[int]] = {}
+        for at, pin in self._sliced(enumerate(snapshot.pins)):
+            if leases[pin.node, pin.block_ids] < 0:
+                yield Violation("pins", f"pin {at} holds no lease of its own")
+            elif snapshot.trees[pin.node[0]].namespace.tenant != pin.tenant:
+                yield Violation("pins", f"pin {at} holds a node of another tenant")
+            blocks.setdefault(pin.tenant, set()).update(_ids(pin.block_ids).tolist())
+        for counted in snapshot.tenants:
+            pinned = len(blocks.get(counted.tenant, ()))
+            if counted.pinned_blocks != pinned:
+                yield Violation(
+                    "pins", f"a tenant counts {counted.pinned_blocks} pinned blocks, {pinned} are"
+                )
 
     def _private_runs(self) -> set[tuple[str, int]]:
         """(tenant, run) of the runs that own their blocks; what two tenants reach comes twice, and is miscounted."""

@@ -270,7 +270,8 @@ def _holds(load: _Load) -> list[dict[str, Any]]:
         "match": (lambda: cache.match(NAMESPACE, load.prompt), often),
         "open, commit, release": (lambda: load.publish(cache, THIN_BLOCKS), often),
         f"evict({load.evict_blocks})": (lambda: cache.evict(load.evict_blocks), once),
-        "snapshot, for the audit": (cache.snapshot, once),
+        "audit.check": (lambda: audit.check(cache), once),
+        "audit.check, at once": (lambda: audit.check(cache, at_once=True), once),
         "clear": (lambda: cache.clear(NAMESPACE), once),
     }
     found = []

@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
-from radixkv_kernels import backend, fork_blocks, reference
-from radixkv_kernels.checks import ForkPairs
+from radixkv_kernels import Pool, backend, fork_blocks, reference
+from radixkv_kernels.checks import BlockPairs
 
 CPU_ROTATE_BYTES = 512 << 20
 WARMUP_ROUNDS = 3
@@ -129,9 +129,9 @@ def run(
                 progress(done, len(num_pairs))
     return {
         "benchmark": "fork",
-        "device": _device_name(probe.device),
+        "device": device_name(probe.device),
         "path": backend(probe.data),
-        "versions": _versions(),
+        "versions": versions(),
         "seed": seed,
         "repeats": repeats,
         "num_threads": num_threads,
@@ -163,11 +163,11 @@ def launch_per_layer(work: Workload, step: int) -> None:
     pairs = work.steps[step]
     columns = (pairs.sources.tolist(), pairs.targets.tolist(), pairs.num_rows.tolist())
     if backend(work.storage) == "triton":
-        from radixkv_kernels import fork_triton
+        from radixkv_kernels import copy_triton, launch
 
-        uploaded = fork_triton.upload(ForkPairs(*columns), work.storage.device)
-        for layer in work.layers:
-            fork_triton.launch(layer, uploaded)
+        uploaded = launch.upload(BlockPairs(*columns), work.storage.device)
+        for pool in map(Pool.of, work.layers):
+            copy_triton.copy_uploaded(pool, pool, uploaded, max(columns[2]))
         return
     for layer in work.layers:
         reference.fork_blocks(layer, *columns)
@@ -253,7 +253,7 @@ def measure(work: Workload, repeats: int, rotate_bytes: int, seed: int) -> dict[
     rng = np.random.default_rng(seed)
     rounds = [rng.permutation(list(calls)).tolist() for _ in range(WARMUP_ROUNDS + repeats)]
     turns = [(name, number % len(work.steps)) for number, name in enumerate(chain.from_iterable(rounds))]
-    watch = _time_cuda if device.type == "cuda" else _time_host
+    watch = time_cuda if device.type == "cuda" else _time_host
     timings = watch([(calls[name], step) for name, step in turns], device)
     measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
     for (name, step), timing in list(zip(turns, timings, strict=True))[WARMUP_ROUNDS * len(calls) :]:
@@ -281,7 +281,8 @@ def _time_host(order: Order, _: torch.device) -> list[tuple[float, float]]:
     return timings
 
 
-def _time_cuda(order: Order, device: torch.device) -> list[tuple[float, float]]:
+def time_cuda(order: Order, device: torch.device) -> list[tuple[float, float]]:
+    """Of each call: seconds between events on the device before and after it, and seconds of the host."""
     enqueue, events = [], []
     with torch.cuda.device(device):
         torch.cuda.synchronize()
@@ -350,7 +351,8 @@ def _default_rotate_bytes(device: torch.device) -> int:
     return CPU_ROTATE_BYTES
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, or of the processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     models = Path("/proc/cpuinfo")
@@ -359,7 +361,8 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type}: {names[0] if names else platform.machine()}"
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages that the figures depend on."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("radixkv", "torch", "triton", "numpy"):
         try:

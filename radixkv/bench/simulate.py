@@ -2,7 +2,8 @@
 
 Each (policy, capacity) is one task, spread over the machine's cores; a policy's task is a replay through a live cache
 (``simulation.replay``), the optimum's is Belady's rule on the tree (``simulation.optimum``). LRU and the optimum always
-run, for everything is told as a share of the gap between them.
+run, for everything is told as a share of the gap between them; a policy that may decline to keep something runs once
+more without that, to tell what it gains.
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ from typing import Any
 from radixkv.bench.simulation.advice import advise
 from radixkv.bench.simulation.optimum import optimum
 from radixkv.bench.simulation.profiles import ModelProfile, profile_of
-from radixkv.bench.simulation.replay import replay
-from radixkv.bench.simulation.score import LRU, OPTIMUM, OPTIMUM_BYPASS, Scorer, Scores, Sums
+from radixkv.bench.simulation.replay import declines, replay
+from radixkv.bench.simulation.score import (
+    ADMITTING_ALL,
+    LRU,
+    OPTIMUM,
+    OPTIMUM_BYPASS,
+    Scorer,
+    Scores,
+    Sums,
+)
 from radixkv.bench.simulation.trace import Outcome, Trace, read
 from radixkv.config import policy_names
 from radixkv.errors import ConfigError
@@ -66,7 +75,9 @@ def run(
     chosen, sizes = chosen_policies(policies), _checked_capacities(capacities)
     trace = read(traces, block_tokens=block_tokens, keep_tails=keep_tails, tenants=tenants)
     work = _Work(trace, Scorer(trace, profile or profile_of("llama-3-8b"), score_from_s), seed)
-    tasks = [(name, size) for name in dict.fromkeys((*chosen, LRU, OPTIMUM)) for size in sizes]
+    names = dict.fromkeys((*chosen, LRU, OPTIMUM))
+    names |= dict.fromkeys(name + ADMITTING_ALL for name in chosen if declines(name))
+    tasks = [(name, size) for name in names for size in sizes]
     runs: dict[Task, Sums] = {}
     for task, sums in _run_all(work, tasks, jobs):
         runs[task] = sums
@@ -111,7 +122,8 @@ class _Work:
     def _outcome(self, policy: str, capacity: int) -> Outcome:
         if policy in (OPTIMUM, OPTIMUM_BYPASS):
             return optimum(self.trace, capacity, bypass=policy == OPTIMUM_BYPASS)
-        return replay(self.trace, policy, capacity, self.seed)
+        name = policy.removesuffix(ADMITTING_ALL)
+        return replay(self.trace, name, capacity, self.seed, admits_all=name != policy)
 
 
 _work: _Work | None = None
@@ -153,6 +165,11 @@ def table(result: dict[str, Any]) -> str:
         _matrix("token hit rate, %", rows, "token_hit_rate"),
         _matrix("share of the gap from LRU to the optimum closed, %", result["results"], "share_of_gap"),
     ]
+    admission = [row for row in result["results"] if row["admission_gain"] is not None]
+    if admission:
+        parts.append(
+            _matrix("what admission adds to the token hit rate, points", admission, "admission_gain")
+        )
     if len(result["tenants"]) > 1:
         parts += [
             _matrix(f"tenant {name}: token hit rate, %", rows, "token_hit_rate", name)

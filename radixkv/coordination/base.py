@@ -16,39 +16,33 @@ since it is held while the store is waited for.
 from __future__ import annotations
 
 import random
-import re
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv import tokens
 from radixkv.clock import Clock
+from radixkv.coordination.jobs import WarmJobs
 from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.protocol import (
-    JOB_STATES,
     WIRE_VERSION,
     Health,
     Hint,
-    JobPart,
-    JobState,
     Load,
     ReplicaInfo,
     Resident,
     State,
-    WarmJob,
 )
 from radixkv.coordination.publisher import DRAIN_RECORDS, Publisher
 from radixkv.coordination.reader import Known, Reader
 from radixkv.coordination.settings import Settings, check_address
-from radixkv.coordination.store import MAX_PARTS, Durable, Grant, Standing, Store, Writer
+from radixkv.coordination.store import Durable, Grant, Standing, Store, Writer
 from radixkv.coordination.tenants import OnPurge, Purge, Tenants
-from radixkv.coordination.wire import Entry, Registration, is_code
+from radixkv.coordination.wire import Entry, Registration
 from radixkv.errors import (
-    ArgumentError,
     ConfigError,
     CoordinationError,
     StaleEpoch,
@@ -63,7 +57,6 @@ FLUSH_S = 0.01
 """While records come, all that wait are written together this often."""
 _DROWSY_S = 1.0
 """Without a record for this long, the publisher sleeps until one wakes it."""
-_JOB_ID = re.compile(r"[0-9a-f]{32}")
 _ENTRIES_A_WRITE = 512
 _ENTRY_BYTES = 256
 """What an entry takes in the store beside its digests, roughly."""
@@ -71,7 +64,7 @@ _DIGEST_BYTES_HELD = 130
 """What a digest takes in the mirror, roughly."""
 
 
-class BaseCoordinator:
+class BaseCoordinator(WarmJobs):
     """See ``protocol.Coordinator``."""
 
     def __init__(self, settings: Settings, store: Store, clock: Clock) -> None:
@@ -100,7 +93,7 @@ class BaseCoordinator:
         self._dirty = False
         self._epoch = self._seq = 0
         self._nonce = self._proof = ""
-        self._lease_until = self._told_until = self._next_beat = self._retry_at = float("-inf")
+        self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
         self._looked_at = float("-inf")
         self._num_failures = 0
         self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
@@ -253,111 +246,24 @@ class BaseCoordinator:
         found = [Hint(known.info, int(held[known.column])) for known in holders if held[known.column] > 0]
         return sorted(found, key=lambda hint: (-hint.num_tokens, hint.replica.id))
 
+    @property
+    def unavailable(self) -> str | None:
+        """Why the store can't be reached; None if it can, as far as is known. Local."""
+        return (self._reason or self._state) if self._state == "unavailable" else None
+
     def report_load(self, load: Load) -> None:
         """State the load that the next beat carries."""
         self._load = load
-
-    def create_job(
-        self,
-        namespace: Namespace,
-        num_tokens: int,
-        replica_ids: Sequence[str],
-        *,
-        job_id: str | None = None,
-        num_wanted: int | None = None,
-    ) -> WarmJob:
-        """Record a warm job with a part, queued, for each replica. See the protocol."""
-        if num_tokens < 0:
-            raise ArgumentError("num_tokens", num_tokens, "an integer ≥ 0")
-        if job_id is not None and not _JOB_ID.fullmatch(job_id):
-            raise ArgumentError("job_id", job_id, "32 hex digits")
-        if len(set(replica_ids)) > MAX_PARTS:
-            raise ArgumentError("replica_ids", len(set(replica_ids)), f"at most {MAX_PARTS} replicas")
-        epochs = self._epochs_of(replica_ids)
-        job = WarmJob(
-            id=job_id or secrets.token_hex(16),
-            tenant_digest=self.keys.tenant(namespace.tenant),
-            namespace_digest=self.keys.namespace(namespace, self.tenants.generation(namespace.tenant)),
-            num_tokens=num_tokens,
-            parts=tuple(JobPart(name, epochs[name], "queued") for name in sorted(epochs)),
-            owner=(self.replica_id, self._epoch),
-            num_wanted=len(epochs) if num_wanted is None else num_wanted,
-        )
-        kept = self.store.save_job(job)
-        if kept.tenant_digest != job.tenant_digest:
-            raise ArgumentError("job_id", job_id, "one that no other job has")
-        return kept
-
-    def take_job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """See to a job whose owner's lease is over: the job if it is this replica's now. See the protocol."""
-        job = self.job(job_id, tenant)
-        if job is None:
-            return None
-        mine = (self.replica_id, self._epoch)
-        if job.owner == mine:
-            return job
-        if self._live_epochs([job.owner[0]]).get(job.owner[0]) == job.owner[1]:
-            return None
-        return replace(job, owner=mine) if self.store.own_job(job_id, mine, job.owner) else None
-
-    def extend_job(self, job_id: str, replica_id: str) -> bool:
-        """Ask one more replica, or one that was restarted: only for the owner. See the protocol."""
-        epoch = self._epochs_of([replica_id])[replica_id]
-        part = JobPart(replica_id, epoch, "queued")
-        return self.store.add_part(job_id, (self.replica_id, self._epoch), part)
-
-    def _epochs_of(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        """The epochs of replicas that live. Raises ArgumentError, or StoreUnavailable if that can't be known."""
-        live = {info.id: info.epoch for info in self.replicas() if info.live or info.is_self}
-        unknown = next((name for name in replica_ids if name not in live), None)
-        if unknown is not None and self._state == "unavailable":
-            raise StoreUnavailable(self._reason)
-        if unknown is not None:
-            raise ArgumentError("replica_ids", unknown, f"live replicas: {', '.join(sorted(live)) or 'none'}")
-        return {name: live[name] for name in replica_ids}
-
-    def report_job(self, job_id: str, state: JobState, num_tokens_done: int = 0, error: str = "") -> bool:
-        """State this replica's part. False if the job, or its part for this replica, is unknown."""
-        if state not in JOB_STATES:
-            raise ArgumentError("state", state, ", ".join(sorted(JOB_STATES)))
-        if num_tokens_done < 0:
-            raise ArgumentError("num_tokens_done", num_tokens_done, "an integer ≥ 0")
-        if not is_code(error):
-            raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
-        if not _JOB_ID.fullmatch(job_id):
-            return False
-        return self.store.save_part(
-            job_id, JobPart(self.replica_id, self._epoch, state, num_tokens_done, error)
-        )
-
-    def job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """The job, or None if there is none of that tenant."""
-        job = self.store.load_job(job_id) if _JOB_ID.fullmatch(job_id) else None
-        if job is None or job.tenant_digest != self.keys.tenant(tenant):
-            return None
-        open_parts = [part for part in job.parts if part.state in ("queued", "running")]
-        epochs = self._live_epochs([part.replica_id for part in open_parts])
-        return replace(job, parts=tuple(_as_read(part, epochs) for part in job.parts))
-
-    def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        """The epochs of those of them that are live, from the store itself."""
-        seen = self.store.fetch(list(replica_ids)).seen if replica_ids else []
-        live = [
-            each.registration
-            for each in seen
-            if each.remaining_s > 0 and self.reader.remaining_s(each) > 0  # the store's clock may be wrong
-        ]
-        return {registration.replica_id: registration.epoch for registration in live}
 
     # ---- tenants of the fleet
 
     @property
     def knows_generations(self) -> bool:
-        """Its lease runs, and it has obeyed all purges since: none can be complete that it hasn't heard of. Local.
+        """No purge can be complete that this replica hasn't obeyed: it heard of all within a lease. Local.
 
         A tenant that would rather not be served than served stale isn't served while this is False.
         """
-        return self._registered and self.clock() < min(self._told_until, self._lease_until)
+        return self._registered and self.clock() < min(self._heard_until, self._lease_until)
 
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation. See the protocol."""
@@ -365,11 +271,22 @@ class BaseCoordinator:
             self._require_registration()
             raised = self._counted(self.tenants.raise_generation(tenant))
             self.tenants.follow(self._writer(), is_new=False)
-            return self.tenants.report(tenant, raised.replicated)
+            return self._reported(tenant, raised.replicated)
+
+    def heed(self) -> None:
+        """Obey and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
+        with self._writing, self._storing():
+            self._require_registration()
+            self.tenants.follow(self._writer(), is_new=False)
 
     def purge_report(self, tenant: str) -> Purge:
         """How far the tenant's last purge has come. Raises StoreUnavailable."""
-        return self.tenants.report(tenant)
+        return self._reported(tenant)
+
+    def _reported(self, tenant: str, replicated: bool | None = None) -> Purge:
+        """A replica that a store has forgotten is waited for, as long as its lease runs by what was read of it."""
+        known = [info.id for info in self.replicas() if info.live]
+        return self.tenants.report(tenant, known, replicated)
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
         """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
@@ -500,7 +417,7 @@ class BaseCoordinator:
                 self.tenants.restore()
             self.tenants.follow(self._writer(), is_new=self._is_new_epoch)
             self._is_new_epoch, self._met_epochs = False, epochs
-            self._told_until = self._lease_until
+            self._heard_until = before + self.settings.lease_s
             self.tenants.restate(self._writer(), self.settings.lease_s)
 
     def _writer(self) -> Writer:
@@ -593,7 +510,7 @@ class BaseCoordinator:
 
     def _obey(self, standing: Standing) -> None:
         if standing.verdict == "FENCED":
-            self._lease_until = float("-inf")
+            self._lease_until = self._heard_until = float("-inf")
             self._publisher.suspend()
             self._set_state("fenced", "a younger process has registered this id")
             raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")
@@ -652,10 +569,3 @@ class BaseCoordinator:
     def _stop_threads(self) -> None:
         for loop in self._loops():
             loop.stop()
-
-
-def _as_read(part: JobPart, epochs: dict[str, int]) -> JobPart:
-    """A part that is under way belongs to a live registration, or it is lost."""
-    if part.state in ("queued", "running") and epochs.get(part.replica_id) != part.epoch:
-        return replace(part, state="lost")
-    return part

@@ -319,6 +319,11 @@ class MemoryStore:
             self._put(replace(job, parts=parts))
             return True
 
+    def drop_job(self, job_id: str) -> None:
+        """See the protocol."""
+        with self._open():
+            self.jobs.pop(job_id, None)
+
     def load_job(self, job_id: str) -> WarmJob | None:
         """See the protocol."""
         with self._open():
@@ -353,6 +358,11 @@ class MemoryCoordinator(BaseCoordinator):
         if self._is_alone and self._registered:
             return replace(info, live=True, lease_remaining_s=self.settings.lease_s)
         return info
+
+    @property
+    def knows_generations(self) -> bool:
+        """Alone it knows them all."""
+        return self._is_alone or super().knows_generations
 
     def _start_threads(self) -> None:
         if not self._is_alone:

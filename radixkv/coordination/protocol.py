@@ -70,6 +70,10 @@ JobState = Literal["queued", "running", "done", "failed", "lost"]
 JOB_STATES: frozenset[str] = frozenset({"queued", "running", "done", "failed"})
 
 
+NOBODY = ("", 0)
+"""The owner of a job that was given up: no further replica will be asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What routing costs need to know of a replica; absolute values, sent with each beat."""
@@ -139,6 +143,15 @@ class JobPart:
     num_tokens_done: int = 0
     error: str = ""
     """A short code (``[a-z_]``), never a text that could carry a prompt or a name."""
+    num_tokens_cached: int = 0
+    """Of those done, how many were resident before."""
+    ms: int = 0
+    """Milliseconds it took."""
+
+    @property
+    def is_open(self) -> bool:
+        """Queued or running."""
+        return self.state in ("queued", "running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +163,24 @@ class WarmJob:
     namespace_digest: bytes
     num_tokens: int
     parts: tuple[JobPart, ...]
-    owner: tuple[str, int] = ("", 0)
+    owner: tuple[str, int] = NOBODY
     """The registration ``(replica, epoch)`` that sees to it; another takes over when its lease is over."""
     num_wanted: int = 0
     """How many replicas are to hold the prefix in the end; a part that is lost or failed can be replaced."""
+    num_left_out: int = 0
+    """Tokens of the prompt that are not warmed, as they fill no block."""
+    request: str = ""
+    """A keyed digest of what was asked, so that one id can't stand for two requests."""
 
     @property
     def is_over(self) -> bool:
         """Nothing of it is queued or running."""
-        return all(part.state in ("done", "failed", "lost") for part in self.parts)
+        return not any(part.is_open for part in self.parts)
+
+    @property
+    def is_ended(self) -> bool:
+        """Nothing of it is queued or running, and nobody will be asked any more."""
+        return self.is_over and (not self.num_missing or self.owner == NOBODY)
 
     @property
     def num_missing(self) -> int:
@@ -296,11 +318,14 @@ class Coordinator(Protocol):
         *,
         job_id: str | None = None,
         num_wanted: int | None = None,
+        num_left_out: int = 0,
+        request: str = "",
     ) -> WarmJob:
         """Record a warm job with a part, queued, for each replica; this replica sees to it.
 
         ``job_id`` (32 hex digits, random by default) makes it idempotent: a job that the tenant has under this
-        id already is returned as it is. ``num_wanted``: how many replicas are to hold the prefix in the end.
+        id already is returned as it is, also if its ``request`` (a digest, 64 hex digits) is another.
+        ``num_wanted``: how many replicas are to hold the prefix in the end; 0 if nobody stands in for another.
         Raises ArgumentError for a replica that isn't live, StoreUnavailable.
         """
 
@@ -316,7 +341,31 @@ class Coordinator(Protocol):
         Raises ArgumentError for a replica that isn't live, StoreUnavailable.
         """
 
-    def report_job(self, job_id: str, state: JobState, num_tokens_done: int = 0, error: str = "") -> bool:
+    def hand_job(self, job_id: str, to: ReplicaInfo) -> bool:
+        """Let another replica see to a job. False unless this replica did. Raises StoreUnavailable."""
+
+    def end_job(self, job_id: str) -> bool:
+        """Nobody is asked any more. False unless this replica sees to the job. Raises StoreUnavailable."""
+
+    def forget_job(self, job_id: str) -> None:
+        """Nobody asks for the job any more. Raises StoreUnavailable."""
+
+    def give_up(self, job_id: str, part: JobPart, error: str) -> bool:
+        """A part that couldn't be delivered has failed; what its replica says later counts more.
+
+        Raises StoreUnavailable.
+        """
+
+    def report_job(
+        self,
+        job_id: str,
+        state: JobState,
+        num_tokens_done: int = 0,
+        error: str = "",
+        *,
+        num_tokens_cached: int = 0,
+        ms: int = 0,
+    ) -> bool:
         """State this replica's part. False if the job is unknown (or expired). Raises StoreUnavailable."""
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
@@ -324,13 +373,16 @@ class Coordinator(Protocol):
 
     @property
     def knows_generations(self) -> bool:
-        """The lease runs: no purge can be complete that this replica hasn't heard of. Local."""
+        """No purge can be complete that this replica hasn't obeyed: it heard of all within a lease. Local."""
 
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation, obeys, and says who has confirmed so far.
 
         Repeat after StoreUnavailable. Raises StaleEpoch.
         """
+
+    def heed(self) -> None:
+        """Obey and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
 
     def purge_report(self, tenant: str) -> Purge:
         """How far the tenant's last purge has come. Raises StoreUnavailable."""

@@ -150,7 +150,7 @@ class Publisher:
 
     def rebuild(self, resident: Resident, between: Callable[[], None]) -> None:
         """Fill the mirror with what is resident; ``between`` is called now and then. O(nodes × depth)."""
-        snapshot = resident.snapshot()
+        snapshot = getattr(resident, "snapshot_in_slices", resident.snapshot)()  # nobody waits for all of it
         for tree in snapshot.trees:
             if not tree.detached:
                 scope = self._meet(tree.namespace)

@@ -637,6 +637,11 @@ class RedisStore:
         return int(self.connection.run(scripts.PART, [_job_key(job_id)], args)) == 1
 
     @translated()
+    def drop_job(self, job_id: str) -> None:
+        """See the protocol."""
+        self.connection.of("DEL", _job_key(job_id))
+
+    @translated()
     def load_job(self, job_id: str) -> WarmJob | None:
         """See the protocol."""
         fields = self.connection.of("HGETALL", _job_key(job_id))

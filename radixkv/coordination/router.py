@@ -126,8 +126,11 @@ class Router:
         cost: str | None = None,
         temperature: float | None = None,
         limit: int | None = None,
+        ignore_load: bool = False,
     ) -> list[Candidate]:
         """The replicas that serve the namespace's model, best first, at most ``limit``; local.
+
+        ``ignore_load``: for one who isn't to learn of others by the order; round robin is random then.
 
         Empty if there are none. Tells nobody: ``routed`` does. Raises TokenError, ConfigError, ArgumentError.
         O(tokens + segments + replicas log replicas); a digest a segment.
@@ -146,6 +149,9 @@ class Router:
             name, known = "least_loaded", self._unknown(roster, now)
         else:
             known = self._known(namespace, key, roster, now)
+        if ignore_load:
+            roster, known = roster.unloaded(), known.unloaded()
+            name = "random" if name == "round_robin" else name
         return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, limit)
 
     def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
@@ -240,6 +246,10 @@ class _Known(NamedTuple):
     queued: Floats
     turn: int
 
+    def unloaded(self) -> _Known:
+        """The same without what was sent since."""
+        return self._replace(queued=np.zeros(len(self.queued)), turn=0)
+
 
 class _Roster:
     """Members as arrays, for one state of a source."""
@@ -260,6 +270,12 @@ class _Roster:
             if known.members:
                 self._by_model[model] = known
         return known
+
+    def unloaded(self) -> _Roster:
+        """The same members, as if they had nothing to do."""
+        other = _Roster(self.members)
+        other.queued, other.decode = np.zeros(len(self.queued)), np.zeros(len(self.decode))
+        return other
 
     def only(self, places: NDArray[np.intp]) -> _Roster:
         """Some of them."""

@@ -5,7 +5,7 @@
     a replica's own facts     boot, beat, append, snapshot, leave         refused unless (epoch, nonce) are the last
     reading                   fetch, read, load
     a tenant                  set_limit, reserve, raise_generation, confirm, tenant, purges
-    a warm job                save_job, own_job, add_part, save_part, load_job
+    a warm job                save_job, own_job, add_part, save_part, drop_job, load_job
 
 Every operation but ``fetch`` and ``read`` concerns one replica, one tenant or one job, so that a store can
 place these anywhere. Each may raise StoreUnavailable; then it isn't known whether it happened. All writes
@@ -212,6 +212,9 @@ class Store(Protocol):
 
     def save_part(self, job_id: str, part: JobPart) -> bool:
         """Replace the part of that replica; False if there is no such job or part."""
+
+    def drop_job(self, job_id: str) -> None:
+        """Forget a job; none is no error."""
 
     def load_job(self, job_id: str) -> WarmJob | None:
         """The job as stored."""

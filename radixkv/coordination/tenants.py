@@ -129,11 +129,11 @@ class Tenants:
 
     def follow(self, writer: Writer, *, is_new: bool) -> None:
         """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was."""
-        if is_new:
-            self._cursor = 0
-        raised = self._store.purges(self._cursor)
+        raised = self._store.purges(0 if is_new else self._cursor)
         if raised and self.resident is not None:
             self.meet({namespace.tenant for namespace in self.resident.namespaces()})
+        if is_new:
+            self._cursor = 0
         for tenant, position in raised:
             self._obey(writer, tenant)
             self._cursor = position  # smaller than before where the store has lost what it announced
@@ -142,11 +142,14 @@ class Tenants:
         """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
-        known = self._generations.get(digest, 0)
-        return self._store.raise_generation(digest, max(known, self._store.tenant(digest).generation))
+        above = max(self._store.tenant(digest).generation, self._generations.get(digest, 0))
+        return self._store.raise_generation(digest, above)
 
-    def report(self, tenant: str, replicated: bool | None = None) -> Purge:
-        """How far the tenant's last purge has come. Raises StoreUnavailable."""
+    def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
+        """How far the tenant's last purge has come; ``living`` are waited for even if the store lists them not.
+
+        Raises StoreUnavailable.
+        """
         facts = self._store.tenant(self._keys.tenant(tenant))
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
@@ -162,6 +165,8 @@ class Tenants:
             for names in lists.values():
                 names[:] = [each for each in names if each != name]
             lists["pending"].append(name)
+        unlisted = set(living) - epochs.keys() - set(fetched.unread) - set(lists["pending"])
+        lists["pending"] += [name for name in unlisted if facts.generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(facts.generation, **sorted_lists, replicated=replicated)
 

@@ -254,6 +254,8 @@ def job_fields(job: WarmJob) -> dict[str, str]:
         "namespace": job.namespace_digest.hex(),
         "num_tokens": str(job.num_tokens),
         "wanted": str(job.num_wanted),
+        "left_out": str(job.num_left_out),
+        "request": job.request,
         "owner": format_owner(job.owner),
     }
     return fields | {PART_PREFIX + part.replica_id: format_part(part) for part in job.parts}
@@ -270,8 +272,8 @@ def _parse_owner(value: bytes | None) -> tuple[str, int]:
 
 
 def format_part(part: JobPart) -> str:
-    """``epoch state done error``."""
-    return f"{part.epoch} {part.state} {part.num_tokens_done} {part.error}"
+    """``epoch state done cached ms error``."""
+    return f"{part.epoch} {part.state} {part.num_tokens_done} {part.num_tokens_cached} {part.ms} {part.error}"
 
 
 def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
@@ -279,6 +281,7 @@ def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
     try:
         tenant, namespace = (bytes.fromhex(_text(fields[name])) for name in (b"tenant", b"namespace"))
         num_tokens, num_wanted = number(fields[b"num_tokens"]), number(fields[b"wanted"])
+        num_left_out, request = number(fields[b"left_out"]), _text(fields[b"request"])
         owner = _parse_owner(fields[b"owner"])
     except (KeyError, ValueError):
         raise WireError(f"a malformed job {job_id}") from None
@@ -287,15 +290,15 @@ def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
         raise WireError(f"a job {job_id} of {len(fields)} fields")
     named = sorted((name, value) for name, value in fields.items() if name.startswith(prefix))
     parts = tuple(_parse_part(_text(name)[len(prefix) :], value) for name, value in named)
-    return WarmJob(job_id, tenant, namespace, num_tokens, parts, owner, num_wanted)
+    return WarmJob(job_id, tenant, namespace, num_tokens, parts, owner, num_wanted, num_left_out, request)
 
 
 def _parse_part(replica_id: str, value: bytes) -> JobPart:
     words = _text(value).split(" ")
-    if len(words) != 4 or not is_code(words[3]):
+    if len(words) != 6 or not is_code(words[5]):
         raise WireError(f"a malformed part of replica {replica_id}")
-    epoch, state, done, error = words
-    return JobPart(replica_id, number(epoch.encode()), _job_state(state), number(done.encode()), error)
+    epoch, done, cached, ms = (number(words[place].encode()) for place in (0, 2, 3, 4))
+    return JobPart(replica_id, epoch, _job_state(words[1]), done, words[5], cached, ms)
 
 
 def _job_state(word: str) -> JobState:

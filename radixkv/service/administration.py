@@ -7,25 +7,29 @@ file, before it is answered. Requests that are under way with a key that goes en
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
 from starlette.responses import Response
 
-from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
+from radixkv.errors import ArgumentError, ConfigError, CoordinationError
 from radixkv.service.auth import TENANT_ALLOWED, Key, Principal, tenant_named
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.keys import KeyRefused, UnknownKey
-from radixkv.service.problems import ApiError, invalid, not_found
+from radixkv.service.problems import ApiError, invalid, not_found, store_unavailable
 from radixkv.service.schemas import (
     KeyReply,
     KeysReply,
     NewKeyReply,
     PurgeReply,
+    PurgeStateReply,
     TenantReply,
     TenantSettings,
     TenantsReply,
 )
+
+if TYPE_CHECKING:
+    from radixkv.coordination.tenants import Purge
 
 T = TypeVar("T")
 
@@ -80,34 +84,64 @@ async def put_tenant(call: Call) -> Response:
 
 
 async def purge_tenant(call: Call) -> Response:
-    """Forget all that a tenant has, here and on all replicas: nothing of it is matched from now on."""
+    """Forget all that a tenant has, here and on all replicas: nothing of it is matched from now on.
+
+    Every live replica is told at once, and who has confirmed by the time of the answer is named. It may be asked
+    again; `GET` says how far the last one has come.
+    """
+    call.query()
+    return reply(await _purged(call, _known_tenant(call)))
+
+
+async def purge_state(call: Call) -> Response:
+    """How far a tenant's last purge has come: it is complete once every live replica has confirmed."""
     call.query()
     tenant = _known_tenant(call)
-    blocks = await anyio.to_thread.run_sync(call.service.cache.purge, tenant)
     try:
-        purge = await anyio.to_thread.run_sync(call.service.fleet.coordinator.purge, tenant)
-    except StoreUnavailable:
-        message = "purged here; other replicas haven't heard of it, as the store can't be reached: ask again"
-        raise ApiError(503, "store_unavailable", message, headers={"Retry-After": "5"}) from None
-    return reply(
-        PurgeReply(
-            blocks=blocks,
-            generation=purge.generation,
-            confirmed=list(purge.confirmed),
-            pending=list(purge.pending),
-            unconfirmed=list(purge.unconfirmed),
-        )
-    )
+        purge = await call.service.orders.call(call.service.fleet.coordinator.purge_report, tenant)
+    except CoordinationError:
+        raise store_unavailable("how far the purge has come can't be known without the store") from None
+    return reply(PurgeStateReply(**_state(purge)))
 
 
 async def remove_tenant(call: Call) -> Response:
-    """Remove a tenant and its keys, and forget all that it has here."""
+    """Remove a tenant and its keys, and forget all that it has, here and on all replicas.
+
+    If the other replicas can't be told, nothing is removed (503): revoke its keys one by one then.
+    """
     call.query()
     tenant = _known_tenant(call)
+    await _purged(call, tenant)
     await _changed(lambda: call.service.keys.remove_tenant(tenant), "tenant")
     await anyio.to_thread.run_sync(call.service.cache.purge, tenant)
     call.service.gate.forget(tenant)
     return Response(status_code=204)
+
+
+async def _purged(call: Call, tenant: str) -> PurgeReply:
+    """Purge here, then in the store, then nudge the others. Raises ApiError 503 if the store can't be reached."""
+    service, coordinator = call.service, call.service.fleet.coordinator
+    blocks = await anyio.to_thread.run_sync(service.cache.purge, tenant)
+    service.warmer.forget_tenant(tenant)
+    try:
+        purge = await service.orders.call(coordinator.purge, tenant)
+        if not purge.is_complete:
+            await service.fleet.spread_purge(tenant)
+            purge = await service.orders.call(coordinator.purge_report, tenant)
+    except CoordinationError:
+        message = "purged here; other replicas haven't heard of it, as the store can't be reached: ask again"
+        raise store_unavailable(message) from None
+    return PurgeReply(blocks=blocks, **_state(purge))
+
+
+def _state(purge: Purge) -> dict[str, Any]:
+    return {
+        "generation": purge.generation,
+        "complete": purge.is_complete,
+        "confirmed": list(purge.confirmed),
+        "pending": list(purge.pending),
+        "unconfirmed": list(purge.unconfirmed),
+    }
 
 
 def _known_tenant(call: Call) -> str:
@@ -154,7 +188,10 @@ def _shown(key: Key) -> KeyReply:
 def _tenant_reply(call: Call, tenant: str) -> TenantReply:
     ring = call.service.keyring
     return TenantReply(
-        tenant=tenant, settings=ring.settings[tenant], num_keys=len(ring.of(Principal(tenant)))
+        tenant=tenant,
+        settings=ring.settings[tenant],
+        num_keys=len(ring.of(Principal(tenant))),
+        granted_blocks=call.service.quotas.granted(tenant),
     )
 
 
@@ -223,6 +260,15 @@ ENDPOINTS = (
         "Forget all that a tenant has",
         "operator",
         {200: PurgeReply},
+        errors=(404, 422, 503),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/tenants/{tenant}/purge",
+        purge_state,
+        "How far a purge has come",
+        "operator",
+        {200: PurgeStateReply},
         errors=(404, 422, 503),
     ),
 )

@@ -2,8 +2,8 @@
 
 Who may call what: prompts and caches are for tenants' keys (the operator owns no namespace and gets 403), counts
 and replicas for either (a tenant sees its own), ``/metrics``, keys and tenants for the operator (a tenant gets
-403); health and the interface's description need no key; ``/internal/warm`` takes only requests that the fleet's
-secret signed. What a tenant may not know of answers 404, byte for byte like what doesn't exist.
+403); health and the interface's description need no key; ``/internal/…`` takes only requests that the fleet's secret
+signed. What a tenant may not know of answers 404, byte for byte like what doesn't exist.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixkv.service import administration, handlers, routing
+from radixkv.service import administration, handlers, pinning, routing
 from radixkv.service.completions import completions
 from radixkv.service.core import Service
 from radixkv.service.endpoint import Call, Endpoint, Host, serve
-from radixkv.service.fleet import WARM_PATH
+from radixkv.service.fleet import PURGE_PATH, WARM_PATH
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
 from radixkv.service.schemas import (
@@ -38,6 +38,7 @@ from radixkv.service.schemas import (
     LookupReply,
     LookupRequest,
     OperatorStatsReply,
+    OrderRequest,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
@@ -63,6 +64,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         "tenant",
         {200: WarmReply | FleetWarmReply, 202: JobAccepted},
         body=WarmRequest,
+        headers={"Idempotency-Key": "repeated with the same one, a warm is the same job"},
         errors=(409, 429, 503),
     ),
     Endpoint(
@@ -72,7 +74,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         "State of a warm job",
         "tenant",
         {200: JobReply},
-        errors=(404,),
+        errors=(404, 503),
     ),
     Endpoint(
         "POST",
@@ -112,6 +114,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         {200: TenantStatsReply | OperatorStatsReply},
         errors=(422,),
     ),
+    *pinning.ENDPOINTS,
     *routing.ENDPOINTS,
     *administration.ENDPOINTS,
     Endpoint(
@@ -120,8 +123,17 @@ ENDPOINTS: Sequence[Endpoint] = (
         handlers.warm_for_replica,
         "Warm for another replica",
         "replica",
-        {200: WarmReply},
-        body=LookupRequest,
+        {202: JobAccepted},
+        body=OrderRequest,
+        internal=True,
+    ),
+    Endpoint(
+        "POST",
+        PURGE_PATH,
+        handlers.purge_for_replica,
+        "Hear of a purge",
+        "replica",
+        {204: None},
         internal=True,
     ),
 )
@@ -132,11 +144,11 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        reporting = asyncio.create_task(service.report_load())
+        upkeep = asyncio.create_task(service.upkeep())
         try:
             yield
         finally:
-            reporting.cancel()
+            upkeep.cancel()
             await service.close()
 
     return make_app(service, ENDPOINTS, version, lifespan)

@@ -65,7 +65,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     )
     cache = PrefixCache(config, journal=coordinator.journal)
     coordinator.attach(cache, partial(_purge, cache))
-    keys.on_change = Tenancy(cache, coordinator).take
+    tenancy = Tenancy(cache, coordinator)
+    keys.on_change = tenancy.take
     try:
         keys.on_change(keys.ring)
     except ArgumentError as error:
@@ -74,12 +75,13 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     fleet = Fleet(coordinator, settings.fleet_secret)
     recorder = None
     if settings.record is not None:
-        recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size)
+        recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size, cache.generation)
     return Service(
         engine,
         tokenizer,
         keys,
         fleet,
+        tenancy,
         model_name=model_name(settings),
         limits=limits or settings.limits,
         recorder=recorder,

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from radixkv.errors import ConfigError, RadixKVError
-from radixkv.service.auth import DEMO_KEYS
+from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
 
 _POLL_S = 0.05
 _BUSY_RETRIES = 30
@@ -43,13 +43,13 @@ class Source:
 class Client:
     """Requests to one service with one key. ``with`` closes it."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, *, as_operator: bool = False) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("--url", url, "a base URL such as http://127.0.0.1:8400")
         is_local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         if key is None and is_local:
-            key = next(iter(DEMO_KEYS.values()))
+            key = DEMO_OPERATOR_KEY if as_operator else next(iter(DEMO_KEYS.values()))
         if key is None:
             raise ConfigError("--key", None, "a key of that service")
         headers = {"Authorization": f"Bearer {key}"}
@@ -71,13 +71,16 @@ class Client:
         self._http.close()
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Document:
-        """The JSON answer to a request; waits and asks again while the service is busy. Raises ServiceError."""
+        """The JSON answer to a request, empty if there is none; waits and asks again while the service is busy.
+
+        Raises ServiceError.
+        """
         for _ in range(_BUSY_RETRIES):
             answer = self._send(method, path, body)
             if answer.status_code not in (429, 503):
                 break
             time.sleep(min(float(answer.headers.get("Retry-After", 1)), 10.0))
-        document = _json(answer)
+        document = {} if answer.status_code == 204 else _json(answer)
         if answer.is_error or document is None:
             raise ServiceError(_complaint(self._http.base_url, answer, document))
         return document

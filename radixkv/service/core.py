@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -15,18 +16,21 @@ import anyio.to_thread
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.sources import Beside
-from radixkv.errors import IntegrityError
+from radixkv.errors import CapacityError, CoordinationError, IntegrityError
 from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
 from radixkv.service.endpoint import problem_of
 from radixkv.service.fleet import Fleet
-from radixkv.service.jobs import JobTable
+from radixkv.service.jobs import Job, JobTable
 from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Gate, Limits
-from radixkv.service.problems import ApiError
+from radixkv.service.orders import Orders
+from radixkv.service.problems import ApiError, generation_unconfirmed
 from radixkv.service.prompts import Ids, PromptRules, prefix_of
+from radixkv.service.quotas import Quotas
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas import RouteRequest
+from radixkv.service.tenancy import Tenancy
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
     from radixkv.tokenizer import Tokenizer
 
-_LOAD_EVERY_S = 1.0
+_UPKEEP_EVERY_S = 1.0
 
 
 class Service:
@@ -48,6 +52,7 @@ class Service:
         tokenizer: Tokenizer,
         keys: KeyStore,
         fleet: Fleet,
+        tenancy: Tenancy,
         *,
         model_name: str,
         limits: Limits | None = None,
@@ -57,15 +62,18 @@ class Service:
         self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
+        self.quotas = Quotas(self.cache, fleet.coordinator, lambda: self.keyring, tenancy)
         self.gate = Gate(self.limits.max_concurrent, clock)
         self.rules = PromptRules(self._vocab_size(), self._max_prompt_tokens(), self.cache.config.block_size)
         self.has_broken_laws = False
         self.worker = ModelWorker(self.limits.max_queued, self._note)
         self.recorder = recorder
         self.warmer = Warmer(engine, self.worker, recorder)
-        self.jobs = JobTable(clock, self.problem, ttl_s=self.limits.job_ttl_s, max_jobs=self.limits.max_jobs)
+        self.jobs = JobTable(clock, self._left, ttl_s=self.limits.job_ttl_s, max_jobs=self.limits.max_jobs)
         self.metrics = Metrics(self.cache, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
         self.router = Router(Beside(fleet.coordinator, self._resident))
+        self.orders = Orders(self)
+        self._forgetting: set[asyncio.Task[None]] = set()
         self.is_stopping = False
 
     @property
@@ -79,7 +87,11 @@ class Service:
         return self.keys.ring
 
     def namespace(self, tenant: str, salt: str, adapter: str | None) -> Namespace:
-        """The key space of a request."""
+        """The key space of a request. Raises ApiError where the tenant isn't to be served now."""
+        own = self.keyring.settings.get(tenant)
+        refuses = own is not None and own.on_unconfirmed_generation == "refuse"
+        if refuses and not self.fleet.coordinator.knows_generations:
+            raise generation_unconfirmed()
         return self.engine.namespace(tenant, adapter=adapter, salt=salt)
 
     def replicas(self) -> list[ReplicaInfo]:
@@ -112,6 +124,10 @@ class Service:
             reasons.append(f"coordination: {health.state}")
         return reasons
 
+    def coordination(self) -> str:
+        """Standing in the fleet."""
+        return self.fleet.coordinator.health().state
+
     def unreadiness(self) -> list[str]:
         """Why no requests should be sent here now; empty if it is ready."""
         reasons = self.sickness()
@@ -124,14 +140,16 @@ class Service:
             reasons.append("coordination: not registered yet")
         return reasons
 
-    async def report_load(self) -> None:
-        """Tell the coordinator this replica's load, again and again, until cancelled; it goes out with the beats."""
+    async def upkeep(self) -> None:
+        """Again and again, until cancelled: tell the coordinator the load, and keep to the shares of quotas."""
         while True:
             stats = self.cache.stats()
             queued = sum(each.num_tokens - each.num_ready for each in self.warmer.under_way())
             load = Load(queued, stats.sequence_blocks, stats.resident_blocks)
             self.fleet.coordinator.report_load(load)
-            await asyncio.sleep(_LOAD_EVERY_S)
+            with suppress(CoordinationError, CapacityError):
+                await self.orders.call(self.quotas.step)
+            await asyncio.sleep(_UPKEEP_EVERY_S)
 
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""
@@ -141,6 +159,17 @@ class Service:
         if self.recorder is not None:
             self.recorder.close()
 
+    def _left(self, job: Job) -> None:
+        """A job left the table: if it was asked for here, nobody will ask for it any more."""
+        if job.is_mine and not self.is_stopping:
+            task = asyncio.create_task(self._forget(job.id))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, job_id: str) -> None:
+        with suppress(CoordinationError):  # the store forgets it within an hour
+            await self.orders.call(self.fleet.coordinator.forget_job, job_id)
+
     def _levels(self) -> list[tuple[str, str, Callable[[], float]]]:
         return [
             (
@@ -149,6 +178,11 @@ class Service:
                 lambda: self.worker.num_unfinished,
             ),
             ("warm_jobs_unfinished", "Warm jobs queued or running", lambda: self.jobs.num_unfinished),
+            (
+                "warm_jobs_kept",
+                "Warm jobs that this process knows of, at most max_jobs a tenant",
+                lambda: self.jobs.num_kept,
+            ),
             (
                 "has_broken_laws",
                 "1 once a law of the cache was found broken: a bug",

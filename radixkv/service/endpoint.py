@@ -84,6 +84,9 @@ class Host(Protocol):
     async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
         """The namespace and the ids of a prompt that is to be routed. Raises ApiError."""
 
+    def coordination(self) -> str:
+        """``ok``, or what is wrong between this process and the fleet's store."""
+
     def unreadiness(self) -> list[str]:
         """Why no requests should be sent here now."""
 
@@ -160,6 +163,7 @@ class Endpoint:
     """Status → model of the body, a union of models, or text that is a media type."""
     body: type[BaseModel] | None = None
     query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     internal: bool = False
 

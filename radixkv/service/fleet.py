@@ -1,15 +1,13 @@
-"""This replica among the others: whom it knows, and warming a prefix on all of them.
+"""This replica among the others: whom it knows, and what it asks of them.
 
-A fan-out asks each live replica once, at an address that is proven with the fleet secret, with a request that
-the secret signs for exactly that registration; the tenant is inside what is signed, and bearer keys stay here.
-The receiving endpoint has no way to fan out again. What becomes of one replica is that replica's outcome:
-the others go on. A replica that leaves the view while it is asked has failed; nobody waits for the dead.
+A request goes to an address that is proven with the fleet secret, and the secret signs it for exactly that
+registration; the tenant is inside what is signed, and bearer keys stay here. The endpoints that receive such
+requests ask nobody further. Both requests only say early what stands in the store.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 import time
 from collections.abc import Mapping
@@ -20,19 +18,22 @@ import httpx
 from pydantic import ValidationError
 
 from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
+from radixkv.coordination.wire import is_code
 from radixkv.errors import UnverifiedRequest
-from radixkv.namespaces import Namespace
 from radixkv.service.problems import ApiError
-from radixkv.service.prompts import Ids
-from radixkv.service.schemas import ErrorReply, ReplicaOutcome, WarmReply
+from radixkv.service.schemas import ErrorReply
 
 if TYPE_CHECKING:
     from radixkv.coordination.base import BaseCoordinator
     from radixkv.coordination.protocol import ReplicaInfo
 
 WARM_PATH = "/internal/warm"
+PURGE_PATH = "/internal/purge"
 _CONNECT_TIMEOUT_S = 3.0
-_LOOK_AGAIN_S = 0.5
+_ORDER_TIMEOUT_S = 10.0
+"""Above what it takes to answer 202, by far; a replica that hears of a part that was given up takes it up again."""
+_PURGE_TIMEOUT_S = 3.0
+"""Above what a purge takes; who needs longer is named as pending."""
 _KEEPALIVE_S = 2.0
 """Shorter than the server's own, so that a connection isn't used again while the other end closes it."""
 
@@ -65,48 +66,42 @@ class Fleet:
         except UnverifiedRequest:
             raise _unauthorized() from None
 
-    async def warm_others(self, namespace: Namespace, ids: Ids) -> list[ReplicaOutcome]:
-        """The outcome of warming ``ids`` on every live replica but this one, by id."""
-        document = {"token_ids": ids.tolist(), "salt": namespace.salt, "adapter": namespace.adapter}
-        body = json.dumps(document).encode()
-        peers = self.coordinator.peers()
-        return list(await asyncio.gather(*(self._warm_on(peer, namespace, body) for peer in peers)))
-
-    async def _warm_on(self, peer: ReplicaInfo, namespace: Namespace, body: bytes) -> ReplicaOutcome:
-        if peer.fingerprint != namespace.model:
-            return _failed(peer, "other_model")
-        asking = asyncio.create_task(self._post(peer, namespace.tenant, body))
+    async def order(self, peer: ReplicaInfo, tenant: str, body: bytes) -> str | None:
+        """Ask a replica for its part of a job: None once it knows of it, or a code that says why it doesn't."""
         try:
-            while not asking.done() and self._is_there(peer):
-                await asyncio.wait((asking,), timeout=_LOOK_AGAIN_S)
-            return _outcome(peer, asking.result()) if asking.done() else _failed(peer, "left")
+            answer = await self._post(peer, WARM_PATH, tenant, body, _ORDER_TIMEOUT_S)
         except httpx.HTTPError:
-            return _failed(peer, "unreachable")
-        finally:
-            asking.cancel()
+            return "unreachable"
+        return None if answer.status_code == 202 else _code(answer)
 
-    async def _post(self, peer: ReplicaInfo, tenant: str, body: bytes) -> httpx.Response:
+    async def spread_purge(self, tenant: str) -> None:
+        """Let all replicas hear of a purge now; who doesn't hear of it here does with its next beat."""
+        peers = self.coordinator.peers()
+        asked = [self._post(peer, PURGE_PATH, tenant, b"", _PURGE_TIMEOUT_S) for peer in peers]
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _post(
+        self, peer: ReplicaInfo, path: str, tenant: str, body: bytes, timeout_s: float
+    ) -> httpx.Response:
         headers = sign_request(
             self.secret,
             method="POST",
-            path=WARM_PATH,
+            path=path,
             tenant=tenant,
             body=body,
             audience=peer.audience,
             timestamp_s=time.time(),
         )
         headers["content-type"] = "application/json"
-        return await self._http().post(f"{peer.address}{WARM_PATH}", content=body, headers=headers)
-
-    def _is_there(self, peer: ReplicaInfo) -> bool:
-        return any(each.id == peer.id and each.epoch == peer.epoch for each in self.coordinator.peers())
+        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s))
+        return await self._http().post(
+            f"{peer.address}{path}", content=body, headers=headers, timeout=timeout
+        )
 
     def _http(self) -> httpx.AsyncClient:
         if self._client is None:
-            timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
             limits = httpx.Limits(keepalive_expiry=_KEEPALIVE_S)
             self._client = httpx.AsyncClient(
-                timeout=timeout,
                 limits=limits,
                 follow_redirects=False,
                 trust_env=False,
@@ -119,26 +114,10 @@ def _unauthorized() -> ApiError:
     return ApiError(401, "unauthorized", "this is for replicas of this fleet", field="signature")
 
 
-def _failed(peer: ReplicaInfo, error: str) -> ReplicaOutcome:
-    return ReplicaOutcome(replica=peer.id, state="failed", error=error)
-
-
-def _outcome(peer: ReplicaInfo, answer: httpx.Response) -> ReplicaOutcome:
+def _code(answer: httpx.Response) -> str:
+    """The type of an error that a replica answered."""
     try:
-        if answer.status_code != 200:
-            return _failed(peer, ErrorReply.model_validate_json(answer.content).error.type)
-        return own_outcome(peer.id, WarmReply.model_validate_json(answer.content))
+        kind = ErrorReply.model_validate_json(answer.content).error.type
     except ValidationError:
-        return _failed(peer, "no_answer")
-
-
-def own_outcome(replica_id: str, warmed: WarmReply) -> ReplicaOutcome:
-    """A finished warm as the outcome of a replica."""
-    return ReplicaOutcome(
-        replica=replica_id,
-        state="done",
-        tokens=warmed.tokens,
-        cached_before=warmed.cached_before,
-        computed=warmed.computed,
-        seconds=warmed.seconds,
-    )
+        return "no_answer"
+    return kind if is_code(kind) else "no_answer"

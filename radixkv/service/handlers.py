@@ -5,8 +5,7 @@ Lookups run on the event loop: a match takes microseconds and never waits for th
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import ExitStack
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -15,132 +14,107 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from radixkv.errors import RadixKVError
-from radixkv.namespaces import Namespace
+from radixkv.errors import CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, reply, until_disconnect
-from radixkv.service.fleet import WARM_PATH, own_outcome
-from radixkv.service.jobs import Job
-from radixkv.service.problems import ApiError, Json, not_found
-from radixkv.service.prompts import Ids, prefix_of
+from radixkv.service.fleet import PURGE_PATH, WARM_PATH
+from radixkv.service.orders import Order
+from radixkv.service.problems import ApiError, Json, invalid, not_found, store_unavailable
+from radixkv.service.prompts import prefix_of
 from radixkv.service.schemas import (
     ClearReply,
-    FleetWarmReply,
     JobAccepted,
     LookupReply,
     LookupRequest,
     OperatorStatsReply,
-    ReplicaOutcome,
+    OrderRequest,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
 )
-from radixkv.service.warming import Warmed, Warming
-from radixkv.service.worker import Busy
+from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:
     from radixkv.service.core import Service
 
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+
 
 async def warm(call: Call) -> Response:
-    """Compute a prefix, or join one under way; answer when it is resident, or with a job."""
+    """Compute a prefix, or join one under way; answer when it is resident, or with a job.
+
+    On several replicas it always is a job, whether or not it is waited for: it goes on if the client hangs up. With
+    an `Idempotency-Key` of up to 255 visible ASCII characters it is one, too: repeated with the same key, at any
+    replica, it is the same job, for as long as that is kept.
+    """
     body = call.read(WarmRequest)
     service = call.service
+    key = _idempotency_key(call)
     prefix = await prefix_of(body, service.tokenizer, service.rules)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
-    order = _Order(service, namespace, prefix.ids, prefix.left_out, body.replicas == "all", call.started_at)
-    with ExitStack() as shares:
-        warming = shares.enter_context(service.warmer.join(namespace, prefix.ids))
-        if body.wait:
-            return reply(await until_disconnect(call.request, order.run(warming)))
-        job, held = Job(warming), shares.pop_all()
-    try:
-        service.jobs.start(call.tenant, job, lambda job: order.run_job(job, held))
-    except Busy:
-        held.close()
-        raise
-    return reply(JobAccepted(job=job.id), 202)
+    if body.wait and body.replicas == "self" and key is None:
+        with service.warmer.join(namespace, prefix.ids) as warming:
+            warmed = await until_disconnect(call.request, warming.result())
+        return reply(_warm_reply(warmed, prefix.left_out, service.clock() - call.started_at))
+    job = await service.orders.start(Order(namespace, prefix.ids, prefix.left_out, body.replicas, key))
+    if not body.wait:
+        return reply(JobAccepted(job=job), 202)
+    result = await until_disconnect(call.request, service.orders.result(call.tenant, job))
+    return reply(result.model_copy(update={"seconds": round(service.clock() - call.started_at, 6)}))
 
 
-class _Order:
-    """A warm as one client asked for it: where, and what of its prompt is left out."""
+def _idempotency_key(call: Call) -> str | None:
+    key = call.request.headers.get("idempotency-key")
+    if key is not None and not _KEY.fullmatch(key):
+        raise invalid("not a key", "Idempotency-Key", key, "1 to 255 visible ASCII characters")
+    return key
 
-    def __init__(
-        self,
-        service: Service,
-        namespace: Namespace,
-        ids: Ids,
-        left_out: int,
-        everywhere: bool,
-        started_at: float,
-    ) -> None:
-        self.service, self.namespace, self.ids = service, namespace, ids
-        self.left_out, self.everywhere, self.started_at = left_out, everywhere, started_at
 
-    async def run(self, warming: Warming) -> WarmReply | FleetWarmReply:
-        """Wait for the prefix here, and for the other replicas if they were asked for."""
-        if not self.everywhere:
-            return await self._here(warming)
-        others = asyncio.create_task(self.service.fleet.warm_others(self.namespace, self.ids))
-        try:
-            return await self._everywhere(warming, others)
-        finally:
-            others.cancel()
-
-    async def _everywhere(
-        self, warming: Warming, others: asyncio.Task[list[ReplicaOutcome]]
-    ) -> FleetWarmReply:
-        """All outcomes; a failure here is this replica's outcome, and the answer only if all others failed too."""
-        name = self.service.fleet.coordinator.replica_id
-        try:
-            here = await self._here(warming)
-            own = own_outcome(name, here)
-        except RadixKVError as error:
-            outcomes = await others
-            if not any(each.state == "done" for each in outcomes):
-                raise
-            here = self._reply(Warmed(0, 0, 0))
-            own = ReplicaOutcome(replica=name, state="failed", error=self.service.problem(error).type)
-        return FleetWarmReply(**here.model_dump(), replicas=[own, *await others])
-
-    async def run_job(self, job: Job, held: ExitStack) -> WarmReply | FleetWarmReply:
-        """The same for a job, which holds its share until the end."""
-        with held:
-            return await self.run(job.warming)
-
-    async def _here(self, warming: Warming) -> WarmReply:
-        return self._reply(await warming.result())
-
-    def _reply(self, warmed: Warmed) -> WarmReply:
-        return WarmReply(
-            tokens=warmed.num_tokens,
-            cached_before=warmed.num_cached,
-            computed=warmed.num_computed,
-            left_out=self.left_out,
-            blocks=warmed.num_blocks,
-            seconds=self.service.clock() - self.started_at,
-        )
+def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
+    return WarmReply(
+        tokens=warmed.num_tokens,
+        cached_before=warmed.num_cached,
+        computed=warmed.num_computed,
+        left_out=left_out,
+        blocks=warmed.num_blocks,
+        seconds=seconds,
+    )
 
 
 async def warm_for_replica(call: Call) -> Response:
-    """Warm for a tenant that another replica's signed request names; never asks further replicas."""
+    """Take part in a job for a tenant that another replica's signed request names; never asks further replicas."""
     service = call.service
     tenant = service.fleet.tenant_of(call.request.headers, WARM_PATH, call.body)
     if tenant not in service.keyring.tenants:
         raise not_found("tenant")
-    body = call.read(LookupRequest)
-    prefix = await prefix_of(body, service.tokenizer, service.rules)
+    body = call.read(OrderRequest)
+    prompt = LookupRequest(prompt=None, token_ids=body.token_ids, salt=body.salt, adapter=body.adapter)
+    prefix = await prefix_of(prompt, service.tokenizer, service.rules)
     namespace = service.namespace(tenant, body.salt, body.adapter)
-    order = _Order(service, namespace, prefix.ids, prefix.left_out, False, call.started_at)
-    with service.warmer.join(namespace, prefix.ids) as warming:
-        return reply(await until_disconnect(call.request, order.run(warming)))
+    try:
+        await service.orders.receive(namespace, prefix.ids, body)
+    except StoreUnavailable:
+        raise store_unavailable("the store of jobs can't be reached") from None
+    return reply(JobAccepted(job=body.job), 202)
+
+
+async def purge_for_replica(call: Call) -> Response:
+    """Obey and confirm now what was purged elsewhere, as the store says; the request only says when to look."""
+    service = call.service
+    tenant = service.fleet.tenant_of(call.request.headers, PURGE_PATH, call.body)
+    try:
+        await service.orders.call(service.fleet.coordinator.heed)
+    except CoordinationError:
+        raise store_unavailable("the store can't be reached") from None
+    service.warmer.forget_tenant(tenant)
+    return Response(status_code=204)
 
 
 async def warm_job(call: Call) -> Response:
-    """State and progress of a job of the caller's."""
-    job = call.service.jobs.get(call.tenant, call.request.path_params["job"])
-    if job is None:
+    """State, progress and results of a job of the caller's, whichever replica took it."""
+    found = await call.service.orders.reply(call.tenant, call.request.path_params["job"])
+    if found is None:
         raise not_found("job")
-    return reply(job.reply())
+    return reply(found)
 
 
 async def lookup(call: Call) -> Response:

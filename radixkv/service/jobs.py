@@ -1,70 +1,99 @@
-"""Warm jobs that nobody waits for, and what a tenant may ask about them.
+"""The warm jobs that this process knows the prompts of, and what a tenant may ask about them.
 
-A job's id is a secret of 192 bits: it can't be guessed, counts nothing, and is looked up together with the
-tenant that asks, so another tenant's job and one that doesn't exist are the same. Each tenant has a table of
-its own, bounded: finished jobs leave after ``ttl_s`` or, oldest first, when the table is full; if all that
-fill it are unfinished, the tenant is told Busy.
+A job's id is a secret of 128 bits: it can't be guessed, counts nothing, and is looked up together with the tenant
+that asks, so another tenant's job and one that doesn't exist are the same. Each tenant has a table of its own,
+bounded: finished jobs leave after ``ttl_s`` or, oldest first, when the table is full; if all that fill it are
+unfinished, the tenant is told Busy. What leaves here is forgotten in the store too, where it was asked for here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Awaitable, Callable
-from typing import Literal
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 from radixkv.clock import Clock
+from radixkv.coordination.protocol import JobState, WarmJob
+from radixkv.namespaces import Namespace
 from radixkv.service.problems import ApiError
-from radixkv.service.schemas import ErrorDetail, FleetWarmReply, JobReply, Progress, WarmReply
-from radixkv.service.warming import Warming
+from radixkv.service.prompts import Ids
+from radixkv.service.warming import Warmed, Warming
 from radixkv.service.worker import Busy
 
-State = Literal["queued", "running", "done", "failed"]
-Outcome = WarmReply | FleetWarmReply
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """What a replica says of its part of a job."""
+
+    state: JobState = "queued"
+    num_done: int = 0
+    error: str = ""
+    num_cached: int = 0
+    ms: int = 0
 
 
 class Job:
-    """A warm in the background: its id, its share in a warming, and how it ended."""
+    """A warm in the background. ``record`` is what the store had last; None where it never had it.
 
-    def __init__(self, warming: Warming) -> None:
-        self.id = secrets.token_urlsafe(24)
-        self.warming = warming
-        self.task: asyncio.Task[None] | None = None
-        self.ended_at: float | None = None
-        self.outcome: Outcome | None = None
+    ``is_mine``: it was asked for here. ``is_followed``: others have parts in it, so that the store is looked at.
+    ``is_known``: another replica was told of it, or none can be. ``changed``: there is something to state.
+    """
+
+    def __init__(self, job_id: str, namespace: Namespace, ids: Ids, num_left_out: int) -> None:
+        self.id, self.namespace, self.num_left_out = job_id, namespace, num_left_out
+        self.ids: Ids | None = ids
+        self.num_tokens = len(ids)
+        self.request = ""
+        self.is_mine = self.is_followed = False
+        self.record: WarmJob | None = None
+        self.delivered: set[tuple[str, int]] = set()
+        self.num_telling = 0
+        self.is_known = asyncio.Event()
+        self.changed = asyncio.Event()
+        self.warming: Warming | None = None
+        self.warmed: Warmed | None = None
         self.error: ApiError | None = None
+        self.took_s = 0.0
+        self.stated: Stated | None = None
+        self.stated_at = float("-inf")
+        self.ended_at: float | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def state(self) -> State:
-        """Where it stands."""
-        if self.ended_at is not None:
-            return "failed" if self.error else "done"
-        return "running" if self.warming.started else "queued"
+    def has_part(self) -> bool:
+        """This replica has a part in it."""
+        return self.warming is not None or self.is_worked
 
-    def reply(self) -> JobReply:
-        """What its tenant is told."""
-        return JobReply(
-            job=self.id,
-            state=self.state,
-            progress=Progress(computed=self.warming.num_ready, total=self.warming.num_tokens),
-            result=self.outcome,
-            error=ErrorDetail.model_validate(self.error.body) if self.error else None,
-        )
+    @property
+    def is_worked(self) -> bool:
+        """That part is over."""
+        return self.warmed is not None or self.error is not None
+
+    def part(self) -> Stated:
+        """Where this replica's part stands."""
+        ms = int(self.took_s * 1000)
+        if self.error is not None:
+            code = self.error.type if self.error.type.isascii() else "failed"
+            return Stated("failed", error=code, ms=ms)
+        if self.warmed is not None:
+            return Stated("done", self.warmed.num_tokens, "", self.warmed.num_cached, ms)
+        if self.warming is None or not self.warming.started:
+            return Stated()
+        return Stated("running", self.warming.num_ready)
 
 
 class JobTable:
-    """Jobs by tenant and id. To be used from the event loop's thread."""
+    """Jobs by tenant and id. To be used from the event loop's thread.
+
+    ``on_left(job)`` is called for each that leaves the table.
+    """
 
     def __init__(
-        self,
-        clock: Clock,
-        to_error: Callable[[Exception], ApiError],
-        *,
-        ttl_s: float = 600.0,
-        max_jobs: int = 256,
+        self, clock: Clock, on_left: Callable[[Job], object], *, ttl_s: float = 600.0, max_jobs: int = 256
     ) -> None:
         self.ttl_s, self.max_jobs = ttl_s, max_jobs
-        self._clock, self._to_error = clock, to_error
+        self._clock, self._on_left = clock, on_left
         self._tenants: dict[str, dict[str, Job]] = {}
 
     @property
@@ -72,41 +101,52 @@ class JobTable:
         """Jobs that are queued or running."""
         return sum(job.ended_at is None for jobs in self._tenants.values() for job in jobs.values())
 
+    @property
+    def num_kept(self) -> int:
+        """All that are kept."""
+        return sum(map(len, self._tenants.values()))
+
     def get(self, tenant: str, job_id: str) -> Job | None:
         """A tenant's own job. O(1)."""
         job = self._tenants.get(tenant, {}).get(job_id)
-        return None if job is None or self._expired(job) else job
+        if job is not None and self._expired(job):
+            self.drop(tenant, job)
+            return None
+        return job
 
-    def start(self, tenant: str, job: Job, run: Callable[[Job], Awaitable[Outcome]]) -> None:
-        """Keep the job and run it as a task. Raises Busy if the table is full of unfinished ones."""
+    def keep(self, tenant: str, job: Job) -> None:
+        """Keep a new job. Raises Busy if the table is full of unfinished ones."""
         jobs = self._tenants.setdefault(tenant, {})
-        self._make_room(jobs)
+        for each in [each for each in jobs.values() if self._expired(each)]:
+            self.drop(tenant, each)
+        while len(jobs) >= self.max_jobs:
+            ended = next((each for each in jobs.values() if each.ended_at is not None), None)
+            if ended is None:
+                raise Busy
+            self.drop(tenant, ended)
         jobs[job.id] = job
-        job.task = asyncio.create_task(self._settle(job, run), name="radixkv-warm-job")
+
+    def drop(self, tenant: str, job: Job) -> None:
+        """Keep it no more."""
+        if self._tenants.get(tenant, {}).pop(job.id, None) is not None:
+            self._on_left(job)
+
+    def run(self, job: Job, task: Coroutine[Any, Any, None]) -> None:
+        """Do something for a job, until it is done or the table closed."""
+        running = asyncio.create_task(task, name="radixkv-warm-job")
+        job.tasks.add(running)
+        running.add_done_callback(job.tasks.discard)
+
+    def end(self, job: Job) -> None:
+        """It is finished: what it was to warm need not be known any more."""
+        job.ended_at, job.ids = self._clock(), None
 
     async def close(self) -> None:
         """Cancel what is unfinished and wait for it to end."""
-        tasks = [job.task for jobs in self._tenants.values() for job in jobs.values() if job.task]
+        tasks = [task for jobs in self._tenants.values() for job in jobs.values() for task in job.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _settle(self, job: Job, run: Callable[[Job], Awaitable[Outcome]]) -> None:
-        try:
-            job.outcome = await run(job)
-        except Exception as error:  # noqa: BLE001 no request is there to answer: the job carries it
-            job.error = self._to_error(error)
-        finally:
-            job.ended_at = self._clock()
-
     def _expired(self, job: Job) -> bool:
         return job.ended_at is not None and self._clock() - job.ended_at > self.ttl_s
-
-    def _make_room(self, jobs: dict[str, Job]) -> None:
-        for job_id in [job_id for job_id, job in jobs.items() if self._expired(job)]:
-            del jobs[job_id]
-        while len(jobs) >= self.max_jobs:
-            ended = next((job_id for job_id, job in jobs.items() if job.ended_at is not None), None)
-            if ended is None:
-                raise Busy
-            del jobs[ended]

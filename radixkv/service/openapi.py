@@ -20,6 +20,7 @@ _IN_PATHS = {
     "job": "id of a job, from 202",
     "tenant": "name of a tenant; a slash in it as %2F",
     "key": "id of a key, not the key",
+    "pin": "id of a pin",
 }
 _REASONS = {
     200: "Done",
@@ -69,6 +70,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     for status in _error_statuses(endpoint):
         operation["responses"].setdefault(str(status), _response(status, ErrorReply))
     parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
+    parameters += [_parameter(name, "header", text) for name, text in endpoint.headers.items()]
     for name in _PARAMETER.findall(endpoint.path):
         parameters.append(_parameter(name, "path", _IN_PATHS[name]))
     if parameters:

@@ -21,7 +21,9 @@ from radixkv.errors import (
     CapacityError,
     LeaseError,
     NamespaceError,
+    NotResident,
     PendingError,
+    PinBudgetExceeded,
     QuotaExceeded,
     RadixKVError,
     TokenError,
@@ -29,7 +31,7 @@ from radixkv.errors import (
 
 MAX_ECHO = 80
 RETRY_AFTER_S = 1
-_TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many"})
+_TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many", "place", "count", "names"})
 
 
 class ApiError(Exception):
@@ -136,9 +138,32 @@ def quota_exceeded(error: QuotaExceeded) -> ApiError:
     return ApiError(503, "quota_exceeded", str(error), value=error.needed, allowed=allowed, headers=headers)
 
 
+def pin_budget_exceeded(error: PinBudgetExceeded) -> ApiError:
+    """409: the caller may not pin so much; its own numbers only."""
+    allowed = f"at most {error.budget} blocks"
+    return ApiError(409, "pin_budget_exceeded", str(error), value=error.needed, allowed=allowed)
+
+
+def not_resident(error: NotResident) -> ApiError:
+    """409: what is to be pinned isn't there as a whole."""
+    allowed = f"a prefix that is resident, with all its {error.num_tokens} tokens: warm it first"
+    return ApiError(409, "not_resident", str(error), value=error.resident_tokens, allowed=allowed)
+
+
 def shutting_down() -> ApiError:
     """503: this process is about to end."""
     return ApiError(503, "shutting_down", "the server is shutting down", headers={"Retry-After": "5"})
+
+
+def store_unavailable(message: str) -> ApiError:
+    """503: what the fleet shares can't be reached."""
+    return ApiError(503, "store_unavailable", message, headers={"Retry-After": "5"})
+
+
+def generation_unconfirmed() -> ApiError:
+    """503: the tenant may have been purged, and would rather not be served than served what was."""
+    message = "this replica can't know whether you were purged, and you said that it must not serve you then"
+    return ApiError(503, "generation_unconfirmed", message, headers={"Retry-After": "1"})
 
 
 def of_library(error: RadixKVError) -> ApiError:
@@ -152,6 +177,10 @@ def of_library(error: RadixKVError) -> ApiError:
         return invalid(str(error), "salt, adapter", None, "text that can name a namespace")
     if isinstance(error, QuotaExceeded):
         return quota_exceeded(error)
+    if isinstance(error, PinBudgetExceeded):
+        return pin_budget_exceeded(error)
+    if isinstance(error, NotResident):
+        return not_resident(error)
     if isinstance(error, CapacityError):
         return no_capacity()
     if isinstance(error, LeaseError | PendingError):

@@ -1,9 +1,10 @@
 """Recorder: a service's own traffic as a trace for ``radixkv simulate``, in the plain format of its README.
 
 What is written of a request: when it came, how long it took, whose it was, how long prompt and answer were, and a keyed
-hash for each whole block, chained from the namespace on. No token id, no text. The key comes from the fleet's secret:
-replicas that share it write hashes that compare; without ``--redis`` it is drawn anew at each start. Whoever has the
-file and not the key can't confirm a guessed prompt; equal prefixes are equal hashes, which is what the file is for.
+hash for each whole block, chained from the namespace and its tenant's generation on. No token id, no text. The key
+comes from the fleet's secret: replicas that share it write hashes that compare; without ``--redis`` it is drawn anew at
+each start. Whoever has the file and not the key can't confirm a guessed prompt; equal prefixes are equal hashes, which
+is what the file is for.
 
 A request that makes several answers is one line, with its first answer. One that fails or is cancelled is none. Cost: a
 BLAKE2b a block, in the model's thread, and only if recording is on.
@@ -16,7 +17,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,19 @@ log = logging.getLogger("radixkv.service")
 
 
 class Recorder:
-    """Appends to a file that only its owner may read. Thread-safe; ``close`` it when done. Raises ConfigError."""
+    """Appends to a file that only its owner may read. Thread-safe; ``close`` it when done. Raises ConfigError.
 
-    def __init__(self, path: Path, secret: bytes, block_size: int) -> None:
+    ``generation_of``: how often a tenant was purged; what it asks afterwards has other hashes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        secret: bytes,
+        block_size: int,
+        generation_of: Callable[[str], int] = lambda tenant: 0,
+    ) -> None:
+        self._generation_of = generation_of
         self._key, self._block_size = mac(secret, "trace"), block_size
         self._lock = threading.Lock()
         try:
@@ -79,7 +90,8 @@ class Recorder:
                 log.error("recording stopped: %s", error)
 
     def _hashes(self, namespace: Namespace, key: bytes) -> Iterator[str]:
-        link, size = namespace.framed(), self._block_size * TOKEN_BYTES
+        generation, size = self._generation_of(namespace.tenant), self._block_size * TOKEN_BYTES
+        link = mac(self._key, "namespace", namespace.framed(), generation)
         for at in range(0, len(key) - size + 1, size):
             link = hashlib.blake2b(
                 link + key[at : at + size], digest_size=_HASH_BYTES, key=self._key

@@ -1,7 +1,7 @@
 """Where a prompt should go, and what is known of the replicas: the endpoints of replicas and of routers alike.
 
-A tenant's matches come from that tenant's namespaces alone. Loads are those of whole replicas: they are what
-``/v1/replicas`` shows to every key.
+A tenant's matches come from that tenant's namespaces alone. Loads are those of whole replicas, so only the operator is
+shown them; a tenant gets the order that they lead to, and a strict tenant one in which they don't count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ async def route(call: Call) -> Response:
     body = call.read(RouteRequest)
     router = call.host.router
     namespace, ids = await call.host.routed_prompt(call.tenant, body)
-    found = router.rank(namespace, ids, cost=body.cost, temperature=body.temperature, limit=body.limit)
+    own = call.host.keyring.settings.get(call.tenant)
+    found = router.rank(
+        namespace,
+        ids,
+        cost=body.cost,
+        temperature=body.temperature,
+        limit=body.limit,
+        ignore_load=own is not None and own.mode == "strict",
+    )
     if not found:
         raise ApiError(503, "no_replica", "no replica that serves this model is known to live")
     if body.predict:
@@ -43,19 +51,20 @@ async def route(call: Call) -> Response:
             prompt_tokens=len(ids),
             model=namespace.model,
             by_load=router.is_blind,
-            candidates=[_candidate(each) for each in found],
+            candidates=[_candidate(each, len(ids)) for each in found],
         )
     )
 
 
-def _candidate(candidate: Candidate) -> CandidateReply:
+def _candidate(candidate: Candidate, num_tokens: int) -> CandidateReply:
+    name, held = candidate.why.partition(":")[0], dict(candidate.matched_tokens)
+    predicted = held.pop("predicted", 0)
+    why = f"{name}: holds {sum(held.values())} of {num_tokens} tokens, {predicted} more predicted"
     return CandidateReply(
         replica=candidate.replica.id,
         address=candidate.replica.address,
         matched_tokens=candidate.matched_tokens,
-        load=_load(candidate.load),
-        cost=candidate.cost,
-        why=candidate.why,
+        why=why,
     )
 
 
@@ -68,7 +77,7 @@ def _load(load: Load) -> LoadReply:
 
 
 async def replicas(call: Call) -> Response:
-    """The replicas that this process knows, itself first if it is one; nothing about any tenant."""
+    """The replicas that this process knows, itself first if it is one; their load is the operator's to see."""
     wanted = call.query("all").get("all", "false")
     if wanted not in ("true", "false"):
         raise invalid("all is not a truth value", "all", wanted, "true or false")
@@ -82,7 +91,7 @@ async def replicas(call: Call) -> Response:
 
 
 def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: bool) -> ReplicaReply:
-    followed = member is not None and (member.log is not None or info.is_self)
+    followed = to_operator and member is not None and (member.log is not None or info.is_self)
     return ReplicaReply(
         id=info.id,
         is_self=info.is_self,
@@ -95,7 +104,7 @@ def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: 
         lag_entries=member.num_behind if member is not None and followed else None,
         lag_s=member.lag_s(now) if member is not None and followed else None,
         staleness_s=None if member is None else member.staleness_s(now),
-        load=_load(info.load),
+        load=_load(info.load) if to_operator else None,
         model=info.fingerprint,
         block_size=info.block_size,
         incompatible=info.incompatible,
@@ -111,7 +120,10 @@ async def healthz(call: Call) -> Response:
     """Whether this process is well."""
     reasons = call.host.sickness()
     return reply(
-        HealthReply(status="unhealthy" if reasons else "ok", reasons=reasons), 503 if reasons else 200
+        HealthReply(
+            status="unhealthy" if reasons else "ok", reasons=reasons, coordination=call.host.coordination()
+        ),
+        503 if reasons else 200,
     )
 
 
@@ -119,7 +131,10 @@ async def readyz(call: Call) -> Response:
     """Whether requests may be sent here."""
     reasons = call.host.unreadiness()
     return reply(
-        HealthReply(status="not_ready" if reasons else "ok", reasons=reasons), 503 if reasons else 200
+        HealthReply(
+            status="not_ready" if reasons else "ok", reasons=reasons, coordination=call.host.coordination()
+        ),
+        503 if reasons else 200,
     )
 
 

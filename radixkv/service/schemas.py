@@ -7,16 +7,20 @@ is what is sent.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from radixkv.coordination.costs import CostName
+from radixkv.errors import ArgumentError
 from radixkv.namespaces import Tenant
+from radixkv.pins import MAX_TTL_S
 
 MAX_NAME = 256
 MAX_CHOICES = 32
 MAX_PROMPTS = 64
+MAX_NAMED_REPLICAS = 64
 
 
 class RequestBody(BaseModel):
@@ -72,11 +76,46 @@ class LookupRequest(PromptFields):
     """What to look up."""
 
 
+def _place_form(value: Any) -> str:
+    if isinstance(value, list):
+        return "names"
+    return "count" if isinstance(value, int) and not isinstance(value, bool) else "place"
+
+
+ReplicaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Where = Annotated[
+    Annotated[Literal["self", "all"], Tag("place")]
+    | Annotated[int, Field(ge=1, le=1024), Tag("count")]
+    | Annotated[list[ReplicaName], Field(min_length=1, max_length=MAX_NAMED_REPLICAS), Tag("names")],
+    Discriminator(_place_form),
+]
+
+
 class WarmRequest(PromptFields):
     """What to warm, where, and whether to wait for it."""
 
     wait: bool = Field(True, description="false: answer 202 with a job at once")
-    replicas: Literal["self", "all"] = Field("self", description="all: on every live replica")
+    replicas: Where = Field(
+        "self",
+        description="self: the one that is asked; all: every live one; a number: so many, the best first, and others "
+        "in the place of those that fail; a list: these, by name",
+    )
+
+
+class OrderRequest(RequestBody):
+    """What a replica is to warm as its part of a job, or to know in case the one that sees to the job dies."""
+
+    job: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    token_ids: TokenIds
+    salt: Salt = ""
+    adapter: Adapter | None = None
+    left_out: int = Field(0, ge=0)
+
+
+class PinRequest(PromptFields):
+    """What to pin, and for how long."""
+
+    ttl_s: float = Field(gt=0.0, le=MAX_TTL_S, description="seconds until the pin ends by itself")
 
 
 class RouteRequest(PromptFields):
@@ -180,15 +219,53 @@ class TenantSettings(RequestBody):
         default="burst",
         description="strict: borrows nothing, and nothing that others do changes what it sees",
     )
+    max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description="blocks that it may pin; null: as many as it is guaranteed"
+    )
+    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        default=None, description="name of its eviction policy; null: the server's"
+    )
+    fleet_blocks: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        default=None,
+        description="blocks that it may use on all replicas together, an equal share on each; null: no limit",
+    )
+    on_unconfirmed_generation: Literal["serve", "refuse"] = Field(
+        default="serve",
+        description="what a replica does that can't know whether the tenant was purged, its lease being over",
+    )
     requests_per_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] | None = Field(
         default=None, description="requests a second, in the long run"
     )
     burst: Annotated[int, Field(ge=1, le=10**6)] | None = Field(default=None, description="requests at once")
     max_body_bytes: Annotated[int, Field(ge=1, le=2**30)] | None = None
 
-    def tenant(self, name: str) -> Tenant:
-        """The tenant as the cache knows it. Raises ArgumentError for settings that can't go together."""
-        return Tenant(name, self.weight, self.guaranteed_blocks, self.max_blocks, self.mode)
+    def tenant(self, name: str, granted_blocks: int | None = None) -> Tenant:
+        """The tenant as the cache knows it: with a quota, held to what is granted here, once that is known.
+
+        One block it always has. Raises ArgumentError for settings that can't go together.
+        """
+        whole = Tenant(
+            name,
+            self.weight,
+            self.guaranteed_blocks,
+            self.max_blocks,
+            self.mode,
+            self.max_pinned_blocks,
+            self.policy,
+        )
+        if self.fleet_blocks is not None and self.fleet_blocks < self.guaranteed_blocks:
+            allowed = f"at least {self.guaranteed_blocks}, which each replica guarantees, or null"
+            raise ArgumentError("fleet_blocks", self.fleet_blocks, allowed)
+        if self.fleet_blocks is None or granted_blocks is None:
+            return whole
+        granted = max(granted_blocks, 1)
+        guaranteed = min(self.guaranteed_blocks, granted)
+        is_strict = self.mode == "strict"
+        limit = None if is_strict else min(self.max_blocks or granted, granted)
+        pinned = self.max_pinned_blocks
+        if pinned is not None:
+            pinned = min(pinned, guaranteed if is_strict else granted)
+        return replace(whole, guaranteed_blocks=guaranteed, max_blocks=limit, max_pinned_blocks=pinned)
 
 
 class ErrorDetail(ReplyBody):
@@ -215,10 +292,10 @@ class LookupReply(ReplyBody):
 
 
 class ReplicaOutcome(ReplyBody):
-    """What became of a warm on one replica."""
+    """What became of a warm on one replica, or how far it has come there."""
 
     replica: str
-    state: Literal["done", "failed"]
+    state: Literal["queued", "running", "done", "failed"]
     tokens: int = 0
     cached_before: int = 0
     computed: int = 0
@@ -240,7 +317,7 @@ class WarmReply(ReplyBody):
 
 
 class FleetWarmReply(WarmReply):
-    """A warm that was asked for on every replica."""
+    """A warm that was asked for on several replicas; its counts are those of the first that is done."""
 
     replicas: list[ReplicaOutcome]
 
@@ -248,11 +325,11 @@ class FleetWarmReply(WarmReply):
 class JobAccepted(ReplyBody):
     """A warm that goes on in the background."""
 
-    job: str
+    job: str = Field(description="what to ask any replica for, at /v1/warm/{job}")
 
 
 class Progress(ReplyBody):
-    """How far a warm is, in tokens; those that were resident before count as computed."""
+    """How far a warm is, in tokens of all replicas; those that were resident before count as computed."""
 
     computed: int
     total: int
@@ -264,8 +341,9 @@ class JobReply(ReplyBody):
     job: str
     state: Literal["queued", "running", "done", "failed"]
     progress: Progress
-    result: WarmReply | FleetWarmReply | None
-    error: ErrorDetail | None
+    replicas: list[ReplicaOutcome]
+    result: FleetWarmReply | None = Field(description="once it is done: on one replica at least")
+    error: ErrorDetail | None = Field(description="if it failed on all")
 
 
 class Choice(ReplyBody):
@@ -332,6 +410,26 @@ class TenantStatsReply(ReplyBody):
     hit_tokens: int
     missed_tokens: int
     evicted_blocks: int
+    declined_blocks: int
+    pinned_blocks: int
+    num_pins: int
+
+
+class PinReply(ReplyBody):
+    """A pin of the caller's: a prefix of ``tokens`` tokens in ``blocks`` blocks, for ``ttl_s`` more seconds."""
+
+    id: str
+    salt: str
+    adapter: str | None
+    tokens: int
+    blocks: int
+    ttl_s: Seconds
+
+
+class PinsReply(ReplyBody):
+    """The caller's pins on this replica."""
+
+    pins: list[PinReply]
 
 
 class OperatorStatsReply(ReplyBody):
@@ -350,16 +448,14 @@ class LoadReply(ReplyBody):
 
 
 class CandidateReply(ReplyBody):
-    """A replica that the prompt may be sent to."""
+    """A replica that the prompt may be sent to. What others make it do shows in the order at most."""
 
     replica: str
     address: str | None
     matched_tokens: dict[str, int] = Field(
         description="leading tokens by the tier that holds them; predicted: just sent there"
     )
-    load: LoadReply = Field(description="as reported, and what was sent there since")
-    cost: float = Field(description="the lowest wins")
-    why: str
+    why: str = Field(description="the cost that ranked it, and what it holds")
 
 
 class RouteReply(ReplyBody):
@@ -385,11 +481,11 @@ class ReplicaReply(ReplyBody):
     )
     lease_remaining_s: Seconds
     lag_entries: int | None = Field(
-        description="entries of its log that the view is known to lack; null: not followed"
+        description="entries of its log that the view is known to lack; null: not followed, and for tenants"
     )
-    lag_s: Seconds | None = Field(description="how long the view has lacked any")
+    lag_s: Seconds | None = Field(description="how long the view has lacked any; null with lag_entries")
     staleness_s: Seconds | None = Field(description="since its registration and load were last heard")
-    load: LoadReply
+    load: LoadReply | None = Field(description="null for tenants, as it is everybody's")
     model: str = Field(description="fingerprint")
     block_size: int
     incompatible: str | None
@@ -428,6 +524,9 @@ class TenantReply(ReplyBody):
     tenant: str
     settings: TenantSettings
     num_keys: int
+    granted_blocks: int | None = Field(
+        description="this replica's share of fleet_blocks; null without a limit"
+    )
 
 
 class TenantsReply(ReplyBody):
@@ -436,14 +535,23 @@ class TenantsReply(ReplyBody):
     tenants: list[TenantReply]
 
 
-class PurgeReply(ReplyBody):
-    """What was forgotten here, and which replicas have confirmed that nothing of it is matched any more."""
+class PurgeStateReply(ReplyBody):
+    """How far a tenant's last purge has come: which replicas match nothing of before any more."""
 
-    blocks: int
-    generation: int
+    generation: int = Field(description="how often the tenant was purged; grows with each")
+    complete: bool = Field(description="every live replica has confirmed")
     confirmed: list[str]
     pending: list[str] = Field(description="live replicas that haven't confirmed yet; ask again")
-    unconfirmed: list[str] = Field(description="replicas that were gone; one that comes back purges first")
+    unconfirmed: list[str] = Field(
+        description="replicas whose lease is over; one that comes back purges first, one that is only cut off still "
+        "serves the tenant what it has, unless on_unconfirmed_generation is refuse"
+    )
+
+
+class PurgeReply(PurgeStateReply):
+    """What was forgotten here, and how far the purge has come."""
+
+    blocks: int
 
 
 class HealthReply(ReplyBody):
@@ -451,3 +559,6 @@ class HealthReply(ReplyBody):
 
     status: Literal["ok", "unhealthy", "not_ready"]
     reasons: list[str]
+    coordination: str = Field(
+        description="ok, or what is wrong: unavailable (the store is lost, everything local goes on), fenced, …"
+    )

@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, str] = {
     "lease-s": "10",
     "num-blocks": "4096",
     "block-size": "16",
-    "policy": "lru",
+    "policy": "learned",
     "scrub": "cross-tenant",
     "device": "cpu",
     "dtype": "float32",

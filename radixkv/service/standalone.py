@@ -92,6 +92,10 @@ class RouterHost:
         failure = self.source.failure
         return [] if failure is None else [f"following: {failure!r}"]
 
+    def coordination(self) -> str:
+        """Whether the store answers."""
+        return "unavailable" if self.source.is_lost else "ok"
+
     def unreadiness(self) -> list[str]:
         """Why no requests should be sent here now; a lost store is no reason while replicas are known."""
         reasons = self.sickness()

@@ -6,6 +6,7 @@ shrink come first, those that grow last, and if one can't be made, what was chan
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from radixkv.errors import ArgumentError
@@ -15,23 +16,50 @@ from radixkv.service.auth import Keyring
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
     from radixkv.coordination.base import BaseCoordinator
+    from radixkv.service.schemas import TenantSettings
 
 
 class Tenancy:
-    """The tenants that the cache was told. ``take`` is called by one thread at a time."""
+    """The tenants that the cache was told. Thread-safe."""
 
     def __init__(self, cache: PrefixCache, coordinator: BaseCoordinator) -> None:
         self._cache, self._coordinator = cache, coordinator
         self._told: dict[str, Tenant] = {}
+        self._settings: dict[str, TenantSettings] = {}
+        self._granted: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def granted(self, tenant: str) -> int | None:
+        """This replica's share of a tenant's quota, in force; None if it has none, or none was granted yet."""
+        settings = self._settings.get(tenant)
+        limited = settings is not None and settings.fleet_blocks is not None
+        return self._granted.get(tenant) if limited else None
+
+    def grant(self, tenant: str, blocks: int) -> None:
+        """Hold a tenant with a quota to this share of it. Raises ArgumentError if what runs holds more."""
+        with self._lock:
+            settings = self._settings.get(tenant)
+            if settings is not None and self._granted.get(tenant) != blocks:
+                self._tell([settings.tenant(tenant, blocks)])
+                self._granted[tenant] = blocks
+                self._told[tenant] = settings.tenant(tenant, blocks)
 
     def take(self, ring: Keyring) -> None:
         """Add, change and remove tenants until they are the ring's. Raises ArgumentError, and changes nothing."""
-        wanted = {name: settings.tenant(name) for name, settings in ring.settings.items()}
+        with self._lock:
+            self._take(ring)
+
+    def _take(self, ring: Keyring) -> None:
+        limited = {name for name, settings in ring.settings.items() if settings.fleet_blocks is not None}
+        self._granted = {name: blocks for name, blocks in self._granted.items() if name in limited}
+        wanted = {
+            name: settings.tenant(name, self._granted.get(name)) for name, settings in ring.settings.items()
+        }
         gone = [Tenant(name) for name in self._told if name not in wanted]
         self._tell([*gone, *(each for each in wanted.values() if self._told.get(each.id) != each)])
         for each in gone:
             self._cache.remove_tenant(each.id)
-        self._told = wanted
+        self._told, self._settings = wanted, dict(ring.settings)
         self._coordinator.tenants.meet(wanted)
 
     def _tell(self, changed: list[Tenant]) -> None:

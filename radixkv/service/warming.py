@@ -99,6 +99,11 @@ class Warmer:
         for key in [key for key in self._under_way if key[0] == namespace]:
             del self._under_way[key]
 
+    def forget_tenant(self, tenant: str) -> None:
+        """A tenant was purged: the same for all of its namespaces."""
+        for key in [key for key in self._under_way if key[0].tenant == tenant]:
+            del self._under_way[key]
+
     def _begin(self, key: _Key, ids: Ids) -> Warming:
         warming = Warming(len(ids))
         if len(ids):

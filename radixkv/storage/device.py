@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.plan import StepPlan
 from radixkv.storage.layout import KVLayout
-from radixkv_kernels import InputError, fork_blocks
+from radixkv_kernels import InputError, fork_blocks, scrub
 
 MAX_NUM_BLOCKS = 2**31 - 1
 
@@ -41,9 +41,6 @@ class DeviceStorage:
         self.num_launches = 0
         self.num_copied_blocks = 0
         self.data = _allocate(layout, num_blocks, block_size, _usable_device(device))
-        self._rows = self.data.view(num_blocks, -1).view(
-            torch.uint8
-        )  # zeroing needs no arithmetic of the dtype
 
     @property
     def device(self) -> torch.device:
@@ -89,9 +86,8 @@ class DeviceStorage:
         Raises KernelError for a launch that failed.
         """
         try:
-            ids = torch.from_numpy(block_ids.astype(np.int64)).to(self.device, non_blocking=True)
-            self._rows.index_fill_(0, ids, 0)
-        except (RuntimeError, IndexError) as error:
+            scrub(self.data, block_ids)
+        except (RuntimeError, InputError) as error:
             raise KernelError(f"zeroing {len(block_ids)} blocks on {self.device} failed: {error}") from error
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ def test_the_work_is_linear_in_the_nodes() -> None:
         return len(found)
 
     small, large = slices(1024), slices(4096)
-    assert small > 0 and large == 4 * small
+    assert small > 0 and 3 * small < large <= 4 * small
 
 
 class Broken:

@@ -10,8 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click import ClickException
+from click.testing import CliRunner
+from click.testing import Result as Told
 
 import radixkv
+from radixkv.cli import commands
+from radixkv.service.client import ServiceError
 from tests.service.running import Running, service_in_thread
 
 Result = subprocess.CompletedProcess[str]
@@ -162,6 +167,56 @@ def test_what_the_service_refuses_is_told(live: Running, tmp_path: Path) -> None
     assert "token_ids[2]" in line and "0 to 7999" in line
 
 
+def told(*arguments: str) -> Told:
+    """A command in this process: a tenth of the time."""
+    return CliRunner().invoke(commands, list(arguments))
+
+
+def refused(*arguments: str) -> str:
+    """What a command complains of that a service refuses."""
+    result = told(*arguments)
+    assert isinstance(result.exception, ServiceError | ClickException | SystemExit), result.output
+    return f"{result.exception} {result.output}"
+
+
+def test_keys_are_made_listed_rotated_and_revoked(live: Running) -> None:
+    made = told("keys", "create", "initech / east", "--url", live.url)
+    key, key_id = made.stdout.strip(), made.stderr.split()[1]
+    assert made.exit_code == 0 and key.startswith("rk_") and "initech / east" in made.stderr
+    stats = json.loads(told("stats", "--url", live.url, "--key", key, "--json").stdout)
+    assert stats["tenant"] == "initech / east"
+    listed = json.loads(told("keys", "list", "--url", live.url, "--json").stdout)
+    assert {each["id"]: each["tenant"] for each in listed}[key_id] == "initech / east"
+    assert key_id in told("keys", "list", "--url", live.url).stdout
+    new = json.loads(told("keys", "rotate", key_id, "--url", live.url, "--json").stdout)
+    assert "401" in refused("stats", "--url", live.url, "--key", key)
+    assert told("keys", "revoke", new["id"], "--url", live.url).exit_code == 0
+    assert "401" in refused("stats", "--url", live.url, "--key", new["key"])
+    assert "404" in refused("keys", "revoke", new["id"], "--url", live.url)
+    assert "403" in refused("keys", "list", "--url", live.url, "--key", "demo-acme")
+
+
+def test_purge(live: Running, text_file: Path) -> None:
+    fields = {"prompt": text_file.read_text(), "salt": "to be purged"}
+    assert live.globex.post("/v1/warm", json=fields).json()["tokens"] > 0
+    done = json.loads(told("purge", "globex", "--url", live.url, "--json").stdout)
+    assert done["complete"] and done["blocks"] > 0 and len(done["confirmed"]) == 1
+    assert live.globex.post("/v1/lookup", json=fields).json()["matched_tokens"] == 0
+    head, row = told("purge", "globex", "--url", live.url).stdout.splitlines()
+    assert head.split() == ["tenant", "generation", "confirmed", "pending", "unconfirmed"]
+    assert row.split()[:2] == ["globex", str(done["generation"] + 1)] and row.split()[3:] == ["-", "-"]
+    assert "404" in refused("purge", "nobody", "--url", live.url)
+
+
+def test_where_to_warm(live: Running, text_file: Path) -> None:
+    two = told("warm", str(text_file), "--url", live.url, "--replicas", "2")
+    assert two.exit_code == 1 and "1 warms on replicas failed" in two.stderr, "there is one replica"
+    assert told("warm", str(text_file), "--url", live.url, "--replicas", "1").exit_code == 0
+    assert "no such live replica" in refused(
+        "warm", str(text_file), "--url", live.url, "--replicas", "one,two"
+    )
+
+
 def test_stats(live: Running) -> None:
     mine = json.loads(run("stats", "--url", live.url, "--json").stdout)
     assert mine == live.acme.get("/v1/stats").json()
@@ -256,3 +311,5 @@ def test_bench_index_and_fork() -> None:
     assert json.loads(index.stdout)["benchmark"] == "index", index.stderr
     fork = run("bench", "fork", "--num-layers", "1", "--num-pairs", "1", "--repeats", "1")
     assert "fork_blocks" in fork.stdout, fork.stderr
+    kernels = run("bench", "kernels")
+    assert "fork_blocks" in kernels.stdout, kernels.stderr

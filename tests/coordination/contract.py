@@ -719,7 +719,7 @@ class CoordinatorContract:
         fleet.lose()
         fleet.eventually(lambda: works(lambda: a.replica.purge("acme")))
         report = a.replica.purge_report("acme")
-        assert report.pending == ("b",) or not b.replica.knows_generations
+        assert "b" in report.pending or not b.replica.knows_generations
         assert "left" not in report.pending
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
         assert not b.replica.knows_generations

@@ -10,12 +10,23 @@ from typing import Any
 
 import pytest
 
+from radixkv import CacheConfig, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
-from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
-from tests.coordination.contract import ACME, SECRET, CoordinatorContract, Fleet, hinted, names, prompt, store
+from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
+from tests.coordination.contract import (
+    ACME,
+    SECRET,
+    CoordinatorContract,
+    Fleet,
+    Purged,
+    hinted,
+    names,
+    prompt,
+    store,
+)
 
 
 class MemoryFleet(Fleet):
@@ -97,6 +108,8 @@ def test_alone_there_is_no_journal_no_thread_and_no_lease() -> None:
     coordinator.report_job(job.id, "running", 1)
     seen = coordinator.job(job.id, "acme")
     assert seen is not None and seen.parts[0].state == "running"
+    coordinator.attach(PrefixCache(CacheConfig(num_blocks=4, block_size=24)), lambda tenant, generation: None)
+    assert coordinator.knows_generations and coordinator.purge("acme").is_complete
     coordinator.close()
     assert coordinator.health().state == "left"
 
@@ -124,6 +137,117 @@ def test_a_job_is_forgotten_after_an_hour(fleet: MemoryFleet) -> None:
     job = a.create_job(ACME, 512, ["a"])
     fleet.clock.advance(3601)
     assert a.job(job.id, "acme") is None and not a.report_job(job.id, "done")
+
+
+def test_who_sees_to_a_job_can_hand_it_on_end_it_and_give_parts_up(fleet: MemoryFleet) -> None:
+    a, b, c = (fleet.join(name) for name in "abc")
+    job = a.create_job(ACME, 1000, ["a"], num_wanted=2, num_left_out=7, request="ab" * 32)
+    assert (job.num_left_out, job.request, job.num_missing) == (7, "ab" * 32, 1)
+    assert b.create_job(ACME, 9, ["b"], job_id=job.id, request="cd" * 32).request == "ab" * 32
+    assert not b.hand_job(job.id, c.info()) and not b.end_job(job.id), "it isn't b's"
+    assert a.hand_job(job.id, b.info()) and not a.end_job(job.id)
+    assert b.extend_job(job.id, "c")
+    given = b.job(job.id, "acme")
+    assert given is not None and b.give_up(job.id, given.parts[1], "unreachable")
+    assert a.report_job(job.id, "done", 1000, num_tokens_cached=16, ms=20)
+    seen = c.job(job.id, "acme")
+    assert seen is not None and seen.is_over and not seen.is_ended, "b may ask another"
+    assert [(part.state, part.error, part.num_tokens_cached, part.ms) for part in seen.parts] == [
+        ("done", "", 16, 20),
+        ("failed", "unreachable", 0, 0),
+    ]
+    assert b.end_job(job.id) and b.take_job(job.id, "acme") is None
+    ended = c.job(job.id, "acme")
+    assert ended is not None and ended.is_ended and ended.num_missing == 1
+    c.forget_job(job.id)
+    assert c.job(job.id, "acme") is None
+    for bad in ({"num_left_out": -1}, {"request": "no digest"}):
+        with pytest.raises(ArgumentError):
+            a.create_job(ACME, 1, ["a"], **bad)  # type: ignore[arg-type]
+
+
+def test_a_job_that_nobody_alive_knows_the_prompt_of_has_ended(fleet: MemoryFleet) -> None:
+    a, b, c = (fleet.join(name) for name in "abc")
+    job = a.create_job(ACME, 1000, ["b"], num_wanted=1)
+    fleet.kill(b)
+    fleet.eventually(lambda: b.info().lease_remaining_s == 0)
+    waiting = c.job(job.id, "acme")
+    assert waiting is not None and waiting.parts[0].state == "lost" and not waiting.is_ended
+    fleet.kill(a)
+    fleet.eventually(lambda: a.info().lease_remaining_s == 0)
+    orphan = c.job(job.id, "acme")
+    assert orphan is not None and orphan.is_ended and c.take_job(job.id, "acme") is None
+
+
+def test_a_store_that_lost_all_is_reminded_of_generations(fleet: MemoryFleet) -> None:
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    a.warm(ACME, prompt(512))
+    b.warm(ACME, prompt(512))
+    fleet.settle()
+    assert a.replica.purge("acme").generation == 1
+    fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+    assert a.purged == b.purged == [("acme", 1)]
+    cut_off = Purged(fleet, "cut-off")
+    cut_off.warm(ACME, prompt(512))
+    fleet.kill(cut_off.replica)
+    assert a.replica.purge("acme").generation == 2
+    fleet.lose()
+    fleet.eventually(lambda: a.replica.purge_report("acme").generation == 2)
+    assert a.purged[:2] == [("acme", 1), ("acme", 2)] == b.purged[:2]
+    cut_off.replica.register()
+    fleet.dead.clear()
+    fleet.eventually(lambda: cut_off.purged[-1:] == [("acme", 2)])
+    assert not cut_off.cache.namespaces("acme")
+
+
+def test_a_purge_of_a_store_that_lost_all_counts_on(fleet: MemoryFleet) -> None:
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    assert a.replica.purge("acme").generation == 1
+    fleet.eventually(lambda: b.replica.purge_report("acme").is_complete)
+    fleet.lose()
+    b.warm(ACME, prompt(512))
+    stranger = Purged(fleet, "stranger")
+    assert stranger.replica.purge("acme").generation == 1
+    fleet.eventually(lambda: not b.cache.namespaces("acme"))
+    assert b.purged == [("acme", 1)], "the same number, and another purge"
+
+
+def test_a_replica_that_the_store_forgot_is_waited_for(fleet: MemoryFleet) -> None:
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    a.replica.purge("acme")
+    fleet.store.records.pop("b")
+    assert a.replica.tenants.report("acme").pending == ("b",)
+    report = a.replica.tenants.report("acme", living=["a", "b"])
+    assert report.pending == ("b",) and report.confirmed == ("a",) and b.purged == []
+
+
+def test_generations_count_as_known_once_they_were_read(fleet: MemoryFleet) -> None:
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    fleet.settle()
+    purges = fleet.store.purges
+
+    def away(after: int) -> list[tuple[bytes, int]]:
+        raise StoreUnavailable("a moment after the beat")
+
+    fleet.store.purges = away  # type: ignore[method-assign]
+    fleet.clock.advance(fleet.lease_s * 0.9)
+    with pytest.raises(StoreUnavailable):
+        b.replica.beat()
+    fleet.clock.advance(fleet.lease_s * 0.2)
+    assert b.replica.info().live and not b.replica.knows_generations
+    fleet.store.purges = purges  # type: ignore[method-assign]
+    b.replica.heed()
+    assert not b.replica.knows_generations, "the next beat says so"
+    b.replica.beat()
+    assert b.replica.knows_generations and a.replica.info().epoch
+
+
+def test_a_replica_heeds_a_purge_at_once(fleet: MemoryFleet) -> None:
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    b.warm(ACME, prompt(512))
+    assert a.replica.purge("acme").pending == ("b",)
+    b.replica.heed()
+    assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
 
 
 def test_a_lease_runs_out_to_the_moment(fleet: MemoryFleet) -> None:

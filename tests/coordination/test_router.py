@@ -102,6 +102,23 @@ def test_the_longest_match_wins_until_its_load_weighs_more(fleet: Fleet) -> None
     assert again[1].load == Load(5000, 3)
 
 
+def test_who_must_not_learn_of_others_is_ranked_without_their_load(fleet: Fleet) -> None:
+    ids = prompt(1024)
+    fleet.hold("b", ids)
+    fleet.settle()
+    quiet = [(each.replica.id, each.cost) for each in fleet.router.rank(ACME, ids, ignore_load=True)]
+    fleet.load("b", queued=50_000, decode=300)
+    fleet.settle()
+    fleet.router.routed(ACME, prompt(2048, seed=1), "b")
+    assert fleet.best(ids) != "b"
+    for cost in ("linear", "lmetric", "threshold", "stddev"):
+        assert fleet.best(ids, cost=cost, ignore_load=True) == "b"
+    busy = [(each.replica.id, each.cost) for each in fleet.router.rank(ACME, ids, ignore_load=True)]
+    assert sorted(busy) == sorted(quiet) and busy[0] == quiet[0]
+    in_turn = Counter(fleet.best(ids, cost="round_robin", ignore_load=True) for _ in range(60))
+    assert set(in_turn) == {"a", "b", "c"} and max(in_turn.values()) > 20, "by chance, not in turn"
+
+
 def test_namespaces_and_models_do_not_meet(fleet: Fleet) -> None:
     ids = prompt(1024)
     fleet.join("d", fingerprint="other model")

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from radixkv.clock import ManualClock
 from radixkv.coordination.holdings import Holdings, split
 from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.protocol import WIRE_VERSION, JobPart, Load, WarmJob
+from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, JobPart, Load, WarmJob
 from radixkv.coordination.redis import RedisStore
 from radixkv.coordination.store import Share, Store, Writer
 from radixkv.coordination.wire import OPS, TIERS, Entry, Registration
@@ -48,9 +48,16 @@ entries = st.lists(
     max_size=4,
 )
 parts = st.builds(
-    JobPart, names, st.integers(1, 3), st.sampled_from(["queued", "running", "done"]), st.integers(0, 9)
+    JobPart,
+    names,
+    st.integers(1, 3),
+    st.sampled_from(["queued", "running", "done"]),
+    st.integers(0, 9),
+    st.just(""),
+    st.integers(0, 2),
+    st.integers(0, 2),
 )
-owners = st.sampled_from([("a", 1), ("a", 1), ("b", 2)])
+owners = st.sampled_from([("a", 1), ("a", 1), ("b", 2), NOBODY])
 faults = st.sampled_from([None, None, None, "before", "after", "drop"])
 
 
@@ -257,7 +264,7 @@ class Machine(RuleBasedStateMachine):
     @rule(job_id=job_ids, owner=owners, some=st.lists(parts, max_size=2), fault=faults)
     def save_job(self, job_id: str, owner: tuple[str, int], some: list[JobPart], fault: str | None) -> None:
         unique = tuple(part for _, part in sorted({part.replica_id: part for part in some}.items()))
-        job = WarmJob(job_id, b"t" * 32, b"n" * 32, 9, unique, owner, 2)
+        job = WarmJob(job_id, b"t" * 32, b"n" * 32, 9, unique, owner, 2, 3, "ab" * 32)
         self.both(lambda store: store.save_job(job), fault)
 
     @rule(job_id=job_ids, owner=owners, expected=owners, fault=faults)
@@ -273,6 +280,11 @@ class Machine(RuleBasedStateMachine):
     @rule(job_id=job_ids, part=parts, fault=faults)
     def save_part(self, job_id: str, part: JobPart, fault: str | None) -> None:
         self.both(lambda store: store.save_part(job_id, part), fault)
+
+    @rule(job_id=job_ids, chance=st.integers(0, 2), fault=faults)
+    def drop_job(self, job_id: str, chance: int, fault: str | None) -> None:
+        if chance == 0:
+            self.both(lambda store: store.drop_job(job_id), fault)
 
     @rule(name=names)
     def lease_runs_out(self, name: str) -> None:

@@ -175,13 +175,15 @@ job_parts = st.builds(
     st.sampled_from(["queued", "running", "done", "failed"]),
     st.integers(0, 10**14),
     st.from_regex(r"[a-z_]{0,64}", fullmatch=True),
+    st.integers(0, 10**14),
+    st.integers(0, 10**14),
 )
 
 
 @given(st.lists(job_parts, max_size=4, unique_by=lambda part: part.replica_id))
 def test_jobs_go_around(parts: list[JobPart]) -> None:
     named = tuple(sorted(parts, key=lambda part: part.replica_id))
-    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, named, ("owner-1", 9), 3)
+    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, named, ("owner-1", 9), 3, 7, "ab" * 32)
     fields = {name.encode(): value.encode() for name, value in wire.job_fields(job).items()}
     assert wire.parse_job("1f", fields) == job
 
@@ -194,9 +196,13 @@ def test_jobs_go_around(parts: list[JobPart]) -> None:
         (b"wanted", b"all"),
         (b"owner", b"me"),
         (b"part:a", b"7 done 1"),
-        (b"part:a", b"7 lost? 1 "),
-        (b"part:a", b"x done 1 "),
-        (b"part:a", b"7 done 1 Not-a-code"),
+        (b"left_out", b"-1"),
+        (b"part:a", b"7 done 1 0 0"),
+        (b"part:a", b"7 lost? 1 0 0 "),
+        (b"part:a", b"x done 1 0 0 "),
+        (b"part:a", b"7 done 1 -1 0 "),
+        (b"part:a", b"7 done 1 0 x "),
+        (b"part:a", b"7 done 1 0 0 Not-a-code"),
     ],
 )
 def test_malformed_jobs_are_refused(name: bytes, value: bytes) -> None:
@@ -204,7 +210,7 @@ def test_malformed_jobs_are_refused(name: bytes, value: bytes) -> None:
     fields = {key.encode(): text.encode() for key, text in wire.job_fields(job).items()}
     with pytest.raises(WireError):
         wire.parse_job("1f", fields | {name: value})
-    for missing in (b"tenant", b"namespace", b"num_tokens", b"wanted", b"owner"):
+    for missing in (b"tenant", b"namespace", b"num_tokens", b"wanted", b"owner", b"left_out", b"request"):
         with pytest.raises(WireError):
             wire.parse_job("1f", {key: text for key, text in fields.items() if key != missing})
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixkv import IntegrityError, Namespace, PrefixCache, audit
+from radixkv import IntegrityError, Namespace, PrefixCache, Tenant, audit
 from radixkv.audit import invariants
 from radixkv.types import Snapshot
 from tests.core.support import NS, compute, make_cache
@@ -30,12 +30,13 @@ class Frozen:
 
 
 def _busy() -> tuple[PrefixCache, list[Any]]:
-    """A cache with everything: split nodes, two namespaces, forks, shared and adopted runs, leases, lent blocks."""
-    cache = make_cache(64, 2)
+    """A cache with everything: split nodes, two namespaces, forks, shared and adopted runs, leases, pins, lent ones."""
+    cache = make_cache(64, 2, default_tenant=Tenant("default", max_pinned_blocks=8))
     compute(cache, range(12))
     compute(cache, [0, 1, 2, 3, 50, 51])
     compute(cache, range(4), Namespace("b", "m"))
     kept: list[Any] = [cache.lease(cache.match(NS, range(8))), cache.allocate(3)]
+    cache.pin(NS, range(6), 3_600)
     parent = cache.open(NS, [*range(4), 60, 61, 62, 63, 64])
     children = parent.fork(2)
     parent.commit(7)
@@ -52,7 +53,7 @@ def snapshot() -> Snapshot:
     report = audit.check(cache)
     assert report.ok and kept
     found = cache.snapshot()
-    assert len(found.trees) == 2 and len(found.leases) == 1 and len(found.lent_ids) == 3
+    assert len(found.trees) == 2 and len(found.leases) == 2 and len(found.lent_ids) == 3
     assert any(run.node is None for run in found.runs) and any(run.node is not None for run in found.runs)
     assert any(sequence.run is not None for sequence in found.sequences)
     return found
@@ -130,6 +131,11 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
         "siblings",
         lambda s: _of_tree(s, nodes=(*s.trees[0].nodes, s.trees[0].nodes[0])),
     ),
+    "a child of another tree's": ("siblings", lambda s: _of_tree(s, root_children=9)),
+    "a child of another node's": (
+        "siblings",
+        lambda s: _node(s, lambda n: n.parent is not None, num_children=9),
+    ),
     "a use too many": ("leases", lambda s: _node(s, _any, uses=7)),
     "a leased node that says it isn't": ("leases", lambda s: _node(s, lambda n: n.uses > 0, uses=0)),
     "a root's use too many": ("leases", lambda s: _of_tree(s, root_uses=9)),
@@ -191,6 +197,16 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
     "a policy that lost a node": (
         "policy",
         lambda s: replace(s, tenants=_first(s.tenants, _any, policy_nodes=99)),
+    ),
+    "a pin without a lease": (
+        "pins",
+        lambda s: replace(s, pins=_first(s.pins, _any, block_ids=s.pins[0].block_ids[:4])),
+    ),
+    "two pins with one lease": ("pins", lambda s: replace(s, pins=s.pins * 2)),
+    "a pin in another tenant's tree": ("pins", lambda s: replace(s, pins=_first(s.pins, _any, tenant="b"))),
+    "pinned blocks miscounted": (
+        "pins",
+        lambda s: replace(s, tenants=_first(s.tenants, _any, pinned_blocks=99)),
     ),
 }
 

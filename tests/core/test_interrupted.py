@@ -26,14 +26,17 @@ from radixkv import (
     CacheConfig,
     LeaseError,
     Namespace,
+    Pin,
     PrefixCache,
     Sequence,
+    Tenant,
     audit,
     recovery,
 )
 from radixkv import cache as cache_module
 from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
+from radixkv.clock import ManualClock
 from tests.core.stepper import Interrupted, Stepper
 from tests.core.test_journal import JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
@@ -75,12 +78,14 @@ class World:
     stored: bool = False
     runs: list[Run] = field(default_factory=list)
     leases: list[Any] = field(default_factory=list)
+    pins: list[tuple[Pin, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         layout = LAYOUT if self.stored else None
-        config = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, layout, policy=self.policy)
-        self.journal = Recorder(BLOCK_SIZE)
-        self.cache = PrefixCache(config, journal=self.journal)
+        everybody = Tenant("default", max_pinned_blocks=10)
+        config = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, layout, policy=self.policy, default_tenant=everybody)
+        self.journal, self.clock = Recorder(BLOCK_SIZE), ManualClock()
+        self.cache = PrefixCache(config, journal=self.journal, clock=self.clock)
         self.engine, self.oracle = Engine(self.cache), Oracle(BLOCK_SIZE)
         self.serve(A, ZEROS[:8])
         self.serve(A, (*ZEROS[:6], 1, 0))
@@ -94,6 +99,13 @@ class World:
         self.commit(child, 7)
         self.leases.append(self.cache.lease(self.cache.match(A, ZEROS[:5])))
         self.lent = self.cache.allocate(2).tolist()
+        self.pin(A, (*ZEROS[:6], 1, 0))
+
+    def pin(self, namespace: Namespace, ids: tuple[int, ...], ttl_s: float = 60.0) -> Pin:
+        """What must stay."""
+        pin = self.cache.pin(namespace, ids, ttl_s)
+        self.pins.append((pin, ids))
+        return pin
 
     def serve(self, namespace: Namespace, ids: tuple[int, ...]) -> None:
         """A whole request."""
@@ -145,6 +157,9 @@ class World:
             assert self.reads(run.sequence.namespace, run.sequence.block_table, computed), run
         for lease in self.leases:
             assert lease.is_open and self.reads(A, lease.block_ids, ZEROS[: lease.num_tokens])
+        for pin, ids in self.pins:
+            assert pin.id in {each.id for each in self.cache.pins(pin.namespace.tenant)}
+            assert self.cache.match(pin.namespace, ids).num_tokens == len(ids)
         assert set(self.lent) <= set(snapshot.lent_ids)
         for namespace in (A, B, NEW):
             for at in range(0, 9, 2):
@@ -179,7 +194,9 @@ class World:
         for lease in self.leases:
             lease.release()
         self.cache.free(self.lent)
-        self.runs, self.leases, self.lent = [], [], []
+        for pin in self.cache.pins():
+            self.cache.unpin(pin)
+        self.runs, self.leases, self.lent, self.pins = [], [], [], []
         left = [self.cache.evict(1) for _ in range(3)]
         for namespace in self.cache.namespaces():
             if namespace != A:
@@ -311,6 +328,7 @@ def _fork(world: World) -> Call:
 
 def _clear(namespace: Namespace) -> Scenario:
     def scenario(world: World) -> Call:
+        world.pins = [(pin, ids) for pin, ids in world.pins if pin.namespace != namespace]
         return Call(lambda: world.cache.clear(namespace))
 
     return scenario
@@ -371,6 +389,48 @@ def _allocate(num_blocks: int) -> Scenario:
     return lambda world: Call(lambda: world.cache.allocate(num_blocks), keep=world.cache.free)
 
 
+def _pin(namespace: Namespace, ids: tuple[int, ...]) -> Scenario:
+    return lambda world: Call(lambda: world.cache.pin(namespace, ids, 60.0), keep=world.cache.unpin)
+
+
+def _pin_again(world: World) -> Call:
+    """It stays, with its old end or its new one."""
+    (pin, ids), *_ = world.pins
+    world.pin(B, ZEROS[:4], 10.0)
+    return Call(lambda: world.cache.pin(A, ids, 5.0), after=lambda: _ends_in(world, pin, (5.0, 60.0)))
+
+
+def _ends_in(world: World, pin: Pin, allowed: tuple[float, ...]) -> None:
+    assert {each.id: each.ttl_s for each in world.cache.pins("a")}[pin.id] in allowed
+
+
+def _unpin(world: World) -> Call:
+    world.pin(B, ZEROS[:2])
+    pin = world.cache.pin(B, ZEROS[:6], 60.0)
+    return Call(lambda: world.cache.unpin(pin))
+
+
+def _forget_what_is_pinned(call: Callable[[World], Any]) -> Scenario:
+    def scenario(world: World) -> Call:
+        for ids in (ZEROS[:2], ZEROS[:6], (1, 1)):
+            world.cache.pin(B, ids, 60.0)
+        return Call(lambda: call(world))
+
+    return scenario
+
+
+def _needing_what_was_pinned(call: Callable[[World], Any]) -> Scenario:
+    """Somebody needs room, and pins whose time is over have it."""
+
+    def scenario(world: World) -> Call:
+        for ids in (ZEROS[:6], (1, 1, 1, 1, 1, 1)):
+            world.cache.pin(B, ids, 1.0)
+        world.clock.advance(2.0)
+        return Call(lambda: call(world))
+
+    return scenario
+
+
 SCENARIOS: dict[str, Scenario] = {
     "open a hit": _open(A, ZEROS[:9]),
     "open, splitting a node": _open(A, (0, 0, 1, 1, 1)),
@@ -413,6 +473,15 @@ SCENARIOS: dict[str, Scenario] = {
     "clear what is in use": _clear(A),
     "clear": _clear(B),
     "flush": lambda world: Call(world.cache.flush, keep=world.engine._execute),
+    "pin": _pin(B, ZEROS[:6]),
+    "pin, splitting a node": _pin(A, ZEROS[:2]),
+    "pin again": _pin_again,
+    "unpin": _unpin,
+    "clear what is pinned": _forget_what_is_pinned(lambda world: world.cache.clear(B)),
+    "purge what is pinned": _forget_what_is_pinned(lambda world: world.cache.purge("b")),
+    "ending pins, evicting": _needing_what_was_pinned(lambda world: world.cache.evict(3)),
+    "ending pins, in upkeep": _needing_what_was_pinned(lambda world: world.cache.maintain()),
+    "ending pins, counting": _needing_what_was_pinned(lambda world: world.cache.tenant_stats("b")),
 }
 
 
@@ -468,7 +537,7 @@ def _closed_or_untouched(world: World, run: Run, before: tuple[Any, ...]) -> Non
 def test_an_exception_between_any_two_steps(name: str, policy: str) -> None:
     """Each call, at each of its steps."""
     for at, (world, _, stepper) in enumerate(_steps(SCENARIOS[name], policy, stored=False)):
-        if name.startswith("clear") and stepper.where == "":
+        if name.startswith(("clear", "purge")) and stepper.where == "":
             world.oracle.clear(A if "in use" in name else B)
         _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
     assert stepper.where == "" and stepper.num_steps > 5
@@ -550,6 +619,11 @@ class Mended(Recorded):
         with self._lock:
             recovery.mend(self, KeyboardInterrupt())
         return super().snapshot()
+
+    def snapshot_in_slices(self, pause: Any = None) -> Any:
+        """The same."""
+        self.snapshot()
+        return super().snapshot_in_slices(pause)
 
 
 @pytest.mark.timeout(300)

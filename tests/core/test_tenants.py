@@ -157,7 +157,7 @@ def test_a_limit_that_running_sequences_exceed_is_refused_and_changes_nothing() 
     with cache.open(A, range(12)):
         before = cache.snapshot()
         for tenant in (Tenant("a", max_blocks=2), strict("a", 2)):
-            with pytest.raises(ArgumentError, match="at least 3, which its sequences hold"):
+            with pytest.raises(ArgumentError, match="at least 3, which its sequences and pins hold"):
                 cache.add_tenant(tenant)
         assert same(before, cache) and cache.tenant("a") == Tenant("a")
         cache.add_tenant(strict("a", 3))
@@ -169,7 +169,7 @@ def test_a_guarantee_that_cannot_be_met_now_is_refused_and_changes_nothing() -> 
     running = cache.open(B, range(40))
     lent = cache.allocate(2)
     before = cache.snapshot()
-    with pytest.raises(ArgumentError, match="2 fewer while running sequences hold the rest"):
+    with pytest.raises(ArgumentError, match="2 fewer while running sequences and pins hold the rest"):
         cache.add_tenant(strict("a", 6))
     assert same(before, cache) and cache.tenant("a") is None
     cache.add_tenant(strict("a", 4))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, Tenant, audit
 from radixkv.audit import properties
 from radixkv.audit.oracle import Engine, chain
+from radixkv.audit.properties import CacheAdapter
+from radixkv.errors import RadixKVError
 from radixkv.namespaces import Mode
 from radixkv_policies import POLICIES
 from tests.core.support import make_cache
@@ -42,6 +47,37 @@ def test_a_strict_tenant_observes_the_same_whatever_others_do(policy: str) -> No
         machine=properties.TwoRuns,
     )
     assert report.ok, report.failure
+
+
+def test_two_runs_come_to_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call that the machine has is made, and goes through, and is refused where it can be."""
+    seen: Counter[str] = Counter()
+    for name in CALLS:
+        monkeypatch.setattr(CacheAdapter, name, _counted(name, getattr(CacheAdapter, name), seen))
+    modes = ["burst", "strict"]
+    report = properties.run(PrefixCache, 120, 50, seed=3, machine=properties.TwoRuns, modes=modes)
+    assert report.ok, report.failure
+    assert not {name for name in CALLS if not seen[name]}, seen
+    assert seen["StaleGeneration"] and seen["QuotaExceeded"] and seen["OutOfBlocks"], seen
+
+
+CALLS = {
+    "open", "match", "commit", "append", "append_all", "truncate", "fork", "reorder", "lease", "end_lease", "release",
+    "insert", "evict", "clear", "_purge", "_restart", "read", "stats",
+}  # fmt: skip
+
+
+def _counted(name: str, call: Callable[..., Any], seen: Counter[str]) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        try:
+            found = call(*args)
+        except RadixKVError as error:
+            seen.update([f"{name} refused", type(error).__name__])
+            raise
+        seen[name] += 1
+        return found
+
+    return counted
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -107,7 +107,7 @@ def test_this_process_has_the_mode_it_was_given() -> None:
     fork_blocks(storage, [0], [1], [1])
     assert storage[1].all()
     if IS_INTERPRETING:
-        kernel = sys.modules["radixkv_kernels.fork_triton"].fork_kernel
+        kernel = sys.modules["radixkv_kernels.copy_triton"].copy_kernel
         assert type(kernel).__name__ == "InterpretedFunction"
 
 
@@ -184,9 +184,9 @@ def test_nothing_to_copy_launches_nothing(empty, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(reference, "fork_blocks", launched)
     if IS_INTERPRETING:
-        from radixkv_kernels import fork_triton
+        from radixkv_kernels import copy_triton
 
-        monkeypatch.setattr(fork_triton, "launch", launched)
+        monkeypatch.setattr(copy_triton, "copy", launched)
     case = Case((2, 1, 2, 3, 1, 4), torch.float16, 3, [])
     storage = case.storage("cpu")
     before = bytes_of(storage)

@@ -108,6 +108,13 @@ class Reference:
     def evicted(self, block: Block) -> None:
         """The block was evicted."""
 
+    def admits(self, block: Block) -> bool | None:
+        """Whether a leaf that ends with this block is kept when its use ends; None: the reference doesn't say."""
+        return None
+
+    def declined(self, block: Block) -> None:
+        """The block was not kept."""
+
     def cleared(self, block: Block) -> None:
         """The block went with its namespace."""
 
@@ -132,7 +139,7 @@ class Life:
         self.nodes: list[Node] = []
         self.requests: list[Request] = []
         self.victims: list[int] = []
-        self.now = 0
+        self.now = self.num_declined = 0
         self.steps = 0
 
     def step(self, op: _Op) -> None:
@@ -257,11 +264,11 @@ class Life:
     def _end(self, which: int) -> None:
         if not self.requests:
             return
-        at: Node | None = self.requests.pop(which % len(self.requests)).node
+        node = at = self.requests.pop(which % len(self.requests)).node
         while at is not None:
             at.uses -= 1
             if at.uses:
-                return
+                break
             if at is not self.root:
                 if self.reference is not None:
                     for block in at.blocks:
@@ -270,6 +277,28 @@ class Life:
                         self.reference.ended(block)
                 self.policy.unleased(at)
             at = at.parent
+        if type(self.policy).admit is not Policy.admit:
+            self._give_up_declined(node)
+
+    def _give_up_declined(self, node: Node) -> None:
+        """As the cache does at the end of a use: what isn't admitted goes at once, leaf by leaf upward."""
+        at: Node | None = node
+        while at is not None and at in self.leaves():
+            keeps, reference = self.policy.admit(at), self.reference
+            if reference is not None:
+                assert reference.admits(at.blocks[-1]) in (None, keeps)
+            if keeps:
+                return
+            above, size = at.parent, len(at.blocks)
+            while at.blocks:
+                block = at.blocks.pop()
+                if reference is not None:
+                    reference.declined(block)
+            self.num_declined += size
+            self.policy.trimmed(at, size)
+            self.policy.removed(at)
+            self._drop(at)
+            at = above
 
     def _evict(self, num_blocks: int) -> None:
         while num_blocks:

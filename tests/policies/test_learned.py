@@ -3,38 +3,93 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.clock import ManualClock
 from radixkv_policies import Learned
-from radixkv_policies.hazard import EDGES_S, MAX_ROWS, NUM_BINS, NUM_FEATURES, HazardModel
+from radixkv_policies.hazard import EDGES_S, MAX_ROWS, NUM_BINS, NUM_FEATURES, Floats, HazardModel
+from radixkv_policies.learned import Leaves
 from radixkv_policies.leaves import MIN_GHOSTS
-from tests.policies.contract import HINTS
+from radixkv_policies.policy import Handle
 
 
-def test_the_lowest_rank_goes_first() -> None:
-    """Few leaves are all looked at."""
-    clock = ManualClock()
-    policy = Learned(64, clock, 0)
-    for node in range(40):
-        clock.advance(0.7)
-        hints = policy.opened([], node, HINTS[node % len(HINTS)])
-        policy.inserted(node, 1 + node % 5 * 30, 1 + node % 5 * 30, hints, [node])
-        policy.unleased(node)
-    rank = policy.rank[:] = np.random.default_rng(3).random(policy.rank.shape)
-    clock.advance(3.0)
+class Waiting:
+    """``Leaves``, said plainly: what each leaf was worth when it came or all were ranked, and who is worth least."""
 
-    def worth(node: int) -> float:
-        piece = policy.pieces(node)[-1]
-        age = int(np.searchsorted(EDGES_S, clock.now - piece.ended_s, "right")) - 1
-        return float(rank[piece.group, age])
+    def __init__(self, rank: Floats) -> None:
+        self.rank = rank
+        self.leaves: dict[Handle, tuple[float, float, int]] = {}
+        self.classes: dict[Handle, int] = {}
+        self.serial = 0
 
-    assert policy.victim() == min(range(40), key=worth)
+    def add(self, node: Handle, group: int, ended_s: float, now_s: float) -> None:
+        """Worth what its class is worth from the bin of its age on."""
+        age = max(i for i, edge in enumerate(EDGES_S) if edge <= now_s - ended_s)
+        self.serial += 1
+        self.leaves[node] = float(self.rank[group, age]), ended_s, self.serial
+        self.classes[node] = group
+
+    def rank_anew(self, now_s: float, rank: Floats) -> None:
+        """Worth what its class is worth at its age, between two bins in proportion."""
+        self.rank = rank
+        for node, (_, ended_s, serial) in self.leaves.items():
+            row = np.interp(now_s - ended_s, EDGES_S, rank[self.classes[node]])
+            self.leaves[node] = float(row), ended_s, serial
+
+    def first(self) -> Handle | None:
+        """Who is worth least; among equals the oldest."""
+        return min(self.leaves, key=self.leaves.__getitem__, default=None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(0, 3)), max_size=150))
+def test_the_leaf_that_is_worth_least_goes_first(ops: list[tuple[int, int, int]]) -> None:
+    """Whatever came, went and was ranked, also while others came."""
+    ranks = np.random.default_rng(3).integers(0, 6, (4, 4, NUM_BINS + 1)).astype(np.float64)
+    leaves, plain = Leaves(ranks[0]), Waiting(ranks[0])
+    now_s = 10.0
+    for kind, node, group in ops:
+        now_s += kind / 3
+        if node in plain.leaves:
+            leaves.discard(node)
+            del plain.leaves[node]
+        elif kind == 9:
+            leaves.rank_anew(now_s, ranks[group])
+            plain.rank_anew(now_s, ranks[group])
+        else:
+            leaves.add(node, group, now_s - kind % 4, now_s)
+            plain.add(node, group, now_s - kind % 4, now_s)
+        assert len(leaves) == len(plain.leaves)
+        found, expected = leaves.first(), plain.first()
+        assert (found is None) == (expected is None)
+        if found is not None:
+            worth, ended_s, _ = plain.leaves[found]
+            least = plain.leaves[expected]
+            assert worth == pytest.approx(least[0]) and (worth != least[0] or ended_s == least[1])
+
+
+def test_a_leaf_that_comes_while_all_are_ranked() -> None:
+    """What another thread ranked is taken up with who came meanwhile, and without who left."""
+    rank = np.zeros((3, NUM_BINS + 1))
+    rank[:, :] = [[3.0], [2.0], [1.0]]
+    leaves = Leaves(rank)
+    for node, group in ((0, 0), (1, 1), (2, 0)):
+        leaves.add(node, group, 0.0, 0.0)
+    leaves.rank_anew(1.0, rank)
+    leaves.discard(1)
+    leaves.add(3, 2, 1.0, 1.0)
+    order = []
+    while (node := leaves.first()) is not None:
+        order.append(node)
+        leaves.discard(node)
+    assert order == [3, 0, 2]
 
 
 def test_hits_and_survivors_are_counted_together() -> None:
     """Ten uses, four of which return after 3 s: no bin counts before it has passed, then all ten are in it."""
     model = HazardModel()
-    group = model.add_class([0.0] * NUM_FEATURES)
+    group = model.add_class()
     for number in range(10):
         model.log.append((number, 0.0, group, 1.0))
     for number in range(4):
@@ -50,8 +105,9 @@ def test_hits_and_survivors_are_counted_together() -> None:
 def test_a_class_that_returns_outranks_one_that_does_not() -> None:
     """After a while."""
     model = HazardModel()
-    good = model.add_class([1.0] + [0.0] * (NUM_FEATURES - 1))
-    bad = model.add_class([-1.0] + [0.0] * (NUM_FEATURES - 1))
+    good, bad = model.add_class(), model.add_class()
+    model.describe(good, [1.0] + [0.0] * (NUM_FEATURES - 1))
+    model.describe(bad, [-1.0] + [0.0] * (NUM_FEATURES - 1))
     for number in range(4_000):
         model.log.append((number, float(number), (good, bad)[number % 2], 1.0))
         if number % 2 == 0:

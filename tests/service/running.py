@@ -21,6 +21,8 @@ from radixkv.service.worker import Work
 
 KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator"}
 DEADLINE_S = 60.0
+START_S = 150.0
+"""Until a process has loaded torch and listens, on a machine that does much else."""
 
 
 class Running:
@@ -73,9 +75,9 @@ def model_held(service: Service, tenant: str = "acme") -> Iterator[None]:
         release.set()
 
 
-def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
+def eventually(condition: Callable[[], Any], what: str = "it", deadline_s: float = DEADLINE_S) -> Any:
     """Wait until ``condition()`` is true, and return it."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + deadline_s
     while not (found := condition()):
         assert time.monotonic() < until, f"{what} never came true"
         time.sleep(0.01)
@@ -101,7 +103,7 @@ class Process:
             assert self.process.poll() is None, self.output
             return self.output if "Ctrl-C" in self.output else None
 
-        found = eventually(banner, "the banner")
+        found = eventually(banner, "the banner", START_S)
         self.url = found.split(" at ", 1)[1].split("\n", 1)[0]
         return self.url
 

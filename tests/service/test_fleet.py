@@ -148,10 +148,12 @@ def test_a_job_warms_everywhere_too(join: Join) -> None:
     eventually(lambda: reachable(one, "one", "two"))
     job = one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all", "wait": False}).json()["job"]
     eventually(lambda: one.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
-    done = one.acme.get(f"/v1/warm/{job}").json()["result"]
-    assert [each["replica"] for each in done["replicas"]] == ["one", "two"]
+    done = one.acme.get(f"/v1/warm/{job}").json()
+    assert [each["replica"] for each in done["result"]["replicas"]] == ["one", "two"]
     assert matched(two) == len(IDS)
-    assert two.acme.get(f"/v1/warm/{job}").status_code == 404
+    assert two.acme.get(f"/v1/warm/{job}").json() == done, "any replica says the same"
+    unknown = [two.acme.get(f"/v1/warm/{'0' * 32}"), two.globex.get(f"/v1/warm/{job}")]
+    assert [each.status_code for each in unknown] == [404, 404] and unknown[0].content == unknown[1].content
 
 
 def test_what_one_holds_is_known_to_the_other(join: Join) -> None:
@@ -176,7 +178,7 @@ def test_a_replica_without_room_fails_alone(join: Join) -> None:
     other_way = two.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
     outcomes = {each["replica"]: (each["state"], each["error"]) for each in other_way["replicas"]}
     assert outcomes == {"one": ("done", None), "two": ("failed", "no_capacity")}
-    assert (other_way["tokens"], other_way["computed"]) == (0, 0)
+    assert (other_way["tokens"], other_way["computed"]) == (len(IDS), len(IDS)), "of the one that is done"
     held.release()
 
 
@@ -212,7 +214,20 @@ def test_without_redis_everything_local_goes_on(join: Join, redis_server: RedisS
     eventually(lambda: one.service.fleet.coordinator.health().state == "unavailable")
     assert one.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()["tokens"] == len(IDS)
     assert matched(one) == len(IDS)
-    assert one.nobody.get("/healthz").status_code == one.nobody.get("/readyz").status_code == 200
+    job = one.acme.post("/v1/warm", json={"token_ids": IDS, "salt": "s", "wait": False}).json()["job"]
+    eventually(lambda: one.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
+    assert one.acme.get(f"/v1/warm/{'0' * 32}").json()["error"]["type"] == "store_unavailable", "it may exist"
+    once = one.acme.post("/v1/warm", json={"token_ids": IDS}, headers={"Idempotency-Key": "k"})
+    assert once.status_code == 503, "what can't be kept isn't promised"
+    for path in ("/healthz", "/readyz"):
+        answer = one.nobody.get(path)
+        assert answer.status_code == 200 and answer.json()["coordination"] == "unavailable"
+    assert "radixkv_replica_ok 0.0" in one.operator.get("/metrics").text
+    redis_server.restart()
+    eventually(lambda: one.nobody.get("/readyz").json()["coordination"] == "ok", "it heals by itself")
+    assert "radixkv_replica_ok 1.0" in one.operator.get("/metrics").text
+    again = one.acme.post("/v1/warm", json={"token_ids": IDS}, headers={"Idempotency-Key": "k"}).json()
+    assert (again["cached_before"], again["computed"]) == (len(IDS), 0)
 
 
 def test_another_secret_is_refused_at_the_start(join: Join, tmp_path: Path) -> None:
@@ -227,7 +242,7 @@ SIGNED: dict[str, Any] = {
     "method": "POST",
     "path": WARM_PATH,
     "tenant": "acme",
-    "body": b'{"token_ids": [1]}',
+    "body": b'{"job": "00000000000000000000000000000000", "token_ids": [1]}',
 }
 
 
@@ -259,14 +274,14 @@ def test_a_signature_for_anything_else_is_401(live: Running, changes: dict[str, 
 def test_a_signed_request_is_good_once_and_bearer_keys_are_not(live: Running) -> None:
     headers = {**forged(live), "content-type": "application/json"}
     first, again = (live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers) for _ in range(2))
-    assert (first.status_code, again.status_code) == (200, 401)
+    assert (first.status_code, again.status_code) == (404, 401), "no such job; and not even that again"
     assert live.operator.post(WARM_PATH, json={"token_ids": [1]}).status_code == 401
     tenant = {**headers, **forged(live, tenant="nobody")}
     assert live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=tenant).status_code == 404
 
 
 def test_a_replica_cannot_ask_for_a_further_fan_out(live: Running) -> None:
-    body = b'{"token_ids": [1], "replicas": "all"}'
+    body = b'{"job": "00000000000000000000000000000000", "token_ids": [1], "replicas": "all"}'
     headers = {**forged(live, body=body), "content-type": "application/json"}
     answer = live.nobody.post(WARM_PATH, content=body, headers=headers)
     assert answer.status_code == 422 and answer.json()["error"]["field"] == "replicas"

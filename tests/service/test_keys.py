@@ -143,6 +143,9 @@ def test_keys_are_the_operators(live: Running, method: str, path: str) -> None:
         ({"mode": "strict"}, "guaranteed_blocks"),
         ({"guaranteed_blocks": 1025}, "guaranteed_blocks"),
         ({"guaranteed_blocks": 5, "max_blocks": 4}, "max_blocks"),
+        ({"fleet_blocks": 0}, "fleet_blocks"),
+        ({"guaranteed_blocks": 5, "fleet_blocks": 4}, "fleet_blocks"),
+        ({"on_unconfirmed_generation": "hope"}, "on_unconfirmed_generation"),
     ],
 )
 def test_settings_that_cannot_work_are_named(live: Running, body: dict[str, Any], field: str) -> None:

@@ -65,9 +65,9 @@ def test_no_token_id_is_written(tmp_path: Path) -> None:
 
 
 def test_hashes_depend_on_secret_namespace_and_everything_before(tmp_path: Path) -> None:
-    def hashes(secret: bytes, namespace: Namespace, ids: list[int]) -> list[str]:
+    def hashes(secret: bytes, namespace: Namespace, ids: list[int], generation: int = 0) -> list[str]:
         path = tmp_path / "one.jsonl"
-        recorder = Recorder(path, secret, 4)
+        recorder = Recorder(path, secret, 4, lambda tenant: generation)
         recorder.record(namespace, ids, [], 0.0, "completion")
         recorder.close()
         found: list[str] = lines(path)[-1]["hashes"]
@@ -80,6 +80,7 @@ def test_hashes_depend_on_secret_namespace_and_everything_before(tmp_path: Path)
         hashes(b"another secret..", NS, ids),
         hashes(SECRET, Namespace(tenant="acme", model="m", salt="s"), ids),
         hashes(SECRET, NS, [9, *ids[1:]]),
+        hashes(SECRET, NS, ids, generation=1),
     ]
     for other in others:
         assert not set(other) & set(known)

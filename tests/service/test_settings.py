@@ -19,7 +19,7 @@ def test_nothing_set_is_the_embedded_default() -> None:
         4096,
         16,
     )
-    assert (settings.policy, settings.device, settings.lease_s) == ("lru", "cpu", 10.0)
+    assert (settings.policy, settings.device, settings.lease_s) == ("learned", "cpu", 10.0)
     assert settings.model is settings.keys is settings.redis is None
     assert len(settings.fleet_secret) == 32 and settings.fleet_secret != ServeSettings.parse({}).fleet_secret
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from radixkv.coordination import JobPart, WarmJob
 from radixkv.service.core import Limits
-from tests.service.running import Running, client, eventually, model_held, service_in_thread
+from radixkv.service.jobs import Job
+from tests.service.running import DEADLINE_S, Running, client, eventually, model_held, service_in_thread
 
 MESSAGES = [
     {"role": "system", "content": "Answer politely. " * 12},
@@ -165,6 +172,105 @@ def test_clearing_forgets_and_tells_how_much(live: Running, salt: str) -> None:
     assert live.globex.delete("/v1/cache").json() == {"namespaces": 0, "blocks": 0}
 
 
+@contextmanager
+def prefill_held(live: Running) -> Iterator[threading.Event]:
+    """Each prefill stops after its first chunk, until the ``with`` is left; the event says that one has."""
+    engine, arrived, go_on = live.service.engine, threading.Event(), threading.Event()
+    prefill = engine.prefill
+
+    def held(*arguments: Any, on_chunk: Callable[[int, int], object], **named: Any) -> Any:
+        def stop(num_ready: int, total: int) -> None:
+            arrived.set()
+            go_on.wait(DEADLINE_S)
+            on_chunk(num_ready, total)
+
+        return prefill(*arguments, on_chunk=stop, **named)
+
+    engine.prefill = held  # type: ignore[method-assign]
+    try:
+        yield arrived
+    finally:
+        go_on.set()
+        engine.prefill = prefill  # type: ignore[method-assign]
+
+
+def test_a_warm_that_is_purged_midway_is_409(live: Running, salt: str) -> None:
+    body = {"token_ids": list(range(5, 5 + 64 * 16)), "salt": salt}
+    answers: list[httpx.Response] = []
+    with prefill_held(live) as arrived:
+        thread = threading.Thread(target=lambda: answers.append(live.acme.post("/v1/warm", json=body)))
+        thread.start()
+        job = live.acme.post("/v1/warm", json={**body, "wait": False}).json()["job"]
+        assert arrived.wait(DEADLINE_S)
+        purged = live.operator.post("/v1/tenants/acme/purge").json()
+        assert purged["complete"] and purged["generation"] >= 1
+        assert live.operator.get("/v1/tenants/acme/purge").json()["generation"] == purged["generation"]
+        assert live.service.warmer.num_under_way == 0, "nobody can join it any more"
+    thread.join()
+    assert (answers[0].status_code, answers[0].json()["error"]["type"]) == (409, "conflict")
+    eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["state"] == "failed")
+    failed = live.acme.get(f"/v1/warm/{job}").json()
+    assert failed["error"] == answers[0].json()["error"] and failed["result"] is None
+    assert live.acme.post("/v1/lookup", json=body).json()["matched_tokens"] == 0
+    again = live.acme.post("/v1/warm", json=body).json()
+    assert (again["cached_before"], again["computed"]) == (0, 64 * 16)
+
+
+def test_a_completion_that_is_purged_midway_ends_with_the_error(live: Running, salt: str) -> None:
+    body = {
+        "prompt": list(range(5, 105)),
+        "salt": salt,
+        "max_tokens": 700,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with live.acme.stream("POST", "/v1/completions", json=body) as stream:
+        pieces = stream.iter_lines()
+        assert "text_completion" in next(pieces)
+        assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
+        events = [json.loads(line[6:]) for line in pieces if line.startswith("data: {")]
+    assert events[-1]["error"]["type"] == "conflict", "a stream has its status already"
+
+
+def test_an_idempotency_key_makes_a_warm_one_job(live: Running, salt: str) -> None:
+    body = {"token_ids": list(range(9, 109)), "salt": salt}
+    headers = {"Idempotency-Key": salt}
+    first = live.acme.post("/v1/warm", json=body, headers=headers).json()
+    again = live.acme.post("/v1/warm", json=body, headers=headers).json()
+    assert first["computed"] == again["computed"] == 96, "the same answer, not another warm"
+    assert [each["state"] for each in first["replicas"]] == ["done"]
+    job = live.acme.post("/v1/warm", json={**body, "wait": False}, headers=headers).json()["job"]
+    assert live.acme.get(f"/v1/warm/{job}").json()["result"]["computed"] == 96
+    other = live.acme.post("/v1/warm", json={**body, "token_ids": [7, *range(10, 109)]}, headers=headers)
+    assert (other.status_code, other.json()["error"]["field"]) == (409, "Idempotency-Key")
+    for bad in ("with a space", "x" * 256, ""):
+        answer = live.acme.post("/v1/warm", json=body, headers={"Idempotency-Key": bad})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Idempotency-Key")
+
+
+@pytest.mark.parametrize(
+    "where", ["both", 0, 2000, True, 1.5, [], ["a b"], ["x"] * 65, {"best": 2}, ["nobody-of-this-fleet"]]
+)
+def test_a_place_that_cannot_be_is_422(live: Running, where: object) -> None:
+    answer = live.acme.post("/v1/warm", json={"token_ids": [5] * 16, "replicas": where})
+    assert answer.status_code == 422 and answer.json()["error"]["field"].startswith("replicas")
+
+
+def test_jobs_are_bounded_and_counted(text: str) -> None:
+    with service_in_thread(Limits(max_jobs=3)) as live:
+        jobs = []
+        for number in range(5):
+            body = {"prompt": text, "salt": str(number), "wait": False}
+            jobs.append(live.acme.post("/v1/warm", json=body).json()["job"])
+            eventually(lambda: live.acme.get(f"/v1/warm/{jobs[-1]}").json()["state"] == "done")
+            eventually(lambda: live.service.jobs.num_unfinished == 0)
+        states = [lambda job=job: live.acme.get(f"/v1/warm/{job}").status_code for job in jobs]
+        for state in states[:2]:
+            eventually(lambda state=state: state() == 404, "the oldest made room")
+        assert [state() for state in states[2:]] == [200] * 3
+        assert "radixkv_warm_jobs_kept 3.0" in live.operator.get("/metrics").text
+
+
 def test_too_much_waiting_is_429_for_that_tenant_only(text: str) -> None:
     with service_in_thread(Limits(max_queued=2, max_jobs=2)) as live, model_held(live.service, "globex"):
         bodies = [{"prompt": text, "salt": str(number), "wait": False} for number in range(3)]
@@ -193,3 +299,20 @@ def test_no_room_is_503_and_changes_nothing(salt: str) -> None:
         assert answer.json()["error"]["type"] == "no_capacity"
         held.release()
         assert live.acme.post("/v1/warm", json={"token_ids": list(range(3, 67))}).status_code == 200
+
+
+def test_nobody_stands_in_for_three_that_died_or_after_a_purge(live: Running) -> None:
+    """A prompt that costs replicas their lives must not travel through the fleet; records say what happened."""
+    namespace = live.service.namespace("acme", "", None)
+    job = Job("0" * 32, namespace, np.arange(5, 21, dtype=np.uint32), 0)
+
+    def spare(*parts: JobPart) -> int:
+        record = WarmJob(job.id, b"", b"", 16, parts, ("one", 1), num_wanted=1)
+        return len(live.service.orders._spare(job, record))
+
+    lost = [JobPart(name, 1, "lost") for name in "abc"]
+    assert spare(*lost[:2]) == 1 and spare(*lost) == 0
+    assert spare(JobPart("a", 1, "failed", error="no_capacity")) == 1
+    assert spare(JobPart("a", 1, "failed", error="conflict")) == 0
+    own = live.service.fleet.coordinator.replica_id
+    assert spare(JobPart(own, 1, "failed", error="busy")) == 0, "who failed isn't asked again"

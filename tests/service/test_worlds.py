@@ -1,7 +1,8 @@
-"""Two worlds: one in which acme is alone, one in which globex is busy between any two requests of acme's.
+"""Two worlds: one in which acme is alone, one in which globex is busy between any two requests of acme's, and the
+operator makes, changes, purges and removes other tenants and their keys.
 
-Every reply of every endpoint that a tenant may call is compared: status, headers, body. What may differ is what
-is random or time by its nature, and it is removed by name: acme's own random handles, and durations.
+Every reply of every endpoint that a tenant may call is compared: status, headers, body, the events of streams. What
+may differ is what is random or time by its nature, and it is removed by name: acme's own random handles, and durations.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ RANDOM = {"id", "job"}
 TIMES = {
     "seconds", "created", "queued_s", "time_to_first_token_s", "total_s", "lease_remaining_s", "lag_s", "staleness_s",
 }  # fmt: skip
-LOADS = {"load", "cost", "why", "lag_entries", "epoch", "address"}
-"""Of whole replicas, not of tenants: any key may see them. The address is the test's own port."""
+PLACES = {"epoch", "address"}
+"""Of the process, not of tenants: when it was started, and the test's own port."""
 
 TEXT = "".join(f"Rule {number}: answer politely, name the page, ask if in doubt.\n" for number in range(12))
 IDS = list(range(40, 200))
+USAGE = {"include_usage": True}
 
 Ask = Callable[..., httpx.Response]
 
@@ -44,7 +46,13 @@ def scene(ask: Ask) -> None:
         ask("POST", "/v1/completions", {"prompt": TEXT, **greedy, "use_beam_search": True, "n": 2})
         ask("POST", "/v1/completions", {"prompt": TEXT, "max_tokens": 4, "seed": 1, "n": 2, "echo": True})
         ask("POST", "/v1/completions", {"prompt": TEXT, **greedy, "stream": True})
+        ask(
+            "POST",
+            "/v1/completions",
+            {"prompt": IDS, **greedy, "stream": True, "n": 2, "stream_options": USAGE},
+        )
         ask("POST", "/v1/route", {"prompt": TEXT, "predict": False})
+        ask("POST", "/v1/route", {"prompt": TEXT, "cost": "lmetric"})
         ask("GET", "/v1/stats")
         ask("GET", "/v1/replicas")
     jobs = [ask("POST", "/v1/warm", {"token_ids": IDS[n:], "wait": False}).json()["job"] for n in (0, 1)]
@@ -59,12 +67,17 @@ def scene(ask: Ask) -> None:
         ask("POST", path, {"prompt": TEXT, "tenant": "globex"})
         ask("POST", path, {"prompt": 7})
     ask("POST", "/v1/completions", {"prompt": IDS, "max_tokens": 80000})
+    ask("POST", "/v1/warm", {"token_ids": [7] * 80_000})
+    for content in (b"{", b"[]", b"\xff", b'{"prompt": "' + b"x" * (9 << 20) + b'"}'):
+        ask("POST", "/v1/lookup", content=content)
+    for method in ("HEAD", "OPTIONS", "PATCH"):
+        ask(method, "/v1/stats")
     for path in ("/metrics", "/v1/keys", "/v1/tenants", "/healthz", "/readyz", "/openapi.json", "/nowhere"):
         ask("GET", path)
     for method, path in (
         ("POST", "/v1/keys"), ("POST", "/v1/keys/x/rotate"), ("DELETE", "/v1/keys/x"), ("PUT", "/v1/tenants/globex"),
         ("DELETE", "/v1/tenants/globex"), ("POST", "/v1/tenants/globex/purge"),
-        ("POST", "/v1/tenants/globex/keys"), ("PUT", "/v1/stats"),
+        ("GET", "/v1/tenants/globex/purge"), ("POST", "/v1/tenants/globex/keys"), ("PUT", "/v1/stats"),
     ):  # fmt: skip
         ask(method, path)
     ask("GET", "/v1/stats")
@@ -72,8 +85,9 @@ def scene(ask: Ask) -> None:
     ask("GET", "/v1/stats")
 
 
-def disturb(globex: httpx.Client, number: int) -> None:
-    """Something of everything, more and more of it, with acme's prompts too."""
+def disturb(live: Running, number: int) -> None:
+    """Something of everything, more and more of it, with acme's prompts too; the operator's acts, on others."""
+    globex, operator = live.globex, live.operator
     body = {"max_tokens": 2, "ignore_eos": True, "n": 1 + number % 3}
     globex.post("/v1/warm", json={"prompt": TEXT, "salt": ("", "s")[number % 2], "adapter": "theirs"})
     globex.post("/v1/warm", json={"token_ids": IDS[number % 30 :], "wait": False})
@@ -81,6 +95,12 @@ def disturb(globex: httpx.Client, number: int) -> None:
     globex.post("/v1/completions", json={"prompt": "x", "bad": number})
     if number % 7 == 6:
         globex.delete("/v1/cache", params={"salt": str(number)})
+    if number % 9 == 8:
+        other = f"other{number}"
+        assert operator.post(f"/v1/tenants/{other}/keys").is_success
+        operator.put(f"/v1/tenants/{other}", json={"weight": 1.0 + number, "guaranteed_blocks": number % 3})
+        assert operator.post("/v1/tenants/globex/purge").is_success
+        assert operator.delete(f"/v1/tenants/{other}").is_success
 
 
 @contextmanager
@@ -106,10 +126,13 @@ def observed(
     handles: dict[str, list[str]] = {name: [] for name in RANDOM}
     with service(mode, folder) as live:
 
-        def ask(method: str, path: str, body: Any = None, *, note: bool = True) -> httpx.Response:
+        def ask(
+            method: str, path: str, body: Any = None, *, note: bool = True, content: bytes | None = None
+        ) -> httpx.Response:
             if with_others and note:
-                disturb(live.globex, len(seen))
-            answer = live.acme.request(method, path, **({} if body is None else {"json": body}))
+                disturb(live, len(seen))
+            sent = {} if body is None else {"json": body}
+            answer = live.acme.request(method, path, **sent if content is None else {"content": content})
             if note:
                 called.add((method, urlsplit(path).path))
                 seen.append(
@@ -118,7 +141,7 @@ def observed(
                         re.sub(r"[\w-]{32}", "{job}", path),
                         answer.status_code,
                         headers(answer),
-                        content(answer, handles),
+                        contents(answer, handles),
                     )
                 )
             return answer
@@ -131,15 +154,27 @@ def headers(answer: httpx.Response) -> dict[str, str]:
     return {name: text for name, text in answer.headers.items() if name not in ("date", "content-length")}
 
 
-def content(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
-    if answer.headers["content-type"].startswith("text/event-stream"):
-        return "".join(
-            piece["text"]
-            for event in answer.text.split("\n\n")
-            if event.startswith("data: {")
-            for piece in plain(json.loads(event.removeprefix("data: ")), handles)["choices"]
-        )
+def contents(answer: httpx.Response, handles: dict[str, list[str]]) -> Any:
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        return events(answer.text, handles)
     return plain(answer.json(), handles) if answer.content else None
+
+
+def events(text: str, handles: dict[str, list[str]]) -> Any:
+    """Of a stream: what each choice says, and all other facts once. Nothing but data, and one name in all of it."""
+    *lines, end = text.split("\n\n")
+    assert end == "" and lines.pop() == "data: [DONE]" and all(line.startswith("data: {") for line in lines)
+    found = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert len({each["id"] for each in found}) == 1
+    said: dict[int, str] = {}
+    others: list[Any] = []
+    for each in found:
+        each = plain(each, handles)
+        for choice in each.pop("choices"):
+            said[choice["index"]] = said.get(choice["index"], "") + choice.pop("text")
+            others += [choice] if choice not in others else []
+        others += [each] if each not in others else []
+    return said, sorted(map(json.dumps, others))
 
 
 def plain(value: Any, handles: dict[str, list[str]]) -> Any:
@@ -151,7 +186,7 @@ def plain(value: Any, handles: dict[str, list[str]]) -> Any:
     for name in RANDOM & set(value):
         if isinstance(value[name], str) and value[name] != "one":
             handles[name].append(value[name])
-    kept = {name: each for name, each in value.items() if name not in RANDOM | TIMES | LOADS}
+    kept = {name: each for name, each in value.items() if name not in RANDOM | TIMES | PLACES}
     return {name: plain(each, handles) for name, each in kept.items()}
 
 
@@ -208,3 +243,15 @@ def test_no_reply_names_a_block(worlds: Any) -> None:
     } - {"last_seq"}
     replicas = [each[4]["replicas"][0] for each in alone if each[1] == "/v1/replicas"]
     assert replicas and all(each["last_seq"] is None for each in replicas)
+
+
+def test_no_header_counts_anything(worlds: Any) -> None:
+    """Every header of every reply is one of these; none names a request, a connection or a process."""
+    (alone, _, _), _ = worlds
+    known = {
+        "allow", "cache-control", "content-security-policy", "content-type", "cross-origin-resource-policy",
+        "referrer-policy", "retry-after",
+        "transfer-encoding", "vary", "x-accel-buffering", "x-content-type-options", "x-frame-options",
+    }  # fmt: skip
+    names = {name for each in alone for name in each[3]}
+    assert names <= known, names - known

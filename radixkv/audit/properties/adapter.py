@@ -7,10 +7,20 @@ observes. ``CacheAdapter`` is the one over a PrefixCache and a deterministic eng
 Beyond the four calls of ``Adapter`` the machine uses whatever of these the adapter has:
 
     append(request, token_id)          the request grows by one token; its copy-on-write is the system's business
+    append_all(requests, token_ids)    one token to each of a batch, all or nothing
     truncate(request, num_tokens)      uncommitted tokens are rolled back
     fork(request) -> request           a second request that shares everything so far
+    reorder(requests, parents) -> requests   a beam step: the i-th result continues requests[parents[i]]; consumes all
+    lease(namespace, ids) -> (lease, num_tokens)   what is cached of ids stays cached until end_lease(lease)
+    insert(namespace, ids) -> int      KV computed elsewhere become cached, whole blocks; how many tokens were before
+    evict(num_blocks)                  room is made by hand; only where contents alone are compared
     clear(namespace) -> object         everything of the namespace is forgotten; what it returns is compared
-    purge(tenant) -> object            everything of the tenant is forgotten
+    purge(tenant) -> object            everything of the tenant is forgotten, and its requests are released; if
+                                       purge_ends_requests is true they stay, and must refuse whatever is called next
+    pin(namespace, ids, ttl_s)         the prefix stays resident for so long; what it returns is compared
+    unpin(tenant, which)               one of the tenant's pins ends, if it has any
+    pins(tenant) -> object             the tenant's pins; compared by ==
+    restart()                          the process dies and comes back empty; nothing of before is called on any more
     read(request, num_tokens) -> bytes the KV of the first tokens as the request reads it, deterministic in the ids
     stats(tenant) -> object            what the tenant is told of itself; compared by ==
     name(request) -> object            the handle that the tenant sees; compared by ==
@@ -21,7 +31,7 @@ Beyond the four calls of ``Adapter`` the machine uses whatever of these the adap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from radixkv.audit import invariants
@@ -52,13 +62,24 @@ class Adapter(Protocol):
 
 
 class CacheAdapter:
-    """A PrefixCache with the deterministic engine of the oracle; requests are Mirrors."""
+    """A PrefixCache with the deterministic engine of the oracle; requests are Mirrors.
 
-    def __init__(self, cache: Any, engine: Engine | None = None) -> None:
-        self.cache, self.engine = cache, engine or Engine(cache)
+    ``make``: makes such a cache and engine anew, if the system can be restarted.
+    """
+
+    purge_ends_requests = True
+
+    def __init__(
+        self, cache: Any, engine: Engine | None = None, make: Callable[[], tuple[Any, Engine]] | None = None
+    ) -> None:
+        self.cache, self.engine, self._make = cache, engine or Engine(cache), make
         self.block_size: int = cache.config.block_size
         if hasattr(cache, "purge"):
-            self.purge = cache.purge
+            self.purge = self._purge
+        if hasattr(cache, "pin"):
+            self.pin, self.pins, self.unpin = self._pin, self._pins, self._unpin
+        if make is not None:
+            self.restart = self._restart
 
     def match(self, namespace: Namespace, ids: Sequence[int]) -> int:
         """Matched tokens; raises AssertionError if their blocks hold another prefix's KV."""
@@ -95,6 +116,14 @@ class CacheAdapter:
         request.states.extend(chain(request.namespace, [token_id], before))
         request.ids.append(token_id)
 
+    def append_all(self, requests: Sequence[Mirror], token_ids: Sequence[int]) -> None:
+        """Grow by one id each."""
+        self.cache.append([request.sequence for request in requests], list(token_ids))
+        for request, token_id in zip(requests, token_ids, strict=True):
+            before = request.states[-1] if request.states else None
+            request.states.extend(chain(request.namespace, [token_id], before))
+            request.ids.append(token_id)
+
     def truncate(self, request: Mirror, num_tokens: int) -> None:
         """Roll back."""
         request.sequence.truncate(num_tokens)
@@ -104,12 +133,55 @@ class CacheAdapter:
     def fork(self, request: Mirror) -> Mirror:
         """One child."""
         (child,) = request.sequence.fork(1)
-        ids, states = list(request.ids), list(request.states)
-        return Mirror(child, request.namespace, ids, states, request.num_committed, request.num_computed)
+        return _heir(request, child)
+
+    def reorder(self, requests: Sequence[Mirror], parents: Sequence[int]) -> list[Mirror]:
+        """A beam step."""
+        heirs = self.cache.reorder([request.sequence for request in requests], parents)
+        return [_heir(requests[parent], heir) for parent, heir in zip(parents, heirs, strict=True)]
+
+    def lease(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Any, int]:
+        """A lease on what is matched."""
+        lease = self.cache.lease(self.cache.match(namespace, ids))
+        return lease, int(lease.num_tokens)
+
+    def end_lease(self, lease: Any) -> None:
+        """Release it."""
+        lease.release()
+
+    def insert(self, namespace: Namespace, ids: Sequence[int]) -> int:
+        """Lent blocks, filled and handed in; those of what was resident before go back."""
+        block_ids = self.cache.allocate(len(ids) // self.block_size)
+        self.engine.write(block_ids, 0, chain(namespace, ids[: len(block_ids) * self.block_size]))
+        resident = int(self.cache.insert(namespace, ids, block_ids))
+        self.cache.free(block_ids[: resident // self.block_size])
+        return resident
+
+    def evict(self, num_blocks: int) -> int:
+        """By policy, of the whole pool."""
+        return int(self.cache.evict(num_blocks))
 
     def clear(self, namespace: Namespace) -> int:
         """How many blocks were forgotten."""
         return int(self.cache.clear(namespace))
+
+    def _pin(self, namespace: Namespace, ids: Sequence[int], ttl_s: float) -> Any:
+        return self.cache.pin(namespace, ids, ttl_s)
+
+    def _pins(self, tenant: str) -> Any:
+        return self.cache.pins(tenant)
+
+    def _unpin(self, tenant: str, which: int) -> None:
+        pins = self.cache.pins(tenant)
+        if pins:
+            self.cache.unpin(pins[which % len(pins)])
+
+    def _purge(self, tenant: str) -> int:
+        return int(self.cache.purge(tenant))
+
+    def _restart(self) -> None:
+        assert self._make is not None
+        self.cache, self.engine = self._make()
 
     def read(self, request: Mirror, num_tokens: int) -> bytes:
         """The whole blocks among them, as bytes, after the copies that wait."""
@@ -130,6 +202,11 @@ class CacheAdapter:
         invariants.check(self.cache)
 
 
+def _heir(request: Mirror, sequence: Any) -> Mirror:
+    ids, states = list(request.ids), list(request.states)
+    return Mirror(sequence, request.namespace, ids, states, request.num_committed, request.num_computed)
+
+
 def has_strict_tenants(factory: Any) -> bool:
     """Whether what ``factory`` makes has tenants with quotas and modes."""
     return hasattr(factory(CacheConfig(num_blocks=2)), "add_tenant")
@@ -138,11 +215,15 @@ def has_strict_tenants(factory: Any) -> bool:
 def strict_system(
     factory: CacheFactory, config: CacheConfig, clock: Clock, tenants: Sequence[Tenant]
 ) -> CacheAdapter:
-    """A cache that has these tenants."""
-    cache, engine = cache_with_engine(factory, config, clock=clock)
-    for tenant in tenants:
-        cache.add_tenant(tenant)
-    return CacheAdapter(cache, engine)
+    """A cache that has these tenants, also after a restart."""
+
+    def make() -> tuple[Any, Engine]:
+        cache, engine = cache_with_engine(factory, config, clock=clock)
+        for tenant in tenants:
+            cache.add_tenant(tenant)
+        return cache, engine
+
+    return CacheAdapter(*make(), make)
 
 
 def strict_halves(num_blocks: int) -> tuple[Tenant, Tenant]:

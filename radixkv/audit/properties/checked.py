@@ -47,6 +47,7 @@ class CheckedCache(RuleBasedStateMachine):
         self.runs: list[Mirror] = []
         self.held: list[Held] = []
         self.lent: list[int] = []
+        self.pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Any, float]] = {}  # the pin, and its end
         self.counts: dict[str, Counter[str]] = {namespace.tenant: Counter() for namespace in NAMESPACES}
 
     # After each step.
@@ -64,7 +65,7 @@ class CheckedCache(RuleBasedStateMachine):
         invariants.check(self.cache)
 
     def contents(self) -> None:
-        """Sequences are what the oracle says, and read their own KV; leases keep what they leased."""
+        """Sequences are what the oracle says, and read their own KV; leases and pins keep what they hold."""
         self._counts_agree()
         behind = self.engine.is_behind
         for run in self.runs:
@@ -72,6 +73,12 @@ class CheckedCache(RuleBasedStateMachine):
         for held in self.held:
             if held.lease is not None:
                 self._reads(held.lease.block_ids, chain(held.namespace, held.ids[: held.lease.num_tokens]))
+        for namespace, ids in self.pinned:
+            expect(self._matched(namespace, ids).num_tokens == len(ids), "what is pinned was forgotten")
+        for tenant in self.counts if self.pinned else ():
+            pinned = self._pinned_prefixes(tenant)
+            counted = self.cache.tenant_stats(tenant).pinned_blocks
+            expect(counted == len(pinned), f"{counted} pinned blocks, and {len(pinned)} are")
 
     def _counts_agree(self) -> None:
         """What the cache counts of itself and of each tenant is what happened, whatever other tenants did."""
@@ -117,6 +124,8 @@ class CheckedCache(RuleBasedStateMachine):
             if held.lease is not None:
                 held.lease.release()
         self.cache.free(self.lent)
+        for pin, _ in self.pinned.values():
+            self.cache.unpin(pin)
         self.engine.settle()
         invariants.check(self.cache)
         snapshot = self.cache.snapshot()
@@ -138,6 +147,30 @@ class CheckedCache(RuleBasedStateMachine):
         """Called after each step."""
 
     # Helpers.
+
+    def _pass(self, seconds: float) -> None:
+        """Time passes, and pins end."""
+        self.clock.advance(seconds)
+        if self.pinned:
+            now = self.clock()
+            self.pinned = {key: pinned for key, pinned in self.pinned.items() if pinned[1] > now}
+            self.cache.maintain()
+            told = sorted(pin.id for pin in self.cache.pins())
+            held = sorted(pin.id for pin, _ in self.pinned.values())
+            expect(told == held, f"pins {told} are listed, and {held} hold")
+
+    def _pinned_prefixes(self, tenant: str) -> set[tuple[Namespace, tuple[int, ...]]]:
+        """The last blocks' prefixes, one for each block that a tenant's pins hold."""
+        return {
+            prefix
+            for namespace, ids in self.pinned
+            if namespace.tenant == tenant
+            for prefix in self._prefixes(namespace, ids)
+        }
+
+    def _prefixes(self, namespace: Namespace, ids: tuple[int, ...]) -> set[tuple[Namespace, tuple[int, ...]]]:
+        size = self.block_size
+        return {(namespace, ids[:stop]) for stop in range(size, len(ids) + 1, size)}
 
     def _place(self, where: int, prompt: tuple[int, ...]) -> tuple[Namespace, tuple[int, ...]]:
         limit = MAX_PROMPT_BLOCKS * self.block_size + 1

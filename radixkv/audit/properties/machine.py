@@ -28,7 +28,17 @@ from radixkv.audit.properties.material import (
     where_to,
 )
 from radixkv.config import CacheConfig
-from radixkv.errors import ArgumentError, LeaseError, OutOfBlocks, PendingError, RadixKVError, TokenError
+from radixkv.errors import (
+    ArgumentError,
+    LeaseError,
+    NotResident,
+    OutOfBlocks,
+    PendingError,
+    PinBudgetExceeded,
+    RadixKVError,
+    TokenError,
+)
+from radixkv.namespaces import Namespace, Tenant
 
 
 class CacheMachine(CheckedCache):
@@ -48,7 +58,8 @@ class CacheMachine(CheckedCache):
         cls = type(self)
         layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
         name = cls.policies[policy % len(cls.policies)]
-        self.start(CacheConfig(num_blocks, block_size, layout, policy=name))
+        everybody = Tenant("default", max_pinned_blocks=num_blocks // 3)
+        self.start(CacheConfig(num_blocks, block_size, layout, policy=name, default_tenant=everybody))
         self._open(0, first, "compute")
 
     # The life of a request.
@@ -76,7 +87,7 @@ class CacheMachine(CheckedCache):
 
     def _open(self, where: int, prompt: tuple[int, ...], on_pending: str) -> Mirror | None:
         namespace, ids = self._place(where, prompt)
-        self.clock.advance(1.0)
+        self._pass(1.0)
         match = self._matched(namespace, ids)
         cached = min(match.num_tokens, max(len(ids) - 1, 0) // self.block_size * self.block_size)
         before = self.cache.snapshot()
@@ -209,7 +220,7 @@ class CacheMachine(CheckedCache):
         """A request ends, or is cancelled."""
         run = self._run(which)
         self.runs.remove(run)
-        self.clock.advance(1.0)
+        self._pass(1.0)
         run.sequence.release()
         self._is_consumed(run.sequence)
 
@@ -262,6 +273,50 @@ class CacheMachine(CheckedCache):
         )
         held.lease = lease
 
+    # Pins.
+
+    @precondition(lambda self: hasattr(self.cache, "pin"))
+    @rule(where=where_to, prompt=prompts, seconds=st.integers(1, 20), which=small, unpins=st.booleans())
+    def pin(self, where: int, prompt: tuple[int, ...], seconds: int, which: int, unpins: bool) -> None:
+        """A prefix is pinned, or pinned again; or a pin ends before its time."""
+        if unpins and self.pinned:
+            pin, _ = self.pinned.pop(list(self.pinned)[which % len(self.pinned)])
+            self.cache.unpin(pin)
+            self._refused(lambda: self.cache.unpin(pin), LeaseError)
+            return
+        namespace, ids = self._place(where, prompt)
+        ids = ids[: len(ids) // self.block_size * self.block_size]
+        if ids:
+            self._pin(namespace, ids, float(seconds))
+
+    def _pin(self, namespace: Namespace, ids: tuple[int, ...], seconds: float) -> None:
+        before = self.cache.snapshot()
+        resident = self._matched(namespace, ids).num_tokens
+        held = self._pinned_prefixes(namespace.tenant)
+        wanted = held | self._prefixes(namespace, ids)
+        budget = self.cache.config.default_tenant.max_pinned_blocks
+        try:
+            pin = self.cache.pin(namespace, ids, seconds)
+        except NotResident as error:
+            self._same(before)
+            expect(error.resident_tokens == resident < len(ids), f"{error}, but {resident} are resident")
+            return
+        except PinBudgetExceeded as error:
+            self._same(before)
+            told, facts = (
+                (error.needed, error.budget, error.pinned),
+                (len(wanted) - len(held), budget, len(held)),
+            )
+            expect(told == facts and len(wanted) > budget, f"{error}, but the facts are {facts}")
+            return
+        except OutOfBlocks as error:
+            self._same(before)
+            expect(self.engine.is_behind, f"nobody is guaranteed anything, and a pin was refused: {error}")
+            return
+        expect(resident == len(ids) and len(wanted) <= budget, f"{pin} was granted")
+        expect(pin.num_tokens == len(ids) and pin.ttl_s == seconds, f"{pin} is another one")
+        self.pinned[namespace, ids] = pin, self.clock() + seconds
+
     # What an operator or an engine does to the pool.
 
     @rule(kind=st.integers(0, 3), num_blocks=st.integers(0, 6))
@@ -310,6 +365,7 @@ class CacheMachine(CheckedCache):
         self.oracle.clear(namespace)
         for run in self.runs:
             run.forgotten |= run.namespace == namespace
+        self.pinned = {key: pinned for key, pinned in self.pinned.items() if key[0] != namespace}
         for prompt in ((0,) * 8, (1,) * 8):
             expect(self.cache.match(namespace, prompt).num_tokens == 0, "a cleared namespace matches")
 

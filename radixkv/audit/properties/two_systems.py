@@ -4,6 +4,10 @@
     high   another tenant's call on one of them: only on the second (NI-1: A alone against A among others), or now
            on this, now on that (NI-2: two runs with different others)
 
+Calls: requests, whole or cancelled, lookups, chunks of prefill, appends one by one and in batches, rollbacks,
+forks, beam steps, leases, blocks handed in by an engine, room made by hand, clears, purges with requests under way,
+tenants added and taken back, time that passes, and a crash of both systems. (There are no tiers to demote to yet.)
+
 A observes: matched and cached lengths, refusals (type and text), names, statistics, the bytes that it is served. The
 prompts of all tenants come from one small universe, so another's are A's own, one id off, cut at or beside a
 block's boundary, or other ids that spell the same text (2 may stand for 0, 0). Each answer is held against the
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -36,7 +40,7 @@ from radixkv.audit.properties.material import (
 )
 from radixkv.clock import ManualClock
 from radixkv.config import CacheConfig
-from radixkv.errors import ArgumentError, RadixKVError
+from radixkv.errors import ArgumentError, IntegrityError, RadixKVError
 from radixkv.namespaces import Namespace, Tenant
 
 who = st.integers(0, 3)
@@ -60,6 +64,8 @@ class Request:
     ids: list[int]
     num_committed: int
     num_cached: int
+    is_stale: bool = False
+    """Its tenant was purged: what it commits is never served."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,7 @@ class Player:
     system: Any
     oracle: Oracle
     requests: list[Request | None] = field(default_factory=list)
+    leases: list[Any] = field(default_factory=list)
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -104,6 +111,18 @@ class Player:
         self._is_no_lie(namespace, prompt, matched)
         return Observed((matched,))
 
+    def go_on(self, kind: int, which: int, amount: int) -> Observed:
+        """A request commits, grows, shrinks or forks; several grow in one call, all or none, or are a beam."""
+        if kind == 4:
+            return self.append_all(which + 2, amount)
+        if kind == 5:
+            return self.reorder(which + 2, [0, amount][: 1 + amount % 2])
+        if kind == 3:
+            return self.fork(which)
+        if kind == 2:
+            return self.truncate(which, amount)
+        return self.append(which, amount % 3) if kind else self.commit(which, amount)
+
     def commit(self, which: int, by: int) -> Observed:
         """What is committed after."""
         return self._on(which, lambda request: self._commit(request, by))
@@ -116,6 +135,78 @@ class Player:
             request.ids.append(token_id)
 
         return self._on(which, call, needs="append")
+
+    def append_all(self, mask: int, token_id: int) -> Observed:
+        """How long the requests of a batch are after, or that there was no room for all."""
+        batch = self._masked(mask)
+        if not batch or not hasattr(self.system, "append_all"):
+            return Observed(())
+        ids = [(token_id + at) % 3 for at in range(len(batch))]
+
+        def call() -> Observed:
+            self.system.append_all([each.handle for each in batch], ids)
+            for request, added in zip(batch, ids, strict=True):
+                request.ids.append(added)
+            return Observed(tuple(len(each.ids) for each in batch))
+
+        return self._told(call)
+
+    def reorder(self, mask: int, parents: Sequence[int]) -> Observed:
+        """How long the heirs are, and their names; the requests that they continue are consumed."""
+        batch = self._masked(mask)
+        if not batch or not hasattr(self.system, "reorder"):
+            return Observed(())
+        chosen = [parent % len(batch) for parent in parents]
+
+        def call() -> Observed:
+            handles = self.system.reorder([each.handle for each in batch], chosen)
+            expect(len(handles) == len(chosen), f"{len(handles)} heirs of {len(chosen)} parents")
+            heirs = [
+                replace(batch[parent], handle=handle, ids=list(batch[parent].ids))
+                for parent, handle in zip(chosen, handles, strict=True)
+            ]
+            self.requests = [*(each for each in self.requests if each not in batch), *heirs]
+            return Observed(tuple((len(heir.ids), self._name(heir)) for heir in heirs))
+
+        return self._told(call)
+
+    def lease(self, where: int, prompt: Sequence[int]) -> Observed:
+        """How much is leased of a prompt; every other time a lease ends instead, without a word."""
+        if not hasattr(self.system, "lease"):
+            return Observed(())
+        if len(self.leases) > 1:
+            self.system.end_lease(self.leases.pop(0))
+            return Observed(())
+        namespace = self.namespaces[where % 3]
+
+        def call() -> Observed:
+            lease, leased = _pair(self.system.lease(namespace, prompt))
+            self._is_no_lie(namespace, prompt, leased)
+            self.leases.append(lease)
+            return Observed((leased,))
+
+        return self._told(call)
+
+    def insert(self, where: int, prompt: Sequence[int]) -> Observed:
+        """How much was cached before."""
+        if not hasattr(self.system, "insert"):
+            return Observed(())
+        namespace = self.namespaces[where % 3]
+        ids = prompt[: len(prompt) // self.oracle.block_size * self.oracle.block_size]
+
+        def call() -> Observed:
+            resident = self.system.insert(namespace, ids)
+            self._is_no_lie(namespace, ids, resident)
+            self.oracle.commit(namespace, ids, len(ids))
+            return Observed((resident,))
+
+        return self._told(call)
+
+    def evict(self, num_blocks: int) -> Observed:
+        """Nothing: an operator does this, not the tenant."""
+        if hasattr(self.system, "evict"):
+            self.system.evict(num_blocks)
+        return Observed(())
 
     def truncate(self, which: int, by: int) -> Observed:
         """How long the request is after."""
@@ -132,8 +223,7 @@ class Player:
 
         def call(request: Request) -> None:
             handle = self.system.fork(request.handle)
-            cached, committed = request.num_cached, request.num_committed
-            self.requests.append(Request(handle, request.namespace, list(request.ids), committed, cached))
+            self.requests.append(replace(request, handle=handle, ids=list(request.ids)))
 
         return self._on(which, call, needs="fork")
 
@@ -154,20 +244,50 @@ class Player:
         return Observed((self.system.clear(namespace),))
 
     def purge(self) -> Observed:
-        """The tenant's requests end, and everything of the tenant is forgotten."""
+        """Everything of the tenant is forgotten. Its requests end; or they stay, and nothing of theirs is served."""
         if not hasattr(self.system, "purge"):
             return Observed(())
         for namespace in self.namespaces:
             self.oracle.clear(namespace)
         answer = self.system.purge(self.tenant)
-        while self.requests:
-            self.release(0)
+        if getattr(self.system, "purge_ends_requests", False):
+            for request in self.open_requests:
+                request.is_stale = True
+        else:
+            while self.requests:
+                self.release(0)
         return Observed((answer,))
 
+    def restarted(self) -> None:
+        """The system has lost everything."""
+        self.oracle = Oracle(self.oracle.block_size)
+        self.requests, self.leases = [], []
+
+    def end(self) -> None:
+        """Give back everything."""
+        while self.requests:
+            self.release(0)
+        while self.leases:
+            self.system.end_lease(self.leases.pop())
+
+    def pin(self, where: int, prompt: Sequence[int], seconds: int) -> Observed:
+        """The pin, or why it was refused."""
+        if not hasattr(self.system, "pin"):
+            return Observed(())
+        namespace = self.namespaces[where % 3]
+        return self._told(lambda: Observed((self.system.pin(namespace, prompt, seconds),)))
+
+    def unpin(self, which: int) -> Observed:
+        """Nothing."""
+        if not hasattr(self.system, "unpin"):
+            return Observed(())
+        return self._told(lambda: Observed((self.system.unpin(self.tenant, which),)))
+
     def standing(self) -> tuple[object, ...]:
-        """What the tenant sees between calls: its own counts, names and bytes."""
+        """What the tenant sees between calls: its own counts, pins, names and bytes."""
         counts = self.system.stats(self.tenant) if hasattr(self.system, "stats") else None
-        return counts, [
+        pins = self.system.pins(self.tenant) if hasattr(self.system, "pins") else None
+        return (counts, pins), [
             (self._name(each), self._read(each, each.num_committed)) for each in self.open_requests
         ]
 
@@ -175,6 +295,9 @@ class Player:
     def open_requests(self) -> list[Request]:
         """Without the gaps."""
         return [request for request in self.requests if request is not None]
+
+    def _masked(self, mask: int) -> list[Request]:
+        return [request for at, request in enumerate(self.open_requests) if mask >> at % 4 & 1]
 
     def _on(self, which: int, call: Callable[[Request], None], needs: str = "commit") -> Observed:
         request = self.requests[which % len(self.requests)] if self.requests else None
@@ -190,12 +313,15 @@ class Player:
     def _told(self, call: Callable[[], Observed]) -> Observed:
         try:
             return call()
+        except IntegrityError:
+            raise  # a bug of the system's, whoever else sees it
         except (RadixKVError, *getattr(self.system, "refusals", ())) as error:
             return Observed((type(error).__name__, str(error)))
 
     def _commit(self, request: Request, by: int) -> None:
         stop = min(len(request.ids), request.num_committed + by)
-        self.oracle.commit(request.namespace, request.ids, stop)
+        if not request.is_stale:
+            self.oracle.commit(request.namespace, request.ids, stop)
         self.system.commit(request.handle, stop)
         request.num_committed = stop
 
@@ -228,6 +354,7 @@ class TwoSystems(RuleBasedStateMachine):
     def start(self, systems: Sequence[Adapter], *, is_alone: bool, compares_all: bool) -> None:
         """Two systems alike. ``compares_all``: answers too, not only bytes and the oracle's word."""
         self.systems, self.is_alone, self.compares_all = list(systems), is_alone, compares_all
+        self.may_insert = True
         self.block_size = systems[0].block_size
         oracles = [Oracle(self.block_size) for _ in systems]
         pairs = list(zip(systems, oracles, strict=True))
@@ -239,43 +366,97 @@ class TwoSystems(RuleBasedStateMachine):
         times = max(self.block_size // 4, 1)
         return [token for token in prompt for _ in range(times)][: MAX_PROMPT_BLOCKS * self.block_size + 1]
 
-    @rule(by=who, where=small, prompt=prompts, done=st.sampled_from((17, 4, 0)), opens=st.booleans())
-    def ask(self, by: int, where: int, prompt: tuple[int, ...], done: int, opens: bool) -> None:
-        """A request, or a lookup."""
+    @rule(
+        by=who,
+        where=small,
+        prompt=prompts,
+        done=st.sampled_from((17, 4, 0)),
+        kind=st.sampled_from(("open", "match", "open", "match", "open", "lease", "open", "insert")),
+        then=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), max_size=3),
+    )
+    def ask(
+        self,
+        by: int,
+        where: int,
+        prompt: tuple[int, ...],
+        done: int,
+        kind: str,
+        then: list[tuple[int, int]],
+    ) -> None:
+        """A request, which goes on at once; or a lookup, a lease, blocks that an engine hands in."""
         ids = self._prompt(prompt)
         done *= max(self.block_size // 4, 1)
-        if opens:
-            self._play(by, lambda player: player.open(where, ids, done))
-        else:
-            self._play(by, lambda player: player.match(where, ids))
+        calls: dict[str, Callable[[Player], Observed]] = {
+            "open": lambda player: player.open(where, ids, done),
+            "match": lambda player: player.match(where, ids),
+            "lease": lambda player: player.lease(where, ids),
+            "insert": lambda player: player.insert(where, ids),
+        }
+        if kind != "insert" or self.may_insert:
+            self._play(by, calls[kind])
+        for more, amount in then if kind == "open" else ():
+            self._play(by, lambda player, more=more, amount=amount: player.go_on(more, -1, amount))  # type: ignore[misc]
 
-    @rule(by=who, where=small, first=st.integers(0, 9), count=st.integers(1, 6), blocks=st.integers(1, 4))
-    def serve(self, by: int, where: int, first: int, count: int, blocks: int) -> None:
-        """Whole requests, one after another, that differ in their first ids: what fills a cache, and floods one."""
-        for at in range(first, first + count):
+    @rule(
+        by=who,
+        where=small,
+        first=st.integers(0, 9),
+        count=st.integers(1, 6),
+        blocks=st.integers(1, 4),
+        times=st.sampled_from((1, 2, 1, 4)),
+    )
+    def serve(self, by: int, where: int, first: int, count: int, blocks: int, times: int) -> None:
+        """Whole requests, one after another, that differ in their first ids: what fills a cache, and floods one.
+
+        Each is made ``times`` times, so that some are asked for more often than others.
+        """
+        for at in [at for at in range(first, first + count) for _ in range(times)]:
             ids = [at % 10] + [0] * (blocks * self.block_size - 1)
             self._play(by, lambda player, ids=ids: player.serve(where, ids))  # type: ignore[misc]
 
-    @rule(by=who, kind=st.integers(0, 3), which=small, amount=st.integers(0, 6))
+    @rule(by=who, kind=st.integers(0, 5), which=small, amount=st.integers(0, 6))
     def go_on(self, by: int, kind: int, which: int, amount: int) -> None:
-        """A running request commits, grows, shrinks or forks."""
-        calls: list[Callable[[Player], Observed]] = [
-            lambda player: player.commit(which, amount),
-            lambda player: player.append(which, amount % 3),
-            lambda player: player.truncate(which, amount),
-            lambda player: player.fork(which),
-        ]
-        self._play(by, calls[kind])
+        """A running request goes on."""
+        self._play(by, lambda player: player.go_on(kind, which, amount))
 
     @rule(by=who, which=small)
     def release(self, by: int, which: int) -> None:
         """A request ends, or is cancelled."""
         self._play(by, lambda player: player.release(which))
 
-    @rule(by=who, where=small, purges=st.booleans())
-    def forget(self, by: int, where: int, purges: bool) -> None:
-        """A namespace is cleared, or a tenant purged."""
-        self._play(by, (lambda player: player.purge()) if purges else lambda player: player.clear(where))
+    @rule(by=who, where=small, kind=st.integers(0, 7))
+    def forget(self, by: int, where: int, kind: int) -> None:
+        """A namespace is cleared, or a tenant purged; seldom both systems crash, and come back with nothing.
+
+        Where contents alone are compared an operator evicts, too, whosever blocks.
+        """
+        if kind == 7:
+            self._restart()
+        elif kind == 6 and not self.compares_all:
+            self._play(by, lambda player: player.evict(where))
+        else:
+            self._play(
+                by, (lambda player: player.purge()) if kind % 2 else lambda player: player.clear(where)
+            )
+
+    def _restart(self) -> None:
+        if all(hasattr(system, "restart") for system in self.systems):
+            for system in self.systems:
+                system.restart()  # type: ignore[attr-defined]
+            for player in (*self.low, *self.high):
+                player.restarted()
+
+    @rule(
+        by=who, where=small, prompt=prompts, seconds=st.sampled_from((60, 5, 20, 1)), unpins=st.integers(0, 3)
+    )
+    def pin(self, by: int, where: int, prompt: tuple[int, ...], seconds: int, unpins: int) -> None:
+        """A prefix is computed and pinned, or a pin ends before its time."""
+        if not unpins:
+            self._play(by, lambda player: player.unpin(where))
+            return
+        ids = self._prompt(prompt)
+        self._play(by, lambda player: player.serve(where, ids))
+        self._play(by, lambda player: player.pin(where, ids, seconds))
 
     @invariant()
     def nothing_seen_differs(self) -> None:
@@ -293,8 +474,7 @@ class TwoSystems(RuleBasedStateMachine):
         if not hasattr(self, "systems") or sys.exc_info()[0] is not None:
             return
         for player in (*self.low, *self.high):
-            while player.requests:
-                player.release(0)
+            player.end()
         self._check()
         self._finished()
 
@@ -315,7 +495,9 @@ class TwoSystems(RuleBasedStateMachine):
             return
         first, second = (call(player) for player in self.low)
         if self.compares_all:
-            expect(first == second, f"A observes {second.answer} beside B and {first.answer} otherwise")
+            differ = f"A observes {second.answer} beside B and {first.answer} otherwise"
+            expect(first.answer == second.answer, differ)
+            expect(first.served == second.served, "A is served other bytes beside B than otherwise")
         size = min(len(first.served), len(second.served))
         expect(first.served[:size] == second.served[:size], "A is served other bytes beside B than otherwise")
 
@@ -361,13 +543,17 @@ class TwoRuns(TwoSystems):
         name = cls.policies[policy % len(cls.policies)]
         self.is_strict = cls.modes[mode % len(cls.modes)] == "strict"
         num_blocks = room if self.is_strict else 12 if is_tiny else 512
-        config = CacheConfig(num_blocks, block_size, layout, policy=name, segment_tokens=block_size)
+        everybody = Tenant("default", max_pinned_blocks=5)
+        config = CacheConfig(
+            num_blocks, block_size, layout, policy=name, segment_tokens=block_size, default_tenant=everybody
+        )
         self.clock = ManualClock()
         self.start(
             [self._system(config, beside) for _ in range(2)],
             is_alone=is_alone,
             compares_all=self.is_strict or not is_tiny,
         )
+        self.may_insert = not self.is_strict  # blocks are lent to engines from what nobody is promised
 
     def _system(self, config: CacheConfig, beside: int) -> CacheAdapter:
         factory = type(self).factory
@@ -412,7 +598,7 @@ def _changed(tenant: str, guarantee: int, kind: int) -> Tenant:
     if kind >= 6 and guarantee:
         return Tenant(tenant, guaranteed_blocks=guarantee, mode="strict")
     most = guarantee + 3 if kind % 2 else None
-    return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most)
+    return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most, max_pinned_blocks=most)
 
 
 class TwoAdapters(TwoSystems):

@@ -23,17 +23,29 @@ from radixkv.cache import PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.config import CacheConfig
 from radixkv.errors import CapacityError
-from radixkv.namespaces import Namespace
+from radixkv.namespaces import Namespace, Tenant
 from radixkv.sequence import Sequence
-from radixkv_policies import RequestHints
+from radixkv_policies import POLICIES, Policy, RequestHints
 from radixkv_policies.policy import SEGMENT_TOKENS
 
 _EXTRA: Final = np.array([2**32 - 1], "<u4").tobytes()
 
 
-def replay(trace: Trace, policy: str, capacity: int, seed: int = 0) -> Outcome:
-    """Hits of a cache of ``capacity`` blocks under this policy. O(nodes on the paths + evictions)."""
-    return _Replay(trace, policy, capacity, seed).run()
+def replay(trace: Trace, policy: str, capacity: int, seed: int = 0, *, admits_all: bool = False) -> Outcome:
+    """Hits of a cache of ``capacity`` blocks under this policy. O(nodes on the paths + evictions).
+
+    admits_all: the policy isn't asked what to admit.
+    """
+    return _Replay(trace, policy, capacity, seed, admits_all).run()
+
+
+def declines(policy: str) -> bool:
+    """Whether the policy of this name may decline to keep something."""
+    return policy in POLICIES and POLICIES[policy].admit is not Policy.admit
+
+
+def _admitting_all(policy: type[Policy]) -> type[Policy]:
+    return type(policy.__name__, (policy,), {"admit": Policy.admit})
 
 
 def _hints(labels: Mapping[str, Any] | None) -> RequestHints | None:
@@ -45,11 +57,16 @@ def _hints(labels: Mapping[str, Any] | None) -> RequestHints | None:
 
 
 class _Replay:
-    def __init__(self, trace: Trace, policy: str, capacity: int, seed: int) -> None:
+    def __init__(self, trace: Trace, policy: str, capacity: int, seed: int, admits_all: bool) -> None:
         self._clock = ManualClock()
         segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1)  # a token stands for a block
         config = CacheConfig(
-            num_blocks=capacity + 1, block_size=1, policy=policy, seed=seed, segment_tokens=segment_tokens
+            num_blocks=capacity + 1,
+            block_size=1,
+            policy=policy,
+            seed=seed,
+            segment_tokens=segment_tokens,
+            default_tenant=Tenant("default", policy=_admitting_all(POLICIES[policy]) if admits_all else None),
         )
         self._cache = PrefixCache(config, clock=self._clock)
         self._namespaces = [Namespace(tenant=name, model="trace") for name in trace.tenants]
@@ -76,7 +93,8 @@ class _Replay:
                 self._end(number)
             else:
                 self._start(number)
-        return Outcome(self._hits, self._refused, self._cache.stats().evicted_blocks)
+        stats = self._cache.stats()
+        return Outcome(self._hits, self._refused, stats.evicted_blocks, stats.declined_blocks)
 
     def _start(self, number: int) -> None:
         start, size = self._starts[number], self._prompts[number]

@@ -6,6 +6,7 @@
                             measured capacities, straight lines over the logarithm of the capacity, and to the
                             origin below the first; none if the curve doesn't get there
     prefill seconds saved   see ``profiles``
+    admission gain          the rate, less that of the same policy when it admits all; none where it always does
 
 A run is reduced to sums by tenant and slice at once, so many runs over a long trace take no memory.
 """
@@ -30,6 +31,9 @@ NUM_SLICES = 6
 LRU, OPTIMUM, OPTIMUM_BYPASS = BASELINES = "lru", "optimum", "optimum_bypass"
 _LEAST_GAP = 1e-4
 
+ADMITTING_ALL = ", admitting all"
+"""After the name of a policy: the run in which it declines nothing."""
+
 Cells = NDArray[np.float64]
 """Sums ``[tenants, slices]``."""
 
@@ -42,6 +46,7 @@ class Sums:
     saved_s: Cells
     refused: int
     evicted_blocks: int
+    declined_blocks: int = 0
 
 
 class Scorer:
@@ -90,7 +95,8 @@ class Scorer:
             self._scored
         ]
         saved = self._profile.prefill_seconds(hits)
-        return Sums(self._sum(hits), self._sum(saved), outcome.refused, outcome.evicted_blocks)
+        rest = outcome.refused, outcome.evicted_blocks, outcome.declined_blocks
+        return Sums(self._sum(hits), self._sum(saved), *rest)
 
     def _sum(self, values: NDArray[Any]) -> Cells:
         shape = len(self._trace.tenants), NUM_SLICES
@@ -141,11 +147,18 @@ class Scores:
             **self._scores(policy, capacity, None),
             "refused_requests": sums.refused,
             "evicted_blocks": sums.evicted_blocks,
+            "declined_blocks": sums.declined_blocks,
+            "admission_gain": self._admission_gain(policy, capacity),
             **self._slices(policy, capacity),
             "tenants": {
                 name: self._scores(policy, capacity, index) for index, name in enumerate(self._tenants)
             },
         }
+
+    def _admission_gain(self, policy: str, capacity: int) -> float | None:
+        if (policy + ADMITTING_ALL, capacity) not in self._runs:
+            return None
+        return self._rate(policy, capacity, None) - self._rate(policy + ADMITTING_ALL, capacity, None)
 
     def _scores(self, policy: str, capacity: int, tenant: int | None) -> dict[str, Any]:
         rate, lru, best = (self._rate(name, capacity, tenant) for name in (policy, LRU, OPTIMUM))

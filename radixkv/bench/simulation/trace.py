@@ -102,6 +102,7 @@ class Outcome(NamedTuple):
     hit_blocks: NDArray[np.int64]
     refused: int
     evicted_blocks: int
+    declined_blocks: int = 0
 
 
 def events(trace: Trace) -> Iterator[tuple[int, bool]]:

@@ -47,6 +47,19 @@ def test_a_row_for_each_policy_and_capacity(result: dict[str, Any]) -> None:
         assert set(row["tenants"]) == {"acme", "globex"}
 
 
+def test_what_admission_gains_is_told(result: dict[str, Any], trace: Path) -> None:
+    """For who declines something: the doorkeeper, which is LRU without its door."""
+    by_key = {(row["policy"], row["capacity"]): row for row in result["results"]}
+    for (name, size), row in by_key.items():
+        if name == "doorkeeper":
+            gain = row["token_hit_rate"] - by_key["lru", size]["token_hit_rate"]
+            assert row["admission_gain"] == pytest.approx(gain)
+        else:
+            assert row["admission_gain"] is None and row["declined_blocks"] == 0
+    assert by_key["doorkeeper", 200]["declined_blocks"] > 0 and "admission adds" in table(result)
+    assert "admission adds" not in table(run([trace], policies=["lru"], capacities=[200], jobs=1))
+
+
 def test_scores_are_what_they_are_called(result: dict[str, Any]) -> None:
     by_key = {(row["policy"], row["capacity"]): row for row in result["results"]}
     for (name, size), row in by_key.items():

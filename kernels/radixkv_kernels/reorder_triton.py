@@ -1,0 +1,301 @@
+"""The three Triton kernels of reorder (see ``reorder`` for what they make of the books, ``beams`` for the books).
+
+A launch changes nothing that a later program of the same launch still reads: plan is one program, which decides
+before it writes; a program of permute owns its columns, reads them all, waits for its own threads, then writes;
+finish reads what plan and permute left for it, and writes elsewhere. Reference counts need no atomics, since a
+block stands in one column, and so in one program, whoever holds it.
+
+Importing this module imports triton, and so fixes whether this process interprets or compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from radixkv_kernels import beams as books
+from radixkv_kernels import launch
+from radixkv_kernels.beams import Beams, tile_columns
+from radixkv_kernels.copy_triton import MAX_CHUNK, SMALL_CHUNK, CopyShape, copy_chunk, copy_shape
+from radixkv_kernels.pool import Pool
+
+NUM_FREE, STATUS = tl.constexpr(books.NUM_FREE), tl.constexpr(books.STATUS)
+NUM_COPIES, LEFT = tl.constexpr(books.NUM_COPIES), tl.constexpr(books.LEFT)
+OUT_OF_BLOCKS, TABLE_FULL = tl.constexpr(books.OUT_OF_BLOCKS), tl.constexpr(books.TABLE_FULL)
+BAD_PARENT = tl.constexpr(books.BAD_PARENT)
+PROGRAMS_PER_SM = 8
+INTERPRETED_PROGRAMS = 3
+"""Few, so that a test's copies take more than one turn of the loop."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def plan_kernel(
+    parents: tl.tensor,  # pointers, all to int32
+    tables: tl.tensor,
+    lengths: tl.tensor,
+    groups: tl.tensor,
+    refs: tl.tensor,
+    free: tl.tensor,
+    counters: tl.tensor,
+    taken: tl.tensor,
+    copies: tl.tensor,
+    NUM_BEAMS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BEAMS: tl.constexpr,  # NUM_BEAMS rounded up to a power of two
+) -> None:
+    beam = tl.arange(0, BEAMS)
+    is_beam = beam < NUM_BEAMS
+    parent = tl.load(parents + beam, mask=is_beam, other=0)
+    is_bad = is_beam & ((parent < 0) | (parent >= NUM_BEAMS))
+    parent = tl.where(is_bad, 0, parent)
+    group = tl.load(groups + beam, mask=is_beam, other=0)
+    is_bad = is_bad | (is_beam & (tl.load(groups + parent, mask=is_beam, other=0) != group))
+    length = tl.load(lengths + parent, mask=is_beam, other=0)
+    is_partial = is_beam & (length % BLOCK_SIZE != 0)
+    tail = tl.load(tables + parent * NUM_COLUMNS + length // BLOCK_SIZE, mask=is_partial, other=-1)
+    # Beams that hold my tail now, and whether one before me goes on from it.
+    num_holders = tl.zeros((BEAMS,), tl.int32)
+    is_first = is_partial
+    for other in range(NUM_BEAMS):
+        other_length = tl.load(lengths + other)
+        is_other_partial = other_length % BLOCK_SIZE != 0
+        other_tail = tl.load(
+            tables + other * NUM_COLUMNS + other_length // BLOCK_SIZE, mask=is_other_partial, other=-2
+        )
+        num_holders += (other_tail == tail).to(tl.int32)
+        other_parent = tl.load(parents + other)
+        is_other_bad = (other_parent < 0) | (other_parent >= NUM_BEAMS)
+        other_parent = tl.where(is_other_bad, 0, other_parent)
+        next_length = tl.load(lengths + other_parent)
+        next_tail = tl.load(
+            tables + other_parent * NUM_COLUMNS + next_length // BLOCK_SIZE,
+            mask=next_length % BLOCK_SIZE != 0,
+            other=-2,
+        )
+        is_first = is_first & ~((next_tail == tail) & (other < beam))
+    keeps = is_first & (tl.load(refs + tail, mask=is_partial, other=0) == num_holders)
+    needs = is_beam & ~keeps
+    rank = tl.cumsum(needs.to(tl.int32), axis=0) - 1
+    num_needed = tl.sum(needs.to(tl.int32), axis=0)
+    num_free = tl.load(counters + NUM_FREE)
+    any_bad = tl.max(is_bad.to(tl.int32), axis=0)
+    any_full = tl.max((needs & (length // BLOCK_SIZE >= NUM_COLUMNS)).to(tl.int32), axis=0)
+    status = any_full * TABLE_FULL + (num_needed > num_free).to(tl.int32) * OUT_OF_BLOCKS
+    status = tl.where(any_bad > 0, BAD_PARENT, status)
+    earlier = tl.load(counters + STATUS)
+    if earlier == 0:
+        if status != 0:
+            tl.store(counters + STATUS, status)
+        else:
+            block = tl.load(free + num_free - 1 - rank, mask=needs, other=-1)
+            tl.store(taken + beam, block, mask=is_beam)
+            tl.store(refs + block, 1, mask=needs)
+            is_copy = needs & is_partial
+            at = copies + (tl.cumsum(is_copy.to(tl.int32), axis=0) - 1) * 3
+            tl.store(at, tail, mask=is_copy)
+            tl.store(at + 1, block, mask=is_copy)
+            tl.store(at + 2, length % BLOCK_SIZE, mask=is_copy)
+            tl.store(counters + NUM_COPIES, tl.sum(is_copy.to(tl.int32), axis=0))
+            tl.store(counters + LEFT, num_free - num_needed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def permute_kernel(
+    parents: tl.tensor,  # pointers, all to int32
+    tables: tl.tensor,
+    lengths: tl.tensor,
+    prefixes: tl.tensor,
+    refs: tl.tensor,
+    counters: tl.tensor,
+    taken: tl.tensor,
+    dead: tl.tensor,
+    num_dead: tl.tensor,
+    NUM_BEAMS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BEAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    if tl.load(counters + STATUS) == 0:
+        # A tile [BEAMS, COLUMNS] of the tables, as one row of cells.
+        cell = tl.arange(0, BEAMS * COLUMNS)
+        beam = cell // COLUMNS
+        column = tl.program_id(0) * COLUMNS + cell % COLUMNS
+        is_cell = (beam < NUM_BEAMS) & (column < NUM_COLUMNS)
+        is_cell = is_cell & (column >= tl.load(prefixes + beam, mask=is_cell, other=0))
+        length = tl.load(lengths + beam, mask=is_cell, other=0)
+        was = is_cell & (column * BLOCK_SIZE < length)
+        old = tl.load(tables + beam * NUM_COLUMNS + column, mask=was, other=-1)
+        parent = tl.load(parents + beam, mask=is_cell, other=0)
+        length = tl.load(lengths + parent, mask=is_cell, other=0)
+        was = is_cell & (column * BLOCK_SIZE < length)
+        new = tl.load(tables + parent * NUM_COLUMNS + column, mask=was, other=-1)
+        mine = tl.load(taken + beam, mask=is_cell, other=-1)
+        new = tl.where(is_cell & (column == length // BLOCK_SIZE) & (mine >= 0), mine, new)
+        # How many beams held my old block, and how many hold it next; the first holder answers for it.
+        change = tl.zeros((BEAMS * COLUMNS,), tl.int32)
+        is_first = old >= 0
+        in_table = column < NUM_COLUMNS
+        for other in range(NUM_BEAMS):
+            first = tl.load(prefixes + other)
+            counts = in_table & (column >= first)
+            was = counts & (column * BLOCK_SIZE < tl.load(lengths + other))
+            theirs = tl.load(tables + other * NUM_COLUMNS + column, mask=was, other=-2)
+            change -= (theirs == old).to(tl.int32)
+            is_first = is_first & ~((theirs == old) & (other < beam))
+            other_parent = tl.load(parents + other)
+            next_length = tl.load(lengths + other_parent)
+            was = counts & (column * BLOCK_SIZE < next_length)
+            next_one = tl.load(tables + other_parent * NUM_COLUMNS + column, mask=was, other=-2)
+            other_taken = tl.load(taken + other)
+            next_one = tl.where(
+                (column == next_length // BLOCK_SIZE) & (other_taken >= 0), other_taken, next_one
+            )
+            change += (next_one == old).to(tl.int32)
+        count = tl.load(refs + old, mask=is_first, other=0) + change
+        is_dead = is_first & (count == 0)
+        tl.debug_barrier()  # all threads have read; from here on they write
+        tl.store(refs + old, count, mask=is_first)
+        tl.store(tables + beam * NUM_COLUMNS + column, new, mask=is_cell & (new >= 0))
+        rank = tl.cumsum(is_dead.to(tl.int32), axis=0) - 1
+        tl.store(dead + tl.program_id(0) * (NUM_BEAMS * COLUMNS) + rank, old, mask=is_dead)
+        tl.store(num_dead + tl.program_id(0), tl.sum(is_dead.to(tl.int32), axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def finish_kernel(
+    parents: tl.tensor,  # pointers to int32, but for planes
+    lengths: tl.tensor,
+    free: tl.tensor,
+    counters: tl.tensor,
+    copies: tl.tensor,
+    dead: tl.tensor,
+    num_dead: tl.tensor,
+    planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    NUM_BEAMS: tl.constexpr,
+    BEAMS: tl.constexpr,
+    TILE: tl.constexpr,  # cells of a tile of permute, rounded up to a power of two
+    TILE_CELLS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ_BLOCK: tl.constexpr,
+    READ_ROW: tl.constexpr,
+    READ_LANE: tl.constexpr,
+    WRITE_BLOCK: tl.constexpr,
+    WRITE_ROW: tl.constexpr,
+    WRITE_LANE: tl.constexpr,
+    RUN: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    READ_ALIGNMENT: tl.constexpr,
+    WRITE_ALIGNMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    if tl.load(counters + STATUS) == 0:
+        program = tl.program_id(0)
+        left = tl.load(counters + LEFT)
+        if program < NUM_TILES:
+            tile = tl.arange(0, TILES)
+            counts = tl.load(num_dead + tile, mask=tile < NUM_TILES, other=0)
+            before = tl.sum(tl.where(tile < program, counts, 0), axis=0)
+            mine = tl.load(num_dead + program)
+            cell = tl.arange(0, TILE)
+            blocks = tl.load(dead + program * TILE_CELLS + cell, mask=cell < mine, other=0)
+            tl.store(free + left + before + cell, blocks, mask=cell < mine)
+            if program == 0:
+                tl.store(counters + NUM_FREE, left + tl.sum(counts, axis=0))
+                beam = tl.arange(0, BEAMS)
+                is_beam = beam < NUM_BEAMS
+                parent = tl.load(parents + beam, mask=is_beam, other=0)
+                length = tl.load(lengths + parent, mask=is_beam, other=0)
+                tl.debug_barrier()  # all threads have read; from here on they write
+                tl.store(lengths + beam, length + 1, mask=is_beam)
+        num_chunks: tl.constexpr = (NUM_ROWS * RUN + CHUNK - 1) // CHUNK
+        num_items = tl.load(counters + NUM_COPIES) * (NUM_PLANES * NUM_LANES * num_chunks)
+        for item in range(program, num_items, NUM_PROGRAMS):
+            chunk = item % num_chunks
+            lane = (item // num_chunks) % NUM_LANES
+            plane = (item // (num_chunks * NUM_LANES)) % NUM_PLANES
+            pair = item // (num_chunks * NUM_LANES * NUM_PLANES)
+            source = tl.load(copies + pair * 3)
+            target = tl.load(copies + pair * 3 + 1)
+            num_rows = tl.load(copies + pair * 3 + 2)
+            copy_chunk(
+                planes, planes, source, target, num_rows, plane, lane, chunk,
+                READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
+                RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+            )  # fmt: skip
+
+
+def plan_constants(beams: Beams) -> dict[str, Any]:
+    """What ``plan_kernel`` is compiled with."""
+    return {
+        "NUM_BEAMS": beams.num_beams,
+        "NUM_COLUMNS": beams.max_columns,
+        "BLOCK_SIZE": beams.block_size,
+        "BEAMS": triton.next_power_of_2(beams.num_beams),
+    }
+
+
+def permute_constants(beams: Beams) -> dict[str, Any]:
+    """What ``permute_kernel`` is compiled with."""
+    return plan_constants(beams) | {"COLUMNS": tile_columns(beams.num_beams)}
+
+
+def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, Any]:
+    """What ``finish_kernel`` is compiled with."""
+    cells = beams.num_beams * tile_columns(beams.num_beams)
+    num_tiles = _num_tiles(beams)
+    return {
+        "NUM_BEAMS": beams.num_beams,
+        "BEAMS": triton.next_power_of_2(beams.num_beams),
+        "TILE": triton.next_power_of_2(cells),
+        "TILE_CELLS": cells,
+        "NUM_TILES": num_tiles,
+        "TILES": triton.next_power_of_2(num_tiles),
+        "NUM_PROGRAMS": num_programs,
+        "NUM_ROWS": beams.block_size,
+        **_copies_of_tails(pool, beams)._asdict(),
+    }
+
+
+def reorder(pool: Pool, beams: Beams, parents: torch.Tensor) -> None:
+    """Enqueues one step: three launches, whose grids depend on shapes alone."""
+    num_programs = max(_num_tiles(beams), _num_copying_programs(pool))
+    common = (parents, beams.tables, beams.lengths)
+    with launch.on_device(pool.device):
+        plan_kernel[(1,)](
+            *common, beams.groups, beams.refs, beams.free, beams.counters, beams.taken, beams.copies,
+            **plan_constants(beams), num_warps=1 if beams.num_beams <= 32 else 4,
+        )  # fmt: skip
+        permute_kernel[(_num_tiles(beams),)](
+            *common, beams.num_prefix_blocks, beams.refs, beams.counters, beams.taken, beams.dead, beams.num_dead,
+            **permute_constants(beams), num_warps=4,
+        )  # fmt: skip
+        finish_kernel[(num_programs,)](
+            parents, beams.lengths, beams.free, beams.counters, beams.copies, beams.dead, beams.num_dead,
+            launch.addresses(pool), **finish_constants(beams, pool, num_programs), num_warps=4,
+        )  # fmt: skip
+
+
+def _num_tiles(beams: Beams) -> int:
+    return -(-beams.max_columns // tile_columns(beams.num_beams))
+
+
+def _copies_of_tails(pool: Pool, beams: Beams) -> CopyShape:
+    """Small chunks: a step's copies are few, and are spread over the whole GPU."""
+    return copy_shape(pool, pool, SMALL_CHUNK if beams.num_beams <= 16 else MAX_CHUNK)
+
+
+def _num_copying_programs(pool: Pool) -> int:
+    if pool.device.type == "cpu":
+        return INTERPRETED_PROGRAMS
+    return PROGRAMS_PER_SM * int(torch.cuda.get_device_properties(pool.device).multi_processor_count)

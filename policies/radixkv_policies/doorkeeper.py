@@ -1,0 +1,177 @@
+"""Doorkeeper: LRU that admits only as many newcomers as the cache can keep until they may return.
+
+Most prompts never come back, and LRU lets each of them push out what would have: a cache that forgets sooner than its
+blocks return finds nothing, however large it is (a loop a little longer than the cache is the classic case). So a part
+of the newcomers is turned away as their use ends, and the rest stays long enough to be worth it.
+
+- **How many.** At each eviction the age of the victim is compared with PATIENCE half-lives, which are learned from the
+  gaps of reuse (``lrfu.HalfLife``). Younger: fewer newcomers are admitted; older: more. Their share moves by a
+  factor of e^SPEED each time that as many blocks as the cache has were evicted, so it settles where what is kept lives
+  just long enough. A cache that is large enough for its traffic turns nobody away, and is LRU.
+- **Whether at all.** LRU forgets what ended before as many new blocks were made as the cache has. So the door knows
+  what it won (hits on what LRU would have forgotten) and lost (what it turned away, and LRU would have had), and
+  opens while it has lost clearly more.
+- **Who.** Whatever was used before, or is remembered by a ghost, is admitted, and what is too short for a ghost. Of the
+  others every n-th. First those that begin a conversation are turned away; only when 1 in 50 of them is let in, those
+  that continue one too: they begin further down than SHARED_TOKENS.
+
+Ours; the name is TinyLFU's (ACM ToS 2017), whose door turns away everything that is new, at any size; thinning them at
+random until the rest lives long enough is BIP's idea (ISCA 2007), there with a fixed chance.
+
+State a node: as all ``LeafPolicy``, three values a piece and an entry of a heap. Cost: O(log n).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import count
+from math import exp, inf, log
+from typing import Final
+
+from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.lrfu import HalfLife
+from radixkv_policies.policy import Clock, Handle
+
+PATIENCE: Final = 0.5
+"""Half-lives that a victim ought to have lived."""
+
+SPEED: Final = 2.0
+
+TOLERANCE: Final = 0.03
+"""The door may have lost so many blocks more than it won, as a part of the cache's, before it opens."""
+
+FADES: Final = 4.0
+"""Its record fades by a factor of e with so many new blocks, in capacities."""
+
+SHARED_TOKENS: Final = 1_024
+
+FEWEST: Final = log(50)
+"""As few newcomers of a kind are admitted at least, in terms of e."""
+
+
+class Known(Piece):
+    """``is_known``: used again, or remembered. ``ended_s``: when its last use ended, None in its first."""
+
+    __slots__ = ("ended_s", "is_known", "stamp")
+
+    def __init__(self, is_known: bool) -> None:
+        self.is_known, self.stamp = is_known, 0
+        self.ended_s: float | None = None
+
+
+class Record:
+    """What the door won and lost against LRU. O(1), amortised; at most 65 numbers.
+
+    ``won``: blocks that were hit and LRU would have forgotten, less those that were turned away and LRU would have hit.
+    """
+
+    __slots__ = ("_capacity", "_forgotten_s", "_made_at", "_num_made", "won")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self.won = capacity, 0.0
+        self._num_made, self._forgotten_s = 0, -inf
+        self._made_at: deque[tuple[int, float]] = deque()
+
+    def made(self, num_blocks: int, now_s: float) -> None:
+        """So many blocks had to be computed."""
+        self._num_made += num_blocks
+        self.won *= 1.0 - min(num_blocks / (FADES * self._capacity), 1.0)
+        made_at = self._made_at
+        if not made_at or self._num_made - made_at[-1][0] > self._capacity / 64:
+            made_at.append((self._num_made, now_s))
+        while made_at and made_at[0][0] <= self._num_made - self._capacity:
+            self._forgotten_s = made_at.popleft()[1]
+
+    def is_forgotten(self, ended_s: float) -> bool:
+        """Whether LRU would have forgotten by now what was used last then: it made as many blocks since as fit."""
+        return ended_s < self._forgotten_s
+
+    @property
+    def is_good(self) -> bool:
+        """Unless clearly more was lost than won."""
+        return self.won >= -TOLERANCE * self._capacity
+
+
+class Doorkeeper(LeafPolicy[Known]):
+    """LRU with a door."""
+
+    uses_ghost_keys = True
+
+    def __init__(
+        self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
+    ) -> None:
+        super().__init__(capacity, clock, seed, block_size=block_size, segment_blocks=segment_blocks)
+        self._leaves = LeafHeap()
+        self._stamps = count()
+        self._half_life = HalfLife()
+        self._shared_blocks = SHARED_TOKENS / self._block_tokens
+        self._strictness = 0.0  # up to FEWEST fewer beginnings are admitted, up to twice that fewer of all
+        self._due = [0.0, 0.0]  # what is to be admitted by now, and wasn't: of beginnings, of others
+        self._is_declining = False
+        self.record = Record(capacity)
+
+    # --- the door
+
+    def admit(self, node: Handle) -> bool:
+        state = self._states[node]
+        piece = state.pieces[-1]
+        if piece.is_known or not piece.keys:
+            return True
+        continues = state.depth - piece.num_blocks > self._shared_blocks
+        self._due[continues] += self.share(continues=continues)
+        self._is_declining = self._due[continues] < 1.0
+        if not self._is_declining:
+            self._due[continues] -= 1.0
+        return not self._is_declining
+
+    def share(self, *, continues: bool) -> float:
+        """The share of newcomers that is admitted, of those that continue a conversation or of the others."""
+        return exp(min(FEWEST - self._strictness, 0.0) if continues else -min(self._strictness, FEWEST))
+
+    def trimmed(self, node: Handle, num_blocks: int) -> None:
+        ended_s = self._states[node].pieces[-1].ended_s
+        if not self._is_declining and ended_s is not None:
+            is_young = self._clock() - ended_s < PATIENCE * self._half_life.seconds
+            step = SPEED * num_blocks / self._capacity * (1.0 if is_young and self.record.is_good else -1.0)
+            self._strictness = min(max(self._strictness + step, 0.0), 2 * FEWEST)
+        super().trimmed(node, num_blocks)
+
+    def removed(self, node: Handle) -> None:
+        super().removed(node)
+        self._is_declining = False
+
+    # --- pieces
+
+    def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Known:
+        now_s = self._clock()
+        if isinstance(memory, tuple):
+            ended_s, was_declined = memory
+            self._half_life.saw(now_s - ended_s, num_blocks)
+            if was_declined and not self.record.is_forgotten(ended_s):
+                self.record.won -= num_blocks
+        self.record.made(num_blocks, now_s)
+        return Known(memory is not None)
+
+    def used(self, piece: Known) -> None:
+        piece.is_known = True
+        if piece.ended_s is not None:
+            self._half_life.saw(self._clock() - piece.ended_s, piece.num_blocks)
+            if self.record.is_forgotten(piece.ended_s):
+                self.record.won += piece.num_blocks
+
+    def ended(self, piece: Known) -> None:
+        piece.ended_s, piece.stamp = self._clock(), next(self._stamps)
+
+    def memory(self, piece: Known) -> object:
+        return piece.ended_s, self._is_declining
+
+    # --- the order
+
+    def entered(self, node: Handle, piece: Known, depth: int) -> None:
+        self._leaves.add(node, piece.stamp)
+
+    def left(self, node: Handle, piece: Known) -> None:
+        self._leaves.discard(node)
+
+    def victim(self) -> Handle | None:
+        return self._leaves.first()

@@ -1,0 +1,260 @@
+"""All kernels: first that they are right, then how near to the speed of memory they come.
+
+Each kernel runs once on small blocks and is compared with the torch reference, byte for byte. Where there is no GPU
+that is all, and the report says so: ``TRITON_INTERPRET=1`` lets it try Triton's kernels even there. On a GPU the same
+kernels then run on ``num_blocks`` blocks scattered over twice as many, timed by device events; every round calls each
+once, in an order drawn anew, with one large ``copy_`` and one ``zero_`` of the same bytes among them. Figures are
+medians; ``of_copy_bandwidth`` relates bytes read and written a second to those of that copy, ``of_memset`` those
+written by scrub to those of ``zero_``. ``reorder`` is a step of 64 beams of 32k tokens, once launched and once as
+the replay of a CUDA graph, without copies: its blocks are one row long.
+
+Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import radixkv_kernels
+from radixkv.bench.fork import device_name, time_cuda, versions
+from radixkv.errors import ArgumentError, KernelError
+from radixkv.storage import KVLayout
+from radixkv_kernels import Beams, Pool, Quantized, backend, reference
+from radixkv_kernels.quantized import Scheme
+
+SCHEMES: tuple[Scheme, ...] = ("fp8", "int8", "int4")
+WARMUP_ROUNDS = 5
+COPY, MEMSET = "copy_", "zero_"
+
+
+class Work(NamedTuple):
+    """Blocks of random finite values, half of them sources and half targets; what they are copied to; beams."""
+
+    storage: torch.Tensor
+    sources: list[int]
+    targets: list[int]
+    num_rows: list[int]
+    staging: torch.Tensor
+    records: dict[Scheme, torch.Tensor]
+    beams: Beams
+    rows_of_beams: torch.Tensor  # storage of the beams' blocks, of one row each
+    parents: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All blocks and records that a kernel may change."""
+        return [self.storage, self.staging, *self.records.values(), self.rows_of_beams]
+
+
+class Reference:
+    """The reference under the names and arguments of the kernels."""
+
+    fork_blocks = staticmethod(reference.fork_blocks)
+    gather = staticmethod(reference.gather)
+    scatter = staticmethod(reference.scatter)
+    scrub = staticmethod(reference.scrub)
+    reorder = staticmethod(reference.reorder)
+
+    @staticmethod
+    def quantize(pool: torch.Tensor, block_ids: Sequence[int], records: torch.Tensor, scheme: Scheme) -> None:
+        """As ``radixkv_kernels.quantize``."""
+        reference.quantize(Quantized(Pool.of(pool), scheme), block_ids, records)
+
+    @staticmethod
+    def dequantize(
+        records: torch.Tensor, pool: torch.Tensor, block_ids: Sequence[int], scheme: Scheme
+    ) -> None:
+        """As ``radixkv_kernels.dequantize``."""
+        reference.dequantize(Quantized(Pool.of(pool), scheme), block_ids, records)
+
+
+Kernel = Callable[[Any, Work], None]
+
+
+def _quantize(scheme: Scheme, ops: Any, work: Work) -> None:
+    ops.quantize(work.storage, work.sources, work.records[scheme], scheme)
+
+
+def _dequantize(scheme: Scheme, ops: Any, work: Work) -> None:
+    ops.dequantize(work.records[scheme], work.storage, work.targets, scheme)
+
+
+KERNELS: dict[str, Kernel] = {
+    "fork_blocks": lambda ops, work: ops.fork_blocks(work.storage, work.sources, work.targets, work.num_rows),
+    "gather": lambda ops, work: ops.gather(work.storage, work.sources, work.staging),
+    "scatter": lambda ops, work: ops.scatter(work.staging, work.storage, work.targets),
+    **{f"quantize {scheme}": partial(_quantize, scheme) for scheme in SCHEMES},
+    **{f"dequantize {scheme}": partial(_dequantize, scheme) for scheme in SCHEMES},
+    "reorder": lambda ops, work: ops.reorder(work.rows_of_beams, work.beams, work.parents),
+    "scrub": lambda ops, work: ops.scrub(work.storage, work.targets),
+}
+
+
+def run(
+    *,
+    device: str = "cpu",
+    dtype: str = "bfloat16",
+    num_layers: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    block_size: int = 16,
+    num_blocks: int = 1000,
+    repeats: int = 30,
+    seed: int = 0,
+) -> dict[str, object]:
+    """Checks all kernels, and on a GPU times them; returns what ``radixkv bench kernels --json`` prints.
+
+    Memory of the GPU: about six times ``num_blocks`` blocks, 12 GiB by default. Raises ConfigError for a layout that
+    can't be, ArgumentError for other arguments, KernelError for a kernel that differs from the reference.
+    """
+    for argument, value in (("block_size", block_size), ("num_blocks", num_blocks), ("repeats", repeats)):
+        if value < 1:
+            raise ArgumentError(argument, value, "at least 1")
+    place = torch.device(device)
+    layout = KVLayout(num_layers, num_kv_heads, head_dim, dtype)
+    checked = check(KVLayout(2, 2, 16, dtype), place, seed)
+    report: dict[str, object] = {
+        "benchmark": "kernels",
+        "device": device_name(place),
+        "path": backend(torch.empty(0, device=place)),
+        "versions": versions(),
+        "seed": seed,
+        "checked": checked,
+        "results": [],
+        "note": "no GPU: kernels compared with the reference, nothing timed",
+    }
+    if place.type == "cuda":
+        del report["note"]
+        report["results"] = measure(layout, block_size, num_blocks, repeats, seed, place)
+    return report
+
+
+def check(layout: KVLayout, device: torch.device, seed: int) -> list[str]:
+    """Runs each kernel on few small blocks; returns their names. Raises KernelError for the first that differs."""
+    ours, truth = (make_work(layout, 5, 3, 4, 40, device, seed) for _ in range(2))
+    for name, kernel in KERNELS.items():
+        kernel(radixkv_kernels, ours)
+        kernel(Reference, truth)
+        if not _is_same(name, ours, truth):
+            raise KernelError(f"{name} on {device} differs from the reference for {layout}")
+    return list(KERNELS)
+
+
+def _is_same(name: str, ours: Work, truth: Work) -> bool:
+    if name.startswith("dequantize") and ours.storage.dtype == torch.bfloat16 and ours.storage.is_cpu:
+        # Triton's interpreter truncates what it narrows to bfloat16: a neighbour is allowed, and made good.
+        is_near = torch.allclose(ours.storage.float(), truth.storage.float(), rtol=2**-7, atol=0)
+        ours.storage.copy_(truth.storage)
+        return is_near
+    pairs = zip(ours.tensors(), truth.tensors(), strict=True)
+    are_same = all(torch.equal(got.view(torch.uint8), want.view(torch.uint8)) for got, want in pairs)
+    return are_same and ours.beams.read() == truth.beams.read()
+
+
+def make_work(
+    layout: KVLayout,
+    block_size: int,
+    num_blocks: int,
+    num_beams: int,
+    columns: int,
+    device: torch.device,
+    seed: int,
+) -> Work:
+    """Work on ``num_blocks`` scattered blocks, and a step of beams that have ``columns`` blocks of one row each."""
+    rng = np.random.default_rng(seed)
+    storage = torch.empty(
+        (2 * num_blocks, *layout.block_shape(block_size)), dtype=getattr(torch, layout.dtype), device=device
+    )
+    storage.normal_(generator=torch.Generator(device).manual_seed(seed))
+    ids = rng.permutation(2 * num_blocks)
+    pool = Pool.of(storage)
+    records = {
+        scheme: torch.zeros(
+            (num_blocks, Quantized(pool, scheme).record_bytes), dtype=torch.uint8, device=device
+        )
+        for scheme in SCHEMES
+    }
+    prompt, room = columns // 2, num_beams * (columns - columns // 2)
+    beams = Beams(
+        [range(prompt)] * num_beams,
+        [prompt] * num_beams,
+        [0] * num_beams,
+        np.arange(prompt, prompt + room),
+        num_blocks=prompt + room,
+        block_size=1,
+        max_columns=columns,
+        device=device,
+    )
+    return Work(
+        storage,
+        ids[:num_blocks].tolist(),
+        ids[num_blocks:].tolist(),
+        rng.integers(1, block_size, num_blocks, endpoint=True).tolist(),
+        torch.zeros_like(storage[:num_blocks]),
+        records,
+        beams,
+        torch.zeros((prompt + room, 1, 2, 1, 1, 8), dtype=storage.dtype, device=device),
+        torch.from_numpy(rng.integers(0, num_beams, num_beams, dtype=np.int32)).to(device),
+    )
+
+
+def measure(
+    layout: KVLayout, block_size: int, num_blocks: int, repeats: int, seed: int, device: torch.device
+) -> list[dict[str, object]]:
+    """Times the kernels on a GPU; a row for each."""
+    work = make_work(layout, block_size, num_blocks, 64, 4096, device, seed)
+    source, target = torch.ones_like(work.staging), torch.zeros_like(work.staging)
+    calls: dict[str, Callable[[int], object]] = {
+        name: partial(_once, kernel, work) for name, kernel in KERNELS.items()
+    }
+    for name in KERNELS:
+        calls[name](0)  # compiled and loaded before anything is captured or timed
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls["reorder"](0)
+    calls |= {
+        "reorder, graph": lambda _: graph.replay(),
+        COPY: lambda _: target.copy_(source),
+        MEMSET: lambda _: target.zero_(),
+    }
+    rng = np.random.default_rng(seed)
+    order = [name for _ in range(WARMUP_ROUNDS + repeats) for name in rng.permutation(list(calls)).tolist()]
+    timings = time_cuda([(calls[name], 0) for name in order], device)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for name, timing in list(zip(order, timings, strict=True))[WARMUP_ROUNDS * len(calls) :]:
+        seconds[name].append(timing)
+    if status := work.beams.read().status:
+        raise KernelError(f"the steps of reorder ended with status {status}")
+    medians = {name: np.median(np.array(times), axis=0) for name, times in seconds.items()}
+    moved = _bytes_moved(work)
+    speed = {name: moved[name] / float(medians[name][0]) for name in moved}
+    return [
+        {
+            "kernel": name,
+            "bytes": moved.get(name),
+            "seconds": float(on_device),
+            "enqueue_seconds": float(on_host),
+            "of_copy_bandwidth": speed[name] / speed[COPY] if name in moved else None,
+            "of_memset": speed[name] / speed[MEMSET] if name == "scrub" else None,
+        }
+        for name, (on_device, on_host) in medians.items()
+    ]
+
+
+def _once(kernel: Kernel, work: Work, _: int) -> None:
+    kernel(radixkv_kernels, work)
+
+
+def _bytes_moved(work: Work) -> dict[str, int]:
+    """Read and written, of the kernels whose cost that is."""
+    blocks = work.staging.nbytes
+    row_bytes = blocks // len(work.sources) // work.storage.shape[3]
+    moved = {COPY: 2 * blocks, MEMSET: blocks, "scrub": blocks, "gather": 2 * blocks, "scatter": 2 * blocks}
+    moved["fork_blocks"] = 2 * row_bytes * sum(work.num_rows)
+    for scheme, records in work.records.items():
+        moved[f"quantize {scheme}"] = moved[f"dequantize {scheme}"] = blocks + records.nbytes
+    return moved

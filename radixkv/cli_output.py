@@ -1,0 +1,63 @@
+"""What the commands of the command line have in common: options of those that talk to a service, and output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+DEFAULT_URL = "http://127.0.0.1:8400"
+Command = Callable[..., Any]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def client_options(command: Command) -> Command:
+    """``--url`` and ``--key``."""
+    options = (
+        click.option(
+            "--url", envvar="RADIXKV_URL", default=DEFAULT_URL, show_default=True, help="The service."
+        ),
+        click.option(
+            "--key",
+            envvar="RADIXKV_KEY",
+            help="Key of a tenant or the operator.  [a demo key on loopback]",
+        ),
+    )
+    for option in options:
+        command = option(command)
+    return command
+
+
+def print_json(document: object) -> None:
+    """A document on stdout."""
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if that is a terminal; the function takes how much is done in all."""
+    with click.progressbar(
+        length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()
+    ) as bar:
+        yield lambda done: bar.update(done - bar.pos)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Text: the first column to the left, the others to the right."""
+    cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
+    first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
+    return "\n".join(_line(line, first, others) for line in cells)
+
+
+def _line(cells: list[str], first: int, others: list[int]) -> str:
+    right = [cell.rjust(width) for cell, width in zip(cells[1:], others, strict=True)]
+    return "  ".join([cells[0].ljust(first), *right]).rstrip()
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,198 @@
+"""Warm jobs of several replicas, as records in the store: who is to hold a prefix, and how far each has come.
+
+A job has an owner, which sees to it, and a part for each replica that was asked. Every replica writes its own
+part; the owner writes those of replicas that couldn't be asked. When an owner's lease is over, another takes
+the job; of all who try, one gets it. A job without an owner is given up: nobody will be asked any more.
+
+    create ──▶ report (each its own part) ──▶ extend (one more) ──▶ … ──▶ end
+                   take, hand: another owner        give_up: a part that nobody could deliver
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from radixkv.coordination.protocol import JOB_STATES, NOBODY, JobPart, JobState, ReplicaInfo, WarmJob
+from radixkv.coordination.store import MAX_PARTS, Store
+from radixkv.coordination.wire import is_code
+from radixkv.errors import ArgumentError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from radixkv.coordination.keys import FleetKeys
+    from radixkv.coordination.reader import Reader
+    from radixkv.coordination.tenants import Tenants
+    from radixkv.namespaces import Namespace
+
+_JOB_ID = re.compile(r"[0-9a-f]{32}")
+_DIGEST = re.compile(r"([0-9a-f]{64})?")
+
+
+class WarmJobs(ABC):
+    """The part of a coordinator that deals with jobs. See ``protocol.Coordinator``."""
+
+    store: Store
+    reader: Reader
+    keys: FleetKeys
+    tenants: Tenants
+
+    @abstractmethod
+    def info(self) -> ReplicaInfo:
+        """This replica; local."""
+
+    @abstractmethod
+    def replicas(self) -> list[ReplicaInfo]:
+        """All that are known; local."""
+
+    @property
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why the store can't be reached; None if it can, as far as is known. Local."""
+
+    def create_job(
+        self,
+        namespace: Namespace,
+        num_tokens: int,
+        replica_ids: Sequence[str],
+        *,
+        job_id: str | None = None,
+        num_wanted: int | None = None,
+        num_left_out: int = 0,
+        request: str = "",
+    ) -> WarmJob:
+        """Record a warm job with a part, queued, for each replica. See the protocol."""
+        for name, value in (("num_tokens", num_tokens), ("num_left_out", num_left_out)):
+            if value < 0:
+                raise ArgumentError(name, value, "an integer ≥ 0")
+        if job_id is not None and not _JOB_ID.fullmatch(job_id):
+            raise ArgumentError("job_id", job_id, "32 hex digits")
+        if not _DIGEST.fullmatch(request):
+            raise ArgumentError("request", request, "64 hex digits")
+        if len(set(replica_ids)) > MAX_PARTS:
+            raise ArgumentError("replica_ids", len(set(replica_ids)), f"at most {MAX_PARTS} replicas")
+        epochs = self._epochs_of(replica_ids)
+        job = WarmJob(
+            id=job_id or secrets.token_hex(16),
+            tenant_digest=self.keys.tenant(namespace.tenant),
+            namespace_digest=self.keys.namespace(namespace, self.tenants.generation(namespace.tenant)),
+            num_tokens=num_tokens,
+            parts=tuple(JobPart(name, epochs[name], "queued") for name in sorted(epochs)),
+            owner=self._mine,
+            num_wanted=len(epochs) if num_wanted is None else num_wanted,
+            num_left_out=num_left_out,
+            request=request,
+        )
+        kept = self.store.save_job(job)
+        if kept.tenant_digest != job.tenant_digest:
+            raise ArgumentError("job_id", job_id, "one that no other job has")
+        return kept
+
+    def take_job(self, job_id: str, tenant: str) -> WarmJob | None:
+        """See to a job whose owner's lease is over: the job if it is this replica's now. See the protocol."""
+        job = self.job(job_id, tenant)
+        if job is None or job.owner == NOBODY:
+            return None
+        if job.owner == self._mine:
+            return job
+        if self._live_epochs([job.owner[0]]).get(job.owner[0]) == job.owner[1]:
+            return None
+        return replace(job, owner=self._mine) if self.store.own_job(job_id, self._mine, job.owner) else None
+
+    def hand_job(self, job_id: str, to: ReplicaInfo) -> bool:
+        """Let another replica see to a job. False unless this replica did. Raises StoreUnavailable."""
+        return self.store.own_job(job_id, (to.id, to.epoch), self._mine)
+
+    def end_job(self, job_id: str) -> bool:
+        """Nobody is asked any more. False unless this replica sees to the job. Raises StoreUnavailable."""
+        return self.store.own_job(job_id, NOBODY, self._mine)
+
+    def forget_job(self, job_id: str) -> None:
+        """Nobody asks for the job any more. Raises StoreUnavailable."""
+        if _JOB_ID.fullmatch(job_id):
+            self.store.drop_job(job_id)
+
+    def extend_job(self, job_id: str, replica_id: str) -> bool:
+        """Ask one more replica, or one that was restarted: only for the owner. See the protocol."""
+        epoch = self._epochs_of([replica_id])[replica_id]
+        return self.store.add_part(job_id, self._mine, JobPart(replica_id, epoch, "queued"))
+
+    def report_job(
+        self,
+        job_id: str,
+        state: JobState,
+        num_tokens_done: int = 0,
+        error: str = "",
+        *,
+        num_tokens_cached: int = 0,
+        ms: int = 0,
+    ) -> bool:
+        """State this replica's part. False if the job, or its part for this replica, is unknown."""
+        if state not in JOB_STATES:
+            raise ArgumentError("state", state, ", ".join(sorted(JOB_STATES)))
+        numbers = {"num_tokens_done": num_tokens_done, "num_tokens_cached": num_tokens_cached, "ms": ms}
+        for name, value in numbers.items():
+            if value < 0:
+                raise ArgumentError(name, value, "an integer ≥ 0")
+        if not is_code(error):
+            raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
+        if not _JOB_ID.fullmatch(job_id):
+            return False
+        part = JobPart(*self._mine, state, num_tokens_done, error, num_tokens_cached, ms)
+        return self.store.save_part(job_id, part)
+
+    def give_up(self, job_id: str, part: JobPart, error: str) -> bool:
+        """A part that couldn't be delivered has failed; what its replica says later counts more."""
+        return self.store.save_part(job_id, replace(part, state="failed", error=error))
+
+    def job(self, job_id: str, tenant: str) -> WarmJob | None:
+        """The job, or None if there is none of that tenant."""
+        job = self.store.load_job(job_id) if _JOB_ID.fullmatch(job_id) else None
+        if job is None or job.tenant_digest != self.keys.tenant(tenant):
+            return None
+        is_seen_to = job.num_wanted > 0 and job.owner != NOBODY
+        asked = [part.replica_id for part in job.parts if is_seen_to or part.is_open]
+        epochs = self._live_epochs(asked + [job.owner[0]] * is_seen_to)
+        read = replace(job, parts=tuple(_as_read(part, epochs) for part in job.parts))
+        return replace(read, owner=NOBODY) if is_seen_to and _is_orphan(read, epochs) else read
+
+    @property
+    def _mine(self) -> tuple[str, int]:
+        info = self.info()
+        return info.id, info.epoch
+
+    def _epochs_of(self, replica_ids: Sequence[str]) -> dict[str, int]:
+        """The epochs of replicas that live. Raises ArgumentError, or StoreUnavailable if that can't be known."""
+        live = {info.id: info.epoch for info in self.replicas() if info.live or info.is_self}
+        unknown = next((name for name in replica_ids if name not in live), None)
+        if unknown is not None and self.unavailable is not None:
+            raise StoreUnavailable(self.unavailable)
+        if unknown is not None:
+            raise ArgumentError("replica_ids", unknown, f"live replicas: {', '.join(sorted(live)) or 'none'}")
+        return {name: live[name] for name in replica_ids}
+
+    def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
+        """The epochs of those of them that are live, from the store itself."""
+        seen = self.store.fetch(sorted(set(replica_ids))).seen if replica_ids else []
+        live = [
+            each.registration
+            for each in seen
+            if each.remaining_s > 0 and self.reader.remaining_s(each) > 0  # the store's clock may be wrong
+        ]
+        return {registration.replica_id: registration.epoch for registration in live}
+
+
+def _as_read(part: JobPart, epochs: dict[str, int]) -> JobPart:
+    """A part that is under way belongs to a live registration, or it is lost."""
+    if part.is_open and epochs.get(part.replica_id) != part.epoch:
+        return replace(part, state="lost")
+    return part
+
+
+def _is_orphan(job: WarmJob, epochs: dict[str, int]) -> bool:
+    """Nobody lives who knows what the job is to warm: neither its owner, nor any that was asked."""
+    knowing = [job.owner, *((part.replica_id, part.epoch) for part in job.parts)]
+    return not any(epochs.get(name) == epoch for name, epoch in knowing)

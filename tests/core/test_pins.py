@@ -1,0 +1,453 @@
+"""Pins: what is pinned stays for its time, within the budget, and never at the cost of what others are guaranteed."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv import (
+    ArgumentError,
+    CacheConfig,
+    LeaseError,
+    Namespace,
+    NamespaceError,
+    NotResident,
+    OutOfBlocks,
+    Pin,
+    PinBudgetExceeded,
+    PrefixCache,
+    QuotaExceeded,
+    Tenant,
+    TokenError,
+    audit,
+    upkeep,
+)
+from radixkv.clock import ManualClock
+from radixkv.errors import CapacityError
+from radixkv.pins import MAX_TTL_S, SLICE_PINS
+from radixkv_policies import POLICIES
+from tests.core.support import NS, compute, same
+
+OTHER = Namespace("b", "m")
+
+
+def make(num_blocks: int = 16, *tenants: Tenant, policy: str = "lru", **default: Any) -> PrefixCache:
+    """A cache on a clock of its own; without tenants everybody may pin up to 8 blocks."""
+    held_to = Tenant("default", **{"max_pinned_blocks": 8, **default})
+    config = CacheConfig(num_blocks, 4, policy=policy, default_tenant=held_to, segment_tokens=4)
+    cache = PrefixCache(config, clock=ManualClock(), scrub_blocks=lambda block_ids: None)
+    for tenant in tenants:
+        cache.add_tenant(tenant)
+    return cache
+
+
+def advance(cache: PrefixCache, seconds: float) -> None:
+    clock = cache._clock
+    assert isinstance(clock, ManualClock)
+    clock.advance(seconds)
+
+
+def matched(cache: PrefixCache, ids: Any, namespace: Namespace = NS) -> int:
+    return cache.match(namespace, ids).num_tokens
+
+
+def flood(cache: PrefixCache, namespace: Namespace = NS, times: int = 30) -> None:
+    """Requests that nothing is kept for."""
+    for at in range(times):
+        compute(cache, [100 + at] * 8, namespace)
+
+
+def test_what_is_pinned_stays_and_goes_when_its_time_is_over() -> None:
+    cache = make()
+    compute(cache, range(16))
+    pin = cache.pin(NS, range(11), 60)
+    assert pin == Pin(1, NS, 8, 2, 60.0) and cache.pins() == [pin] == cache.pins("a")
+    assert (cache.stats().pinned_blocks, cache.tenant_stats("a").num_pins) == (2, 1)
+    flood(cache)
+    assert matched(cache, range(16)) == 8
+    advance(cache, 59.5)
+    assert cache.pins()[0].ttl_s == 0.5 and cache.pins("b") == []
+    cache.maintain()
+    assert cache.evict(16) == 14 and matched(cache, range(16)) == 8
+    advance(cache, 0.5)
+    assert cache.pins() == []
+    cache.maintain()
+    assert cache.stats().num_pins == cache.stats().pinned_blocks == 0
+    flood(cache)
+    assert matched(cache, range(16)) == 0
+    audit.check(cache)
+
+
+def test_unpin_ends_it_once() -> None:
+    cache = make()
+    compute(cache, range(8))
+    pin = cache.pin(NS, range(8), 60)
+    cache.unpin(pin)
+    assert cache.evict(16) == 2 and not cache.pins()
+    with pytest.raises(LeaseError, match="ended"):
+        cache.unpin(pin)
+    compute(cache, range(8))
+    again = cache.pin(NS, range(8), 60)
+    assert again.id != pin.id
+    with pytest.raises(LeaseError):
+        cache.unpin(pin)
+    advance(cache, 60)
+    with pytest.raises(LeaseError):
+        cache.unpin(again)
+    with pytest.raises(ArgumentError, match="a Pin"):
+        cache.unpin("a pin")
+    audit.check(cache)
+
+
+def test_pinned_again_its_time_begins_anew() -> None:
+    """Longer or shorter; it is one pin, and counted once."""
+    cache = make()
+    compute(cache, range(8))
+    first = cache.pin(NS, range(8), 10)
+    advance(cache, 9)
+    assert cache.pin(NS, range(9), 10) == first
+    advance(cache, 9)
+    cache.maintain()
+    assert [pin.ttl_s for pin in cache.pins()] == [1.0] and cache.stats().pinned_blocks == 2
+    cache.pin(NS, range(8), 0.5)
+    advance(cache, 0.5)
+    cache.maintain()
+    assert cache.stats().num_pins == 0
+    for _ in range(1_000):
+        cache.pin(NS, range(8), 1_000)
+    assert len(cache._pins.tenants["a"]._due) < 100, "ends that were set anew are forgotten"
+    audit.check(cache)
+
+
+def test_only_what_is_resident_as_a_whole() -> None:
+    cache = make()
+    compute(cache, range(8))
+    before = cache.snapshot()
+    with pytest.raises(NotResident, match="only 8 of 12 tokens") as caught:
+        cache.pin(NS, range(12), 60)
+    assert (caught.value.num_tokens, caught.value.resident_tokens) == (12, 8)
+    with pytest.raises(NotResident, match="only 0 of 8"):
+        cache.pin(OTHER, range(8), 60)
+    with pytest.raises(NotResident, match="only 0 of 8"):
+        cache.pin(Namespace("nobody", "m"), range(8), 60)
+    sequence = cache.open(NS, range(20, 28))
+    with pytest.raises(NotResident):
+        cache.pin(NS, range(20, 28), 60)
+    sequence.release()
+    assert same(before, cache)
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, math.nan, math.inf, MAX_TTL_S * 2, True, "60", None, 10**400])
+def test_a_time_that_is_none(ttl_s: Any) -> None:
+    cache = make()
+    compute(cache, range(8))
+    before = cache.snapshot()
+    with pytest.raises(ArgumentError, match="ttl_s"):
+        cache.pin(NS, range(8), ttl_s)
+    assert same(before, cache)
+
+
+def test_arguments_that_are_none() -> None:
+    cache = make()
+    compute(cache, range(8))
+    with pytest.raises(ArgumentError, match="one block"):
+        cache.pin(NS, range(3), 60)
+    with pytest.raises(TokenError):
+        cache.pin(NS, [1.5] * 4, 60)
+    with pytest.raises(ArgumentError, match="a Namespace"):
+        cache.pin("a", range(8), 60)  # type: ignore[arg-type]
+    audit.check(cache)
+
+
+def test_the_budget_is_named_and_what_is_shared_counts_once() -> None:
+    cache = make(32, max_pinned_blocks=5)
+    for tail in (1, 2, 3):
+        compute(cache, [0] * 12 + [tail] * 4)
+    for tail in (1, 2):
+        cache.pin(NS, [0] * 12 + [tail] * 4, 60)
+    cache.pin(NS, [0] * 8, 60)
+    assert cache.stats().pinned_blocks == 5 and cache.stats().num_pins == 3
+    before = cache.snapshot()
+    with pytest.raises(PinBudgetExceeded, match="1 blocks to pin, 5 of the tenant's budget of 5") as caught:
+        cache.pin(NS, [0] * 12 + [3] * 4, 60)
+    assert (caught.value.needed, caught.value.budget, caught.value.pinned) == (1, 5, 5)
+    assert same(before, cache)
+    cache.unpin(cache.pins()[0])
+    cache.pin(NS, [0] * 12 + [3] * 4, 60)
+    advance(cache, 60)
+    compute(cache, [9] * 12)
+    assert cache.pin(NS, [9] * 12, 60).num_blocks == 3, "what is over doesn't count"
+    audit.check(cache)
+
+
+def test_the_budget_is_the_guarantee_unless_it_is_set() -> None:
+    assert Tenant("a").pin_budget == 0 and Tenant("a", guaranteed_blocks=4).pin_budget == 4
+    assert Tenant("a", guaranteed_blocks=4, mode="strict").pin_budget == 4
+    assert Tenant("a", guaranteed_blocks=4, max_pinned_blocks=0).pin_budget == 0
+    assert Tenant("a", max_blocks=4, max_pinned_blocks=4).pin_budget == 4
+    for wrong in (-1, True, 1.5, "1"):
+        with pytest.raises(ArgumentError, match="max_pinned_blocks"):
+            Tenant("a", max_pinned_blocks=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="at most 4, its limit"):
+        Tenant("a", max_blocks=4, max_pinned_blocks=5)
+    with pytest.raises(ArgumentError, match="at most 4, its limit"):
+        Tenant("a", guaranteed_blocks=4, mode="strict", max_pinned_blocks=5)
+    cache = PrefixCache(CacheConfig(8, 4))
+    compute(cache, range(4))
+    with pytest.raises(PinBudgetExceeded, match="budget of 0"):
+        cache.pin(NS, range(4), 60)
+    audit.check(cache)
+
+
+def test_a_budget_that_is_lowered_takes_nothing_back() -> None:
+    cache = make(16, Tenant("a", guaranteed_blocks=4))
+    compute(cache, range(16))
+    compute(cache, [7] * 4)
+    cache.pin(NS, range(16), 60)
+    cache.add_tenant(Tenant("a", guaranteed_blocks=2))
+    assert len(cache.pins()) == 1 and cache.stats().pinned_blocks == 4
+    with pytest.raises(PinBudgetExceeded):
+        cache.pin(NS, [7] * 4, 60)
+    audit.check(cache)
+
+
+def test_a_split_below_and_above_leaves_it() -> None:
+    cache = make(32)
+    compute(cache, range(16))
+    cache.pin(NS, range(12), 60)
+    for stop in (4, 8, 12):
+        compute(cache, [*range(stop), 90, 91, 92, 93])
+        assert cache.evict(32) > 0 and matched(cache, range(16)) == 12
+        audit.check(cache)
+    assert cache.stats().pinned_blocks == 3
+
+
+def test_a_clear_or_a_purge_ends_it() -> None:
+    """Also so many that they end in slices; a running sequence keeps what it holds, not what is pinned."""
+    for forget in (lambda cache: cache.clear(NS), lambda cache: cache.purge("a")):
+        cache = make(64, max_pinned_blocks=64)
+        for at in range(2 * SLICE_PINS + 1):
+            compute(cache, [at] * 4)
+            cache.pin(NS, [at] * 4, 60)
+        compute(cache, range(4), OTHER)
+        kept = cache.pin(OTHER, range(4), 60)
+        running = cache.open(NS, [0] * 8)
+        pin = cache.pins("a")[0]
+        assert forget(cache) == 2 * SLICE_PINS + 1
+        assert cache.pins() == [kept] and cache.stats().pinned_blocks == 1
+        audit.check(cache)
+        with pytest.raises(LeaseError):
+            cache.unpin(pin)
+        running.release()
+        assert cache.stats().free_blocks == 63
+        cache.unpin(kept)
+        audit.check(cache)
+
+
+def test_removing_a_tenant_ends_its_pins() -> None:
+    cache = make(16, Tenant("a", guaranteed_blocks=4))
+    compute(cache, range(16))
+    cache.pin(NS, range(16), 60)
+    cache.remove_tenant("a")
+    assert not cache.pins() and cache.stats().free_blocks == 16
+    audit.check(cache)
+
+
+def test_the_law_of_guarantees() -> None:
+    """Borrowed blocks can be pinned only as far as others can still have what they are guaranteed."""
+    cache = make(16, Tenant("a", max_pinned_blocks=16), Tenant("b", guaranteed_blocks=10))
+    for first in (1, 2):
+        compute(cache, [first] * 12 + [3] * 4)
+    cache.pin(NS, [1] * 12 + [3] * 4, 60)
+    before = cache.snapshot()
+    with pytest.raises(OutOfBlocks):
+        cache.pin(NS, [2] * 12, 60)
+    assert same(before, cache)
+    cache.pin(NS, [2] * 8, 60)
+    assert cache.stats().pinned_blocks == 6
+    with cache.open(OTHER, range(40)) as sequence:
+        sequence.commit(40)
+        with pytest.raises(OutOfBlocks):
+            cache.open(NS, [9] * 4)
+        audit.check(cache)
+    with pytest.raises(ArgumentError, match="fewer"):
+        cache.add_tenant(Tenant("b", guaranteed_blocks=11))
+    audit.check(cache)
+
+
+@pytest.mark.parametrize(
+    "call", ["open", "extend", "append", "lease", "insert", "allocate", "evict", "add_tenant"]
+)
+def test_nobody_is_refused_for_a_pin_whose_time_is_over(call: str) -> None:
+    """Without any upkeep: who needs the room ends what is due; a moment before, it is refused, or gets less."""
+    cache = make(8, Tenant("a", max_pinned_blocks=8))
+    compute(cache, range(24))
+    running, leased = cache.open(OTHER, range(8)), cache.match(NS, range(4))
+    cache.pin(NS, range(24), 60)
+    block = [5, 6, 7, 8]
+
+    def act() -> int:
+        if call == "open":
+            cache.open(OTHER, range(20, 28)).release()
+        elif call == "extend":
+            running.extend(range(4))
+        elif call == "append":
+            cache.append([running, running.fork(1)[0]], [1, 2])
+        elif call == "lease":
+            cache.lease(leased).release()
+        elif call == "insert":
+            cache.insert(OTHER, block, cache.allocate(1))
+        elif call == "allocate":
+            cache.free(cache.allocate(6))
+        elif call == "add_tenant":
+            cache.add_tenant(Tenant("b", guaranteed_blocks=8))
+        else:
+            return cache.evict(6)
+        return 6
+
+    advance(cache, 59)
+    if call == "lease":
+        assert act() == 6
+    elif call == "evict":
+        assert act() == 0
+    else:
+        with pytest.raises((CapacityError, ArgumentError)):
+            act()
+    advance(cache, 1)
+    assert act() == 6
+    audit.check(cache)
+
+
+def test_a_strict_tenant_may_pin_all_that_it_has() -> None:
+    """And is refused within its own limit then, until a pin ends; another's requests don't touch its pins."""
+    cache = make(16, Tenant("a", guaranteed_blocks=4, mode="strict"), Tenant("b"))
+    compute(cache, range(16))
+    cache.pin(NS, range(16), 60)
+    with pytest.raises(QuotaExceeded):
+        cache.open(NS, [9] * 4)
+    advance(cache, 60)
+    running = cache.open(OTHER, range(48))
+    with pytest.raises(OutOfBlocks):
+        cache.open(OTHER, range(4))
+    assert cache.stats().num_pins == 1, "its room is nobody else's: it ends when its tenant needs it"
+    cache.open(NS, [9] * 4).release()
+    assert cache.stats().num_pins == 0
+    running.release()
+    audit.check(cache)
+
+
+def test_upkeep_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the monotonic clock, in its thread, which is there from the first pin on; the cache goes with its last one."""
+    monkeypatch.setattr(upkeep, "PERIOD_S", 0.01)
+    before = set(threading.enumerate())
+    cache = PrefixCache(CacheConfig(8, 4, default_tenant=Tenant("default", max_pinned_blocks=8)))
+    compute(cache, range(8))
+    assert set(threading.enumerate()) <= before
+    cache.pin(NS, range(8), 0.05)
+    cache.pin(NS, range(4), 0.02)
+    (thread,) = set(threading.enumerate()) - before
+    until = time.monotonic() + 60
+    while cache.stats().num_pins:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert cache.evict(8) == 2
+    audit.check(cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        thread.join(30)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
+ops = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 24), st.integers(1, 9)), max_size=50
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=30)
+@given(ops)
+def test_what_is_pinned_is_never_a_victim(policy: str, lives: list[tuple[int, int, int, int]]) -> None:
+    """Held to a plain list of pins: each is matched as a whole until its time is over, and their union is the count."""
+    cache = make(16, policy=policy, max_pinned_blocks=6)
+    pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Pin, float]] = {}
+    for kind, first, size, seconds in lives:
+        namespace, ids = (NS, OTHER)[first % 2], (first // 2,) * size
+        advance(cache, 1.0)
+        now = cache._clock()
+        pinned = {key: each for key, each in pinned.items() if each[1] > now}
+        try:
+            if kind < 4:
+                compute(cache, ids, namespace)
+            elif kind == 4:
+                cache.evict(size)
+            elif kind == 5:
+                cache.clear(namespace)
+                pinned = {key: each for key, each in pinned.items() if key[0] != namespace}
+            elif kind == 6 and pinned:
+                key = sorted(pinned)[seconds % len(pinned)]
+                cache.unpin(pinned.pop(key)[0])
+            elif size >= 4:
+                key = (namespace, ids[: size // 4 * 4])
+                pinned[key] = (cache.pin(*key, seconds), now + seconds)
+        except PinBudgetExceeded as error:
+            wanted = {key[1][:stop] for key in [*pinned, key] if key[0] == namespace for stop in _ends(key)}
+            held = {each[1][:stop] for each in pinned if each[0] == namespace for stop in _ends(each)}
+            assert (error.needed, error.pinned, error.budget) == (len(wanted) - len(held), len(held), 6)
+            assert len(wanted) > 6
+        except (CapacityError, NotResident):
+            pass
+        for (where, prefix), _ in pinned.items():
+            assert matched(cache, prefix, where) == len(prefix)
+        assert {pin.id for pin in cache.pins("a")} == {
+            pin.id for pin, _ in pinned.values() if pin.namespace == NS
+        }
+        audit.check(cache)
+    advance(cache, 10)
+    cache.maintain()
+    assert cache.stats().num_pins == cache.stats().pinned_blocks == 0
+    assert cache.evict(16) + cache.stats().free_blocks >= 16
+    audit.check(cache)
+
+
+def _ends(key: tuple[Namespace, tuple[int, ...]]) -> range:
+    return range(4, len(key[1]) + 1, 4)
+
+
+def test_many_pins_are_counted_as_their_union() -> None:
+    """Against a set of blocks, over random trees, pins and ends."""
+    rng = random.Random(0)
+    cache = make(512, max_pinned_blocks=512)
+    pins: list[Pin] = []
+    for _ in range(300):
+        ids = [rng.randrange(2) for _ in range(rng.randrange(4, 32))]
+        if rng.random() < 0.4 and pins:
+            cache.unpin(pins.pop(rng.randrange(len(pins))))
+        else:
+            compute(cache, ids)
+            new = cache.pin(NS, ids, 60)
+            pins = [*(pin for pin in pins if pin.id != new.id), new]
+        held = cache._pins.tenants["a"]
+        union = {
+            bytes(each.table[:at]) for each in held.by_id.values() for at in range(4, len(each.table) + 1, 4)
+        }
+        assert cache.stats().pinned_blocks == len(union) and len(pins) == cache.stats().num_pins
+    audit.check(cache)
+
+
+def test_a_tenant_nobody_knows_has_no_pins() -> None:
+    cache = PrefixCache(CacheConfig(8, 4, default_tenant=None))
+    with pytest.raises((NotResident, NamespaceError)):
+        cache.pin(NS, range(4), 60)
+    assert cache.pins("a") == [] and cache.tenant_stats("a").pinned_blocks == 0

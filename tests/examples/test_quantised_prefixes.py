@@ -1,0 +1,38 @@
+"""The example of quantised prefixes runs small, and its figures are in the order of their bits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_runs_and_its_figures_are_in_order() -> None:
+    script = str(ROOT / "examples" / "quantised_prefixes.py")
+    done = subprocess.run(
+        [
+            sys.executable,
+            script,
+            "--steps",
+            "2",
+            "--prefixes",
+            "1",
+            "--text",
+            *map(str, sorted((ROOT / "docs").glob("*.md"))),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^(fp16|fp8|int8|int4) +([\d.]+ .*)$", done.stdout, re.MULTILINE))
+    bits, perplexity, _, error = (
+        {scheme: float(row.split()[column].rstrip("%")) for scheme, row in rows.items()}
+        for column in range(4)
+    )
+    assert bits == {"fp16": 16, "fp8": 8.031, "int8": 9.25, "int4": 5.25}
+    assert error["fp16"] == 0 < error["int8"] < error["fp8"] < error["int4"] < 0.2
+    assert all(abs(value / perplexity["fp16"] - 1) < 0.05 for value in perplexity.values())

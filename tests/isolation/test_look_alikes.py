@@ -1,0 +1,143 @@
+"""Namespaces that look alike: whatever their fields are made of, no two share a frame, a digest or a match."""
+
+from __future__ import annotations
+
+import unicodedata
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from radixkv import CacheConfig, Namespace, NamespaceError, PrefixCache, Tenant, audit
+from radixkv.coordination.keys import FleetKeys, frame, mac
+from radixkv.namespaces import MAX_FIELD_BYTES
+from radixkv.segments import segment_keys
+
+SECRET = b"the secret of the fleet under test"
+KEYS = FleetKeys(SECRET)
+IDS = [1, 2, 3, 4, 5]
+
+PIECES = (
+    "a", "b", "ab", "1", "12345", " ", "None", "none", "\0", "\n", ":", "/", "|", "\x1f", "\u200b", "\ufeff", "\u202e",
+    "é", "e\u0301", "Å", "\u212b", "K", "\u212a", "ﬁ", "fi", "ß", "ss", "İ", "i\u0307", "i", "I", "😀",
+    "str:", "none:0:", ":str:1:a", "tenant:str:1:a", "model:str:1:m", "adapter:none:0:", "salt:str:0:",
+    "s" + (1).to_bytes(8, "little").decode(), "\0\0\0\0\0\0\0\1", "\1\0\0\0\0\0\0\0",
+)  # fmt: skip
+"""Beginnings of each other, separators, the frames' own words, one character in several forms."""
+
+text = st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join)
+spaces = st.builds(Namespace, text, text, st.none() | text, st.just("") | text)
+
+
+def cut_anew(fields: str, cuts: tuple[int, int, int]) -> Namespace | None:
+    """One text cut into four fields; None if one is empty that may not be."""
+    a, b, c = sorted(min(cut, len(fields)) for cut in cuts)
+    tenant, model, adapter, salt = fields[:a], fields[a:b], fields[b:c], fields[c:]
+    return Namespace(tenant, model, adapter or None, salt) if tenant and model else None
+
+
+cuts = st.tuples(*[st.integers(0, 12)] * 3)
+
+
+def parsed(framed: bytes) -> Namespace:
+    """The namespace of a frame: who can read it back has proved that no two have the same."""
+    fields: list[str | None] = []
+    for name in Namespace._fields:
+        begin = framed.index(b":") + 1
+        assert framed[: begin - 1].decode() == name
+        kind, size, rest = framed[begin:].split(b":", 2)
+        fields.append(None if kind == b"none" else rest[: int(size)].decode())
+        framed = rest[int(size) :]
+    assert framed == b""
+    return Namespace(*fields)  # type: ignore[arg-type]
+
+
+def named(namespace: Namespace, generation: int) -> dict[str, bytes]:
+    """All that stands for a namespace outside the process."""
+    key = b"\0" * 1024
+    return {
+        "namespace": KEYS.namespace(namespace, generation),
+        "prefix": KEYS.digests(namespace, key, generation=generation)[0],
+    }
+
+
+@given(st.lists(spaces, min_size=2, max_size=6, unique=True))
+@example([Namespace("org_1", "2345"), Namespace("org_12345", "m"), Namespace("org_1", "2345", None, "m")])
+@example([Namespace("é", "m"), Namespace("e\u0301", "m")])
+def test_no_two_namespaces_share_a_frame_or_a_digest(found: list[Namespace]) -> None:
+    for one in found:
+        assert parsed(one.framed()) == one
+    assert len({one.framed() for one in found}) == len(found)
+    for one, other in combinations(found, 2):
+        assert not one.framed().startswith(other.framed())
+    seen = [
+        digest for one in found for generation in (0, 1, 10) for digest in named(one, generation).values()
+    ]
+    assert len(set(seen)) == len(seen) == 6 * len(found)
+    tenants = {one.tenant for one in found}
+    assert len({KEYS.tenant(tenant) for tenant in tenants}) == len(tenants)
+    keys = [tuple(segment_keys(one, b"\0" * 8, 0, 8, 8)) for one in found]
+    assert len(set(keys)) == len(found)
+
+
+@given(text, cuts, cuts)
+def test_moving_a_boundary_between_fields_makes_another_namespace(
+    fields: str, one: tuple[int, int, int], other: tuple[int, int, int]
+) -> None:
+    first, second = cut_anew(fields, one), cut_anew(fields, other)
+    if first is None or second is None or first == second:
+        return
+    assert first.framed() != second.framed()
+    assert not set(named(first, 0).values()) & set(named(second, 0).values())
+
+
+@given(st.lists(spaces, min_size=2, max_size=5, unique=True))
+def test_look_alikes_never_match_each_other(found: list[Namespace]) -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=32, block_size=1))
+    for at, namespace in enumerate(found):
+        assert [cache.match(each, IDS).num_tokens for each in found] == [5] * at + [0] * (len(found) - at)
+        with cache.open(namespace, IDS) as sequence:
+            sequence.commit(5)
+    audit.check(cache)
+
+
+@given(text, st.sampled_from(("NFC", "NFD", "NFKC", "NFKD")))
+def test_text_is_taken_as_it_is_and_in_no_other_form(tenant: str, form: Any) -> None:
+    other = unicodedata.normalize(form, tenant)
+    same = Namespace(tenant, "m") == Namespace(other, "m")
+    assert same == (tenant == other) == (KEYS.tenant(tenant) == KEYS.tenant(other))
+
+
+def test_a_digest_is_an_hmac_of_the_frame_and_the_generation() -> None:
+    """Nobody without the secret can make one; a purge changes all of them."""
+    namespace = Namespace("acme", "m", None, "s")
+    for generation in (0, 7):
+        assert KEYS.namespace(namespace, generation) == mac(
+            SECRET, "namespace", namespace.framed(), generation
+        )
+    assert KEYS.tenant("acme") == mac(SECRET, "tenant", "acme") != mac(SECRET[::-1], "tenant", "acme")
+    assert frame(namespace.framed(), 11) != frame(namespace.framed() + b"1", 1)
+
+
+@pytest.mark.parametrize("size", [MAX_FIELD_BYTES + 1, 1_000_000])
+@pytest.mark.parametrize("field", Namespace._fields)
+@pytest.mark.parametrize("letter", ["a", "é", "\0"])
+def test_a_field_that_is_too_long_is_refused_with_its_limit(field: str, size: int, letter: str) -> None:
+    """In bytes of its UTF-8 form; one of just the limit is taken."""
+    width = len(letter.encode())
+    fields = {"tenant": "a", "model": "m", field: letter * -(-size // width)}
+    with pytest.raises(
+        NamespaceError, match=f"field {field} has .* bytes: allowed are at most 1024"
+    ) as error:
+        Namespace(**fields)
+    assert len(str(error.value)) < 200
+    fits = Namespace(**{**fields, field: letter * (MAX_FIELD_BYTES // width)})
+    assert parsed(fits.framed()) == fits
+
+
+def test_a_tenant_s_name_has_the_same_limit() -> None:
+    with pytest.raises(NamespaceError, match="at most 1024"):
+        Tenant("a" * 1_000_000)
+    assert Tenant("a" * MAX_FIELD_BYTES).id

@@ -1,0 +1,252 @@
+"""fork_blocks, gather, scatter and scrub over every layout of a pool, against oracles that only know bytes.
+
+On its own the suite takes the torch path (and CUDA's, where there is a GPU); ``test_interpreter.py`` runs
+this same file in a process that interprets the Triton kernels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv_kernels import InputError, Pool, fork_blocks, gather, launch, reference, scatter, scrub
+from tests.kernels.pools import (
+    DEVICES,
+    IS_INTERPRETING,
+    LAYOUTS,
+    Shape,
+    blocks_of,
+    examples,
+    memory_of,
+    shapes,
+)
+
+NUMBERS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@examples(100)
+@given(shape=shapes(), data=st.data())
+def test_fork_copies_the_valid_rows_in_every_layout(device: str, shape: Shape, data: st.DataObject) -> None:
+    pool, memory = shape.pool(device)
+    ids = data.draw(st.permutations(range(shape.num_blocks)))
+    cut = data.draw(st.integers(1, shape.num_blocks - 1))
+    targets = ids[cut:]
+    sources = [data.draw(st.sampled_from(ids[:cut])) for _ in targets]
+    num_rows = [data.draw(st.integers(1, shape.block_size)) for _ in targets]
+    want = blocks_of(pool)
+    for source, target, rows in zip(sources, targets, num_rows, strict=True):
+        want[target, :, :rows] = want[source, :, :rows]
+    truth, _ = shape.pool(device)
+    reference.fork_blocks(truth, sources, targets, num_rows)
+    fork_blocks(pool, sources, targets, num_rows)
+    np.testing.assert_array_equal(blocks_of(truth), want)
+    np.testing.assert_array_equal(blocks_of(pool), want)
+    assert _only_blocks_changed(shape, memory, targets)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@examples(100)
+@given(shape=shapes(), data=st.data())
+def test_gather_stages_blocks_and_scatter_brings_them_back(
+    device: str, shape: Shape, data: st.DataObject
+) -> None:
+    pool, memory = shape.pool(device)
+    before = blocks_of(pool)
+    ids = data.draw(st.lists(st.integers(0, shape.num_blocks - 1), max_size=5))
+    staging = torch.empty((len(ids), *pool.block_shape), dtype=shape.dtype, device=device)
+    staging.view(torch.uint8).fill_(0xA5)
+    gather(pool, ids, staging)
+    staged = before[ids].reshape(staging.view(torch.uint8).shape)
+    np.testing.assert_array_equal(staging.view(torch.uint8).cpu().numpy(), staged)
+    assert _only_blocks_changed(shape, memory, [])
+    targets = data.draw(st.permutations(range(shape.num_blocks)))[: len(ids)]
+    staging, ids = staging[: len(targets)], ids[: len(targets)]
+    scatter(staging, pool, targets)
+    want = before.copy()
+    want[list(targets)] = before[ids]
+    np.testing.assert_array_equal(blocks_of(pool), want)
+    assert _only_blocks_changed(shape, memory, targets)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@examples(100)
+@given(shape=shapes(), data=st.data())
+def test_scrub_zeroes_the_named_blocks_alone(device: str, shape: Shape, data: st.DataObject) -> None:
+    pool, memory = shape.pool(device)
+    ids = data.draw(st.lists(st.integers(0, shape.num_blocks - 1), max_size=6))  # one may come twice
+    want = blocks_of(pool)
+    want[ids] = 0
+    scrub(pool, ids)
+    np.testing.assert_array_equal(blocks_of(pool), want)
+    assert _only_blocks_changed(shape, memory, ids)
+
+
+def _only_blocks_changed(shape: Shape, memory: list[torch.Tensor], block_ids: list[int]) -> bool:
+    """Whether memory that belongs to other blocks is as it was."""
+    _, fresh = shape.pool()
+    axis = 1 if shape.layout == "together-0" else 0
+    others = [block_id for block_id in range(shape.num_blocks) if block_id not in block_ids]
+    return all(
+        np.array_equal(now.take(others, axis), then.take(others, axis))
+        for now, then in zip(memory_of(memory), memory_of(fresh), strict=True)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lanes_longer_than_a_chunk(device: str, layout: str) -> None:
+    # 16 rows of 2 heads of 321 floats: several chunks a lane, the last one ragged, runs of no power of two.
+    shape = Shape(layout, 4, 1, 16, 2, 321, torch.float32)
+    pool, _ = shape.pool(device)
+    want = blocks_of(pool)
+    want[1], want[3, :, :13] = want[0], want[2, :, :13]
+    fork_blocks(pool, [0, 2], [1, 3], [16, 13])
+    np.testing.assert_array_equal(blocks_of(pool), want)
+    staging = torch.empty((2, *pool.block_shape), device=device)
+    gather(pool, [1, 3], staging)
+    scrub(pool, [1, 3])
+    assert not blocks_of(pool)[[1, 3]].any()
+    scatter(staging, pool, [1, 3])
+    np.testing.assert_array_equal(blocks_of(pool), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["block-major", "hnd"])
+@pytest.mark.parametrize("there", NUMBERS, ids=str)
+@pytest.mark.parametrize("here", NUMBERS, ids=str)
+def test_conversions_are_those_of_torch(
+    device: str, layout: str, here: torch.dtype, there: torch.dtype
+) -> None:
+    pool, memory = Shape(layout, 3, 2, 5, 2, 24, here).pool(device)
+    for tensor in memory:
+        tensor.copy_(torch.randn(tensor.shape))
+    staging = torch.empty((2, *pool.block_shape), dtype=there, device=device)
+    gather(pool, [2, 0], staging)
+    want = torch.empty_like(staging)
+    reference.gather(pool, [2, 0], want)
+    # Triton's interpreter truncates what it narrows to bfloat16: the neighbour below is allowed there.
+    ulps = 1 if IS_INTERPRETING and there == torch.bfloat16 else 0
+    assert _most_ulps(staging, want) <= ulps
+    twin, _ = Shape(layout, 3, 2, 5, 2, 24, here).pool(device)
+    scatter(want, pool, [1, 2])
+    reference.scatter(want, twin, [1, 2])
+    ulps = 1 if IS_INTERPRETING and here == torch.bfloat16 else 0
+    for layer, side in ((0, 0), (1, 1)):
+        assert _most_ulps(pool.plane(layer, side)[1:], twin.plane(layer, side)[1:]) <= ulps
+
+
+def _most_ulps(left: torch.Tensor, right: torch.Tensor) -> int:
+    words = torch.int32 if left.dtype.itemsize == 4 else torch.int16
+    left, right = left.contiguous(), right.contiguous()
+    return int((left.view(words).long() - right.view(words).long()).abs().max())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_by_layer_is_all_at_once(layout: str) -> None:
+    pool, _ = Shape(layout, 4, 2, 3, 2, 8).pool()
+    whole = torch.zeros((2, *pool.block_shape), dtype=pool.dtype)
+    gather(pool, [3, 1], whole)
+    for layer in range(2):
+        part = torch.zeros_like(whole[:, layer : layer + 1]).contiguous()
+        gather(pool.layers(layer, layer + 1), [3, 1], part)
+        assert torch.equal(part.view(torch.uint8), whole[:, layer : layer + 1].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_more_programs_than_a_grid_may_have_are_several_launches(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MAX_NUM_PROGRAMS", most)
+    assert [list(range(7))[part] for part in launch.slices(7, 1)] == {
+        1: [[0], [1], [2], [3], [4], [5], [6]],
+        3: [[0, 1, 2], [3, 4, 5], [6]],
+        5: [[0, 1, 2, 3, 4], [5, 6]],
+    }[most]
+    pool, _ = Shape("apart", 9, 1, 2, 1, 4, torch.int8).pool()
+    want = blocks_of(pool)
+    want[5:9], want[4] = want[0:4], 0
+    fork_blocks(pool, [0, 1, 2, 3], [5, 6, 7, 8], [2] * 4)
+    scrub(pool, [4])
+    np.testing.assert_array_equal(blocks_of(pool), want)
+
+
+def test_pairs_by_the_thousand() -> None:
+    pool, _ = Shape("latent", 4001, 1, 1, 1, 4, torch.int8).pool()
+    want = blocks_of(pool)
+    targets = np.random.default_rng(1).permutation(np.arange(1, 4001))
+    want[targets] = want[0]
+    if IS_INTERPRETING:
+        targets = targets[:40]
+        want = blocks_of(pool)
+        want[targets] = want[0]
+    fork_blocks(pool, [0] * len(targets), targets, [1] * len(targets))
+    np.testing.assert_array_equal(blocks_of(pool), want)
+
+
+def test_empty_lists_launch_nothing() -> None:
+    pool, memory = Shape("apart", 2, 1, 2, 1, 2).pool()
+    before = memory_of(memory)
+    empty = torch.empty((0, *pool.block_shape), dtype=pool.dtype)
+    fork_blocks(pool, [], [], [])
+    gather(pool, [], empty)
+    scatter(empty, pool, [])
+    scrub(pool, [])
+    assert all(np.array_equal(a, b) for a, b in zip(before, memory_of(memory), strict=True))
+
+
+PLANE = torch.zeros(4, 3, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        pytest.param(lambda: Pool([]), "len(keys)", id="no-layer"),
+        pytest.param(lambda: Pool([PLANE], []), "len(values)", id="values-missing"),
+        pytest.param(lambda: Pool([PLANE.numpy()]), "keys[0]", id="numpy"),
+        pytest.param(lambda: Pool([PLANE[0, 0]]), "keys[0].shape", id="rank"),
+        pytest.param(lambda: Pool([PLANE[:0]]), "keys[0].shape", id="no-block"),
+        pytest.param(lambda: Pool([PLANE], [PLANE]), "keys, values", id="same-memory"),
+        pytest.param(lambda: Pool([PLANE], [PLANE.half()]), "values[0].dtype", id="dtypes"),
+        pytest.param(lambda: Pool([PLANE], [torch.zeros(4, 3, 2, 9)]), "values[0].shape", id="shapes"),
+        pytest.param(lambda: Pool([PLANE], [PLANE.to("meta")]), "values[0].device", id="devices"),
+        pytest.param(
+            lambda: Pool([PLANE], [torch.zeros(4, 2, 3, 8).transpose(1, 2)]), "values[0].stride()", id="strides"
+        ),
+        pytest.param(lambda: Pool([PLANE[..., ::2]]), "keys[0].stride()", id="scattered-heads"),
+        pytest.param(lambda: Pool([PLANE[:1].expand(4, 3, 2, 8)]), "keys[0].stride()", id="expanded"),
+        pytest.param(
+            lambda: Pool([torch.empty(9, 2**27, 2, 8, device="meta").transpose(0, 1)]), "keys[0].stride()",
+            id="rows-far-apart",
+        ),
+        pytest.param(lambda: Pool.together([PLANE], 1), "caches[0].shape", id="no-sides"),
+        pytest.param(lambda: Pool([PLANE]).layers(0, 2), "(start, stop)", id="layers"),
+        pytest.param(lambda: scrub(PLANE, [0]), "storage.shape", id="no-storage"),
+        pytest.param(lambda: scrub(Pool([PLANE]), [0, 4]), "block_ids[1]", id="scrub-range"),
+        pytest.param(lambda: gather(Pool([PLANE]), [-1], PLANE), "block_ids[0]", id="gather-range"),
+        pytest.param(lambda: gather(Pool([PLANE]), [0], PLANE), "staging.shape", id="staging-shape"),
+        pytest.param(lambda: gather(Pool([PLANE]), [0], 3), "staging", id="staging-type"),
+        pytest.param(
+            lambda: gather(Pool([PLANE]), [0], torch.zeros(1, 1, 1, 3, 8, 2).transpose(4, 5)), "staging.stride()",
+            id="staging-strides",
+        ),
+        pytest.param(
+            lambda: gather(Pool([PLANE]), [0], torch.zeros(1, 1, 1, 3, 2, 8, device="meta")), "staging.device",
+            id="staging-device",
+        ),
+        pytest.param(
+            lambda: gather(Pool([PLANE]), [0], torch.zeros(1, 1, 1, 3, 2, 8, dtype=torch.int8)), "staging.dtype",
+            id="staging-dtype",
+        ),
+        pytest.param(lambda: scatter(PLANE, Pool([PLANE]), [2, 2]), "block_ids[1]", id="scatter-twice"),
+        pytest.param(lambda: fork_blocks(Pool([PLANE]), [0, 1], [1, 2], [1, 1]), "src[1]", id="chain"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named_and_changes_nothing(make, argument: str) -> None:
+    with pytest.raises(InputError) as caught:
+        make()
+    assert caught.value.argument == argument
+    assert not PLANE.any()

@@ -1,0 +1,177 @@
+"""What only a GPU can show of the kernels; their bytes are compared there by the suites of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv_kernels import (
+    Beams,
+    Fences,
+    InputError,
+    Pool,
+    Quantized,
+    backend,
+    dequantize,
+    fork_blocks,
+    gather,
+    quantize,
+    reference,
+    reorder,
+    scatter,
+    scrub,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def storage() -> torch.Tensor:
+    storage = torch.zeros(64, 4, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    storage[:32].fill_(1)
+    fork_blocks(storage, [0], [63], [1])  # compiled and loaded before anything is watched
+    return storage
+
+
+def test_takes_the_triton_path(storage: torch.Tensor) -> None:
+    assert backend(storage) == "triton"
+
+
+def test_never_waits_for_the_device(storage: torch.Tensor) -> None:
+    ids = np.arange(16, dtype=np.int32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fork_blocks(storage, ids, ids + 32, np.full(16, 7, dtype=np.int32))
+        with pytest.raises(InputError):
+            fork_blocks(storage, ids, ids, ids + 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (storage[32:48, :, :, :7] == 1).all()
+    assert not storage[32:48, :, :, 7:].any()
+
+
+def test_all_pairs_are_one_launch(storage: torch.Tensor) -> None:
+    ids = np.arange(24, dtype=np.int32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fork_blocks(storage, ids, ids + 32, np.full(24, 5, dtype=np.int32))
+        torch.cuda.synchronize()
+    launches = [event for event in profile.events() if event.name == "copy_kernel"]
+    assert len(launches) == 1
+
+
+def test_ids_on_the_device_are_refused(storage: torch.Tensor) -> None:
+    with pytest.raises(InputError, match="host"):
+        fork_blocks(storage, torch.zeros(1, dtype=torch.int32, device="cuda"), [1], [1])
+
+
+def test_enqueues_on_the_current_stream(storage: torch.Tensor) -> None:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        storage[0].fill_(3)
+        fork_blocks(storage, [0], [40], [16])
+    stream.synchronize()
+    assert (storage[40] == 3).all()
+
+
+def launches_of(call: Callable[[], object]) -> list[str]:
+    """Our kernels that a call launches, in order. The call is made twice: once where waiting would raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.name.endswith("_kernel")]
+
+
+def every_call(storage: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Each kernel but reorder, on blocks 0 to 23, ready to be called; all compiled."""
+    ids, targets = list(range(24)), list(range(32, 56))
+    staging = torch.zeros((24, *Pool.of(storage).block_shape), dtype=storage.dtype, device="cuda")
+    record_bytes = Quantized(Pool.of(storage), "int4").record_bytes
+    records = torch.zeros((24, record_bytes), dtype=torch.uint8, device="cuda")
+    calls = {
+        "copy_kernel": lambda: gather(storage, ids, staging),
+        "copy_kernel ": lambda: scatter(staging, storage, targets),
+        "quantize_kernel": lambda: quantize(storage, ids, records, "int4"),
+        "dequantize_kernel": lambda: dequantize(records, storage, targets, "int4"),
+        "scrub_kernel": lambda: scrub(storage, targets),
+    }
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    return calls
+
+
+def test_every_kernel_is_one_launch_and_waits_for_nothing(storage: torch.Tensor) -> None:
+    for name, call in every_call(storage).items():
+        assert launches_of(call) == [name.strip()], name
+
+
+def search(num_beams: int) -> tuple[torch.Tensor, Beams]:
+    """Beams that share a prompt of 5 rows in blocks of 4, and their storage."""
+    storage = torch.randn(200, 2, 2, 4, 2, 64, dtype=torch.float16, device="cuda")
+    beams = Beams(
+        [[0, 1]] * num_beams, [5] * num_beams, [1] * num_beams, range(2, 200),
+        num_blocks=200, block_size=4, max_columns=40, device="cuda",
+    )  # fmt: skip
+    return storage, beams
+
+
+def test_reorder_replays_in_a_graph_with_other_parents() -> None:
+    (storage, beams), (twin_storage, twin) = search(8), search(8)
+    twin_storage.copy_(storage)
+    parents = torch.zeros(8, dtype=torch.int32, device="cuda")
+    reorder(storage, beams, parents)  # compiled before it is captured
+    reference.reorder(twin_storage, twin, parents)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reorder(storage, beams, parents)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        step = torch.from_numpy(rng.integers(0, 8, 8, dtype=np.int32))
+        parents.copy_(step)
+        graph.replay()
+        reference.reorder(twin_storage, twin, step)
+        assert beams.read() == twin.read()
+        assert torch.equal(beams.refs, twin.refs)
+        assert torch.equal(storage, twin_storage)
+        beams.check()
+
+
+def test_reorder_is_three_launches_and_waits_for_nothing() -> None:
+    storage, beams = search(4)
+    parents = torch.zeros(4, dtype=torch.int32, device="cuda")
+    reorder(storage, beams, parents)
+    torch.cuda.synchronize()
+    launches = launches_of(lambda: reorder(storage, beams, parents))
+    assert launches == ["plan_kernel", "permute_kernel", "finish_kernel"]
+
+
+def test_copies_and_scrubs_on_many_streams_end_as_if_in_order() -> None:
+    rng = np.random.default_rng(0)
+    storage = torch.randn(32, 8, 2, 16, 8, 128, dtype=torch.float16, device="cuda")
+    want = storage.clone()
+    fences = Fences.of(storage.device)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in range(400):
+        stream = streams[rng.integers(4)]
+        ids = rng.permutation(32)[:8].tolist()
+        if rng.integers(3):
+            with fences.work(stream, reads=ids[:4], writes=ids[4:]):
+                fork_blocks(storage, ids[:4], ids[4:], [16] * 4)
+            reference.fork_blocks(want, ids[:4], ids[4:], [16] * 4)
+        else:
+            with fences.work(stream, writes=ids[:2]):
+                scrub(storage, ids[:2])
+            reference.scrub(want, ids[:2])
+    torch.cuda.synchronize()
+    assert torch.equal(storage, want)
+    assert fences.forget() == 0

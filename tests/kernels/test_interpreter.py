@@ -1,0 +1,39 @@
+"""The Triton kernels on a machine without a GPU: the suites of this folder through Triton's interpreter.
+
+In a process of its own: TRITON_INTERPRET counts when triton is first imported, and other tests import it
+without (transformers does).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+SUITES = ["test_fork.py", "test_copies.py", "test_quantize.py", "test_reorder.py"]
+
+
+@pytest.mark.timeout(340)
+def test_the_suites_pass_in_an_interpreting_process() -> None:
+    files = [str(FOLDER / suite) for suite in SUITES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        command,
+        cwd=FOLDER.parents[1],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=320,
+    )
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output
+    passed = re.search(r"(\d+) passed", output)
+    assert passed is not None and int(passed[1]) >= 190, output
+    assert "skipped" not in output and "deselected" not in output, output

@@ -1,0 +1,101 @@
+"""A long prompt makes its room in slices; a policy is told the same, and the same blocks go, as for a short one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from radixkv import CacheConfig, Namespace, PrefixCache, RequestHints, audit
+from radixkv import cache as cache_module
+from radixkv.clock import ManualClock
+from radixkv_policies import POLICIES
+from tests.model import resident_prefixes
+
+pytestmark = pytest.mark.pure
+NS = Namespace("a", "m")
+ASK_AGAIN = ("learned", "auto", "arc")
+"""After each slice they are asked again: two draw another sample, one finds another list above its target. Who goes may
+differ then, and so may what is matched later.
+"""
+
+
+class Recorded(PrefixCache):
+    """Notes which paths its policies are told of, by their depths, in order with what is opened and unleased."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.told: list[tuple[Any, ...]] = []
+
+    def _new_policy(self, settings: Any) -> Any:
+        policy = super()._new_policy(settings)
+        for name in ("touched", "opened"):
+            setattr(policy, name, self._noting(name, getattr(policy, name)))
+        policy.hook = lambda name: (  # type: ignore[method-assign]
+            getattr(policy, name) if name in vars(policy) else type(policy).hook(policy, name)
+        )
+        return policy
+
+    def _noting(self, name: str, method: Any) -> Any:
+        def noted(nodes: Any, *rest: Any) -> Any:
+            self.told.append((name, [node.depth for node in nodes], *rest))
+            return method(nodes, *rest)
+
+        return noted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_order_whether_long_or_short(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random histories, with hints; a use of what was matched is told once."""
+    rng = random.Random(policy)
+    clock = ManualClock()
+    config = CacheConfig(40, 2, policy=policy, segment_tokens=2)
+    short, long = (Recorded(config, clock=clock) for _ in range(2))
+    num_sliced = 0
+    for _ in range(250):
+        clock.advance(rng.random() * 4)
+        ids = [rng.randrange(3)] * rng.randrange(1, 14) + [rng.randrange(2) for _ in range(rng.randrange(16))]
+        hints = RequestHints(labels={"turn": rng.randrange(3)}, priority=rng.randrange(101))
+        for cache in (short, long):
+            with monkeypatch.context() as patch:
+                if cache is long:
+                    patch.setattr(cache_module, "MAX_VICTIMS_AT_ONCE", 0)
+                    patch.setattr(cache_module, "MAX_BLOCKS_AT_ONCE", 2)
+                    patch.setattr(cache_module, "SLICE_BLOCKS", 3)
+                    num_sliced += len(ids) > 4 and cache._takes_many_victims(len(ids) * 4)
+                with cache.open(NS, ids, hints=hints) as sequence:
+                    sequence.commit(len(ids))
+            cache.maintain()
+            audit.check(cache)
+        told = [name for name, *_ in long.told]
+        assert told in (["opened"], ["touched", "opened"])
+        if policy not in ASK_AGAIN:
+            assert short.told == long.told
+            assert resident_prefixes(short) == resident_prefixes(long)
+        short.told, long.told = [], []
+    assert num_sliced > 100
+
+
+def test_what_another_adds_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two slices somebody computes more of the prompt: its blocks are told once, and those above them once."""
+    for name in ("MAX_VICTIMS_AT_ONCE", "MAX_BLOCKS_AT_ONCE"):
+        monkeypatch.setattr(cache_module, name, 0)
+    cache = Recorded(CacheConfig(24, 2, policy="lfu"))
+    for ids in (range(8), [9] * 20):
+        with cache.open(NS, ids) as sequence:
+            sequence.commit(len(ids))
+    other = cache.open(NS, range(14))
+    cache.told.clear()
+    make_room = cache._make_room
+
+    def commit_and_make(*args: Any) -> None:
+        other.commit(12)
+        make_room(*args)
+
+    monkeypatch.setattr(cache, "_make_room", commit_and_make)
+    with cache.open(NS, range(30)) as sequence:
+        assert sequence.num_cached_tokens == 12
+    assert [paths for name, paths, *_ in cache.told if name == "touched"] == [[4], [6]]
+    other.release()
+    audit.check(cache)

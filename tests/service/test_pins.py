@@ -1,0 +1,142 @@
+"""Pins over HTTP: a tenant's own, within its budget, kept through a flood; on the command line too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from radixkv import audit
+from radixkv.cli import commands
+from radixkv_policies import LRFU
+from tests.service.running import Running, service_in_thread
+from tests.service.test_refusals import refusal
+
+PROMPT = {"token_ids": [*range(100, 164)]}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with service_in_thread(**{"num-blocks": "64"}) as running:
+        settings = {"max_pinned_blocks": 6, "policy": "lrfu"}
+        assert (
+            running.operator.put("/v1/tenants/acme", json=settings).json()["settings"].items()
+            >= settings.items()
+        )
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_pinned(service: Running) -> Iterator[None]:
+    yield
+    for who in (service.acme, service.globex):
+        who.delete("/v1/cache")
+        assert who.get("/v1/pins").json() == {"pins": []}
+    audit.check(service.service.cache)
+
+
+def warm_and_pin(service: Running, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
+    place = {name: value for name, value in fields.items() if name in ("salt", "adapter")}
+    assert service.acme.post("/v1/warm", json={**prompt, **place}).status_code == 200
+    answer = service.acme.post("/v1/pins", json={**prompt, "ttl_s": 60, **fields})
+    assert answer.status_code == 201, answer.text
+    return dict(answer.json())
+
+
+def test_what_is_pinned_survives_a_flood(service: Running) -> None:
+    pin = warm_and_pin(service, salt="s")
+    assert (pin["tokens"], pin["blocks"], pin["salt"], pin["adapter"]) == (64, 4, "s", None)
+    for at in range(20):
+        service.acme.post("/v1/warm", json={"token_ids": [at] * 16 * 8})
+    assert service.acme.post("/v1/lookup", json={**PROMPT, "salt": "s"}).json()["matched_blocks"] == 4
+    (listed,) = service.acme.get("/v1/pins").json()["pins"]
+    assert listed["id"] == pin["id"] and 0 < listed["ttl_s"] <= 60
+    stats = service.acme.get("/v1/stats").json()
+    assert (stats["pinned_blocks"], stats["num_pins"]) == (4, 1)
+    metrics = service.operator.get("/metrics").text
+    assert (
+        'radixkv_tenant_pinned_blocks{tenant="acme"} 4.0' in metrics
+        and "radixkv_cache_num_pins 1.0" in metrics
+    )
+    again = warm_and_pin(service, salt="s", ttl_s=1000)
+    assert again["id"] == pin["id"] and again["ttl_s"] > 900
+    assert service.acme.delete(f"/v1/pins/{pin['id']}").status_code == 204
+    gone, never = (service.acme.delete(f"/v1/pins/{which}") for which in (pin["id"], "none"))
+    assert gone.status_code == 404 and gone.content == never.content
+
+
+def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
+    absent = service.acme.post("/v1/pins", json={**PROMPT, "salt": "absent", "ttl_s": 60})
+    error = refusal(absent)
+    assert (absent.status_code, error["type"], error["value"]) == (409, "not_resident", 0)
+    long = {"token_ids": [7] * 16 * 7}
+    service.acme.post("/v1/warm", json=long)
+    over = service.acme.post("/v1/pins", json={**long, "ttl_s": 60})
+    error = refusal(over)
+    assert (over.status_code, error["type"], error["allowed"]) == (
+        409,
+        "pin_budget_exceeded",
+        "at most 6 blocks",
+    )
+    service.globex.post("/v1/warm", json=PROMPT)
+    nothing = service.globex.post("/v1/pins", json={**PROMPT, "ttl_s": 60})
+    assert refusal(nothing)["allowed"] == "at most 0 blocks", "no guarantee, no budget"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (PROMPT, "ttl_s"),
+        ({**PROMPT, "ttl_s": 0}, "ttl_s"),
+        ({**PROMPT, "ttl_s": 1e12}, "ttl_s"),
+        ({**PROMPT, "ttl_s": "60"}, "ttl_s"),
+        ({**PROMPT, "ttl_s": 60, "tenant": "globex"}, "tenant"),
+        ({"token_ids": [1] * 15, "ttl_s": 60}, "prompt, messages, token_ids"),
+        ({"ttl_s": 60}, "prompt, messages, token_ids"),
+    ],
+)
+def test_bad_requests(service: Running, body: Any, field: str) -> None:
+    answer = service.acme.post("/v1/pins", json=body)
+    assert answer.status_code == 422 and refusal(answer)["field"] == field
+
+
+def test_anothers_pin_is_one_that_does_not_exist(service: Running) -> None:
+    pin = warm_and_pin(service)
+    assert service.globex.get("/v1/pins").json() == {"pins": []}
+    theirs = service.globex.delete(f"/v1/pins/{pin['id']}")
+    assert theirs.status_code == 404 and theirs.content == service.globex.delete("/v1/pins/none").content
+    assert len(service.acme.get("/v1/pins").json()["pins"]) == 1
+    for who, status in ((service.operator, 403), (service.nobody, 401)):
+        assert who.get("/v1/pins").status_code == who.delete(f"/v1/pins/{pin['id']}").status_code == status
+        assert who.post("/v1/pins", json={**PROMPT, "ttl_s": 60}).status_code == status
+
+
+def test_a_purge_ends_pins(service: Running) -> None:
+    warm_and_pin(service)
+    assert service.operator.post("/v1/tenants/acme/purge").status_code == 200
+    assert service.acme.get("/v1/pins").json() == {"pins": []}
+
+
+def test_a_policy_for_a_tenant(service: Running) -> None:
+    tenants = service.service.cache._tenants
+    assert isinstance(tenants["acme"].policy, LRFU) and not isinstance(tenants["globex"].policy, LRFU)
+    answer = service.operator.put("/v1/tenants/acme", json={"policy": "best"})
+    assert answer.status_code == 422 and refusal(answer)["field"] == "policy"
+    assert "lrfu" in str(refusal(answer)["allowed"])
+
+
+def test_on_the_command_line(service: Running, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(PROMPT) + "\n")
+    done = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "60", "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)
+    assert [each["id"] for each in service.acme.get("/v1/pins").json()["pins"]] == [row["pin"]]
+    table = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "60"])
+    assert table.stdout.split("\n")[0].split()[-1] == "pin"
+    refused = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "-1"])
+    assert refused.exit_code and "ttl_s" in str(refused.exception)
