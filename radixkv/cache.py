@@ -657,7 +657,7 @@ class PrefixCache:
         else:
             self._adopt(sequence, resident, new)
         if self._journal is not None and self._evictor.reports(tree, resident, new):
-            self._evictor.report_stored(tree, sequence.key_between(0, new * size), resident, new)
+            self._evictor.report_stored(tree, sequence.key_to(new * size), resident, new)
 
     def _ghost_keys(self, tree: NamespaceTree, key: bytes, start: int, stop: int) -> list[int]:
         """Keys of the segments that end within blocks ``[start, stop)`` of a prefix."""

@@ -26,7 +26,7 @@ from radixkv.errors import IntegrityError, OutOfBlocks, QuotaExceeded
 from radixkv.scrubbing import ENGINE
 from radixkv.tenants import NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node
-from radixkv.types import ID_BYTES, Journal
+from radixkv.types import ID_BYTES, Journal, Key
 
 if TYPE_CHECKING:
     from radixkv.bases import Base
@@ -442,16 +442,12 @@ class Evictor:
 
     # --- journal
 
-    def report_stored(self, tree: NamespaceTree, key: bytes, start: int, stop: int) -> None:
+    def report_stored(self, tree: NamespaceTree, key: Key, start: int, stop: int) -> None:
         """Tell the journal that blocks ``[start, stop)`` became resident; ``key`` reaches at least to ``stop``."""
         if self.reports(tree, start, stop):
             assert self._journal is not None
-            self._journal.stored(
-                tree.namespace,
-                key[: stop * tree.block_bytes],
-                start * self._block_size,
-                stop * self._block_size,
-            )
+            size = self._block_size
+            self._journal.stored(tree.namespace, key, start * size, stop * size)
 
     def reports(self, tree: NamespaceTree, start: int, stop: int) -> bool:
         """Whether the journal wants to hear of blocks ``[start, stop)``."""
@@ -465,7 +461,7 @@ class Evictor:
         if self.reports(tree, start, node.depth):
             assert self._journal is not None
             size = self._block_size
-            self._journal.removed(tree.namespace, tree.key_of(node), start * size, node.depth * size)
+            self._journal.removed(tree.namespace, tree.labels_to(node), start * size, node.depth * size)
 
 
 def path_between(above: Node, node: Node) -> list[Node]:

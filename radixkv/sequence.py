@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from radixkv.blocks import unpack
 from radixkv.tokens import TOKEN_BYTES, TokenIds, decode
 from radixkv.tree import Node
-from radixkv.types import ID_BYTES
+from radixkv.types import ID_BYTES, Key
 
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
@@ -257,6 +257,13 @@ class Sequence:
         if start >= size:
             return bytes(self._tail[start - size : stop - size])
         return self._base[start:size] + bytes(self._tail[: stop - size])
+
+    def key_to(self, stop: int) -> Key:
+        """The key up to ``stop`` at least, at most twice as long, for who may keep it: of the prompt mostly no copy."""
+        size = self._base_size
+        if stop > size:
+            return self.key_between(0, size), bytes(self._tail[: stop - size])
+        return self._base if len(self._base) <= 2 * stop else self._base[:stop]
 
     @property
     def shared_tail(self) -> Run | None:

@@ -229,6 +229,16 @@ class RadixTree:
         labels.append(self.head_key)
         return b"".join(reversed(labels))[:size]
 
+    def labels_to(self, node: Node) -> tuple[bytes, ...]:
+        """The same in pieces, one a node on the way. O(nodes), and a copy of the last label if it has a surplus."""
+        labels = [node.label[: node.num_blocks * self.block_bytes]]
+        at = node.parent
+        while at is not None:
+            labels.append(at.label)
+            at = at.parent
+        labels.reverse()
+        return tuple(labels)
+
     def nodes(self) -> list[Node]:
         """All nodes except the root, parents before children. O(nodes)."""
         found: list[Node] = []

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
 
 BlockIds: TypeAlias = NDArray[np.int32]
+Key: TypeAlias = bytes | tuple[bytes, ...]
+"""Key bytes, whole or in pieces that follow each other."""
 
 ID_BYTES: Final = 4
 """Bytes of a packed block id."""
@@ -95,16 +97,16 @@ class Journal(Protocol):
     Called under the cache's lock: an implementation may only append to a queue. Ranges are in tokens and are
     reported only if they contain a multiple of ``grain_tokens`` (itself a multiple of the block size): the
     segment that ends at token ``e`` is resident from a ``stored`` with ``start < e ≤ stop`` until a ``removed``
-    with ``start < e ≤ stop``, or a ``cleared``. ``key`` is the key (uint32 bytes, see ``tokens``) of the
-    ids ``[0, stop)``.
+    with ``start < e ≤ stop``, or a ``cleared``. ``key`` begins with the key (uint32 bytes, see ``tokens``) of the
+    ids ``[0, stop)``, and is at most twice as long: it is what the cache has already, and nothing is copied for it.
     """
 
     grain_tokens: int
 
-    def stored(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+    def stored(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """Tokens ``[start, stop)`` of the prefix became resident."""
 
-    def removed(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+    def removed(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """Tokens ``[start, stop)`` of the prefix left."""
 
     def cleared(self, namespace: Namespace) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import shutil
 import signal
 import socket
@@ -59,14 +60,17 @@ def _version(path: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody uses, nor the one 10,000 above it, where the nodes of a Cluster talk."""
+    """A port that nobody uses, nor the one 10,000 above it, where the nodes of a Cluster talk.
+
+    Below those that the kernel gives to clients (from 32,768 on): while a server is away, nobody takes its port,
+    not even a client that tries to reach it, and so would reach itself.
+    """
     while True:
-        with socket.socket() as probe, socket.socket() as bus:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                bus.bind((HOST, port + 10_000))
-                return port
+        port = random.randrange(10_000, 22_000)
+        with socket.socket() as probe, socket.socket() as bus, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            bus.bind((HOST, port + 10_000))
+            return port
 
 
 class RedisServer:

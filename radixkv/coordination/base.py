@@ -81,7 +81,7 @@ class BaseCoordinator(WarmJobs):
             generation_of=lambda tenant: self.tenants.first_met(tenant),
         )
         self.reader = Reader(settings, self.keys, store, clock)
-        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised)
+        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised, self.reader)
         self._writing = threading.RLock()
         self._resident: Resident | None = None
         self._load = Load()
@@ -93,12 +93,14 @@ class BaseCoordinator(WarmJobs):
         self._dirty = False
         self._epoch = self._seq = 0
         self._nonce = self._proof = ""
-        self._lease_until = self._heard_until = self._next_beat = self._retry_at = 0.0
+        self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
+        self._looked_at = float("-inf")
         self._num_failures = 0
         self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
         self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
         self._is_new_epoch = True
-        self._heard_bytes, self._heard_at = 0, 0.0
+        self._met_epochs: frozenset[tuple[str, int]] = frozenset()
+        self._heard_bytes, self._heard_at = 0, float("-inf")
 
     # ---- the protocol, in the order of a replica's life
 
@@ -161,7 +163,7 @@ class BaseCoordinator(WarmJobs):
                     pass
             self._registered = False
             self._publisher.suspend()
-            self._lease_until = 0.0
+            self._lease_until = float("-inf")
             if self._state != "fenced":
                 self._set_state("left")
 
@@ -198,6 +200,7 @@ class BaseCoordinator(WarmJobs):
             num_view_digests=self.reader.view.num_digests,
             num_view_gaps=self.reader.view.num_gaps,
             num_view_forgotten=self.reader.view.num_forgotten,
+            num_jobs=self.store.num_jobs,
             queue_bytes=self._publisher.queued_bytes,
             mirror_bytes=self._publisher.mirror.num_digests * _DIGEST_BYTES_HELD,
             log_bytes=self._kept_bytes + self._log_bytes,
@@ -260,7 +263,7 @@ class BaseCoordinator(WarmJobs):
 
         A tenant that would rather not be served than served stale isn't served while this is False.
         """
-        return self._registered and self.clock() < self._heard_until
+        return self._registered and self.clock() < min(self._heard_until, self._lease_until)
 
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation. See the protocol."""
@@ -311,6 +314,9 @@ class BaseCoordinator(WarmJobs):
             if self._state in ("fenced", "left") or self._closed:
                 return self._sleep(None)
             now = self.clock()
+            if now < self._looked_at:  # the clock was turned back: what it said before says nothing
+                self._next_beat = self._retry_at = self._lease_until = self._heard_at = now
+            self._looked_at = now
             try:
                 if now < self._retry_at:
                     self._digest_only()
@@ -323,7 +329,10 @@ class BaseCoordinator(WarmJobs):
             except StaleEpoch:
                 return self._sleep(None)
             self._num_failures = 0
-            return self._sleep(max(0.0, self._next_beat - self.clock()))
+            pause_s = self._next_beat - self.clock()
+            return self._sleep(
+                min(max(0.0, pause_s), self.settings.beat_s)
+            )  # it may have been turned just now
 
     def _sleep(self, seconds: float | None) -> float | None:
         """The seconds to sleep: ``FLUSH_S`` if something may come soon, or has come meanwhile."""
@@ -403,8 +412,11 @@ class BaseCoordinator(WarmJobs):
             self._lease_until = before + self.settings.lease_s
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or standing.last_seq != self._seq
+            epochs = self.reader.epochs()
+            if self._is_new_epoch or epochs - self._met_epochs:
+                self.tenants.restore()
             self.tenants.follow(self._writer(), is_new=self._is_new_epoch)
-            self._is_new_epoch = False
+            self._is_new_epoch, self._met_epochs = False, epochs
             self._heard_until = before + self.settings.lease_s
             self.tenants.restate(self._writer(), self.settings.lease_s)
 
@@ -494,11 +506,11 @@ class BaseCoordinator(WarmJobs):
         if standing.verdict == "OK":
             self._seq += len(entries)
             self._num_published += len(entries)
-            self._log_bytes += sum(len(entry.digests) for entry in entries) + len(entries) * _ENTRY_BYTES
+            self._log_bytes += sum([len(entry.digests) for entry in entries]) + len(entries) * _ENTRY_BYTES
 
     def _obey(self, standing: Standing) -> None:
         if standing.verdict == "FENCED":
-            self._lease_until = self._heard_until = 0.0
+            self._lease_until = self._heard_until = float("-inf")
             self._publisher.suspend()
             self._set_state("fenced", "a younger process has registered this id")
             raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")

@@ -6,7 +6,8 @@ the weight of its tier; ``load`` is what a replica has to do already, ``queued +
     linear        max(queued + prompt − credit, 0) + decode
     lmetric       max(queued + prompt − credit, 0) × (decode + 1)
     threshold     the longest match among those that are not overloaded, if it exceeds 0.3 of the prompt;
-                  otherwise the least loaded. Overloaded: load > least + 64 or load > 1.5 × least
+                  otherwise the least loaded. Overloaded: load > least + 64 or load > 1.5 × max(least, 64): a
+                  factor of next to nothing would say that everybody is overloaded who isn't idle himself
     stddev        the longest match among those whose load is at most the mean + one standard deviation
     least_loaded, round_robin, random     the baselines, which ask nobody what he holds
 """
@@ -64,7 +65,7 @@ def threshold(facts: Facts) -> Floats:
     """The longest match where it is long enough and the load allows, otherwise the load."""
     load = facts.load
     least = load.min()
-    bearable = (load <= least + LOAD_ABOVE) & (load <= LOAD_TIMES * least)
+    bearable = (load <= least + LOAD_ABOVE) & (load <= LOAD_TIMES * max(least, LOAD_ABOVE))
     return _match_or_load(facts, bearable & (facts.credit > MATCH_SHARE * facts.prompt))
 
 

@@ -36,8 +36,12 @@ class Holdings:
 
     def store(self, namespace: bytes, digests: Iterable[bytes], tier: str = "device") -> None:
         """Put digests into a tier, and out of any other."""
-        tiers = self._tiers.setdefault(namespace, {})
-        held = tiers.setdefault(tier, set())
+        tiers = self._tiers.get(namespace)
+        if tiers is None:
+            tiers = self._tiers[namespace] = {}
+        held = tiers.get(tier)
+        if held is None:
+            held = tiers[tier] = set()
         if len(tiers) > 1:
             digests = list(digests)
             for other in tiers.values():
@@ -50,11 +54,12 @@ class Holdings:
 
     def remove(self, namespace: bytes, digests: Collection[bytes]) -> None:
         """Take digests out; those that aren't held are no error."""
-        for held in self._tiers.get(namespace, {}).values():
+        tiers = self._tiers.get(namespace, {})
+        for held in tiers.values():
             before = len(held)
             held.difference_update(digests)
             self.num_digests -= before - len(held)
-        if not any(self._tiers.get(namespace, {}).values()):
+        if not any(tiers.values()):
             self._tiers.pop(namespace, None)
 
     def clear(self, namespace: bytes = b"") -> None:

@@ -24,6 +24,7 @@ from radixkv.errors import ArgumentError, StoreUnavailable
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
+    from radixkv.coordination.reader import Reader
     from radixkv.coordination.tenants import Tenants
     from radixkv.namespaces import Namespace
 
@@ -35,6 +36,7 @@ class WarmJobs(ABC):
     """The part of a coordinator that deals with jobs. See ``protocol.Coordinator``."""
 
     store: Store
+    reader: Reader
     keys: FleetKeys
     tenants: Tenants
 
@@ -175,9 +177,12 @@ class WarmJobs(ABC):
     def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
         """The epochs of those of them that are live, from the store itself."""
         seen = self.store.fetch(sorted(set(replica_ids))).seen if replica_ids else []
-        return {
-            each.registration.replica_id: each.registration.epoch for each in seen if each.remaining_s > 0
-        }
+        live = [
+            each.registration
+            for each in seen
+            if each.remaining_s > 0 and self.reader.remaining_s(each) > 0  # the store's clock may be wrong
+        ]
+        return {registration.replica_id: registration.epoch for registration in live}
 
 
 def _as_read(part: JobPart, epochs: dict[str, int]) -> JobPart:

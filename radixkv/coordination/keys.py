@@ -79,15 +79,20 @@ class Scope(NamedTuple):
 
     def digests(self, key: bytes, first: int, stop: int) -> list[bytes]:
         """Prefix digests of segments ``[first, stop)`` of ``key``, which are there. See ``FleetKeys.digests``."""
-        view = memoryview(key)
-        stream = xxh3_128(view[: first * SEGMENT_BYTES])
-        extend, chained, begun = stream.update, stream.digest, self.keyed.copy
-        found = []
-        for start in range(first * SEGMENT_BYTES, stop * SEGMENT_BYTES, SEGMENT_BYTES):
-            extend(view[start : start + SEGMENT_BYTES])
-            hashed = begun()
-            hashed.update(chained())
-            found.append(hashed.digest())
+        if first >= stop:
+            return []
+        view, end = memoryview(key), (first + 1) * SEGMENT_BYTES
+        stream, begun = xxh3_128(view[:end]), self.keyed.copy
+        hashed = begun()
+        hashed.update(stream.digest())
+        found = [hashed.digest()]
+        if stop > first + 1:
+            extend, chained, add = stream.update, stream.digest, found.append
+            for start in range(end, stop * SEGMENT_BYTES, SEGMENT_BYTES):
+                extend(view[start : start + SEGMENT_BYTES])
+                hashed = begun()
+                hashed.update(chained())
+                add(hashed.digest())
         return found
 
 

@@ -22,6 +22,7 @@ from radixkv.coordination.store import (
     ENTRIES_A_READ,
     JOB_TTL_S,
     LISTED_S,
+    MAX_JOBS,
     MAX_PARTS,
     MAX_PURGES,
     MAX_REPLICAS,
@@ -40,8 +41,6 @@ from radixkv.coordination.store import (
 from radixkv.coordination.wire import Entry, Registration
 from radixkv.errors import StoreUnavailable
 from radixkv.types import Journal
-
-_MAX_JOBS = 4096
 
 
 @dataclass(slots=True)
@@ -76,6 +75,7 @@ class MemoryStore:
         self.accounts: dict[bytes, Account] = {}
         self.announced: OrderedDict[bytes, int] = OrderedDict()
         self.jobs: OrderedDict[str, tuple[float, WarmJob]] = OrderedDict()
+        self.num_jobs = 0
         self._lock = threading.Lock()
 
     @contextmanager
@@ -113,10 +113,17 @@ class MemoryStore:
         with self._open():
             record, standing = self._standing(writer)
             if record is not None:
-                record.registration = replace(record.registration, proof=proof)
+                beats, lease_ms = record.registration.beats + 1, max(1, int(lease_s * 1000))
+                record.registration = replace(
+                    record.registration, proof=proof, lease_ms=lease_ms, beats=beats
+                )
                 record.live_until = self.clock() + lease_s
                 record.listed_until = record.live_until + LISTED_S
                 record.load = load
+                saved = record.saved
+                needed = saved.seq + 1 if saved is not None and saved.epoch == writer.epoch else 1
+                if needed <= standing.last_seq and needed not in record.log:
+                    return Standing("OK", 0)
             return standing
 
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
@@ -155,6 +162,7 @@ class MemoryStore:
         with self._open():
             record, standing = self._standing(writer)
             if record is not None:
+                record.registration = replace(record.registration, beats=0)
                 record.live_until = record.listed_until = 0.0
                 record.load = Load()
             return Standing(standing.verdict, 0)
@@ -274,8 +282,9 @@ class MemoryStore:
             known = self._job(job.id)
             if known is None:
                 self.jobs[job.id] = (self.clock() + JOB_TTL_S, job)
-                while len(self.jobs) > _MAX_JOBS:
+                while len(self.jobs) > MAX_JOBS:
                     self.jobs.popitem(last=False)
+                self.num_jobs = len(self.jobs)
             return known or job
 
     def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:

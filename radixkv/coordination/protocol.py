@@ -218,6 +218,8 @@ class Health:
     """Segments left out of the view because its budget was spent."""
     num_unreplicated: int = 0
     """Writes that must not be lost (epoch, limit, generation) that no second copy of the store confirmed in time."""
+    num_jobs: int = 0
+    """Warm jobs that the store kept when this replica last made one; at most 4,096."""
     queue_bytes: int = 0
     """What the journal's queue takes, roughly; at most ``queue_bytes`` of the settings."""
     mirror_bytes: int = 0

@@ -31,7 +31,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
-    from radixkv.types import NodeSnapshot, TreeSnapshot
+    from radixkv.types import Key, NodeSnapshot, TreeSnapshot
 
 _RECORD_BYTES = 200
 """What a queued record takes beside its key, roughly."""
@@ -39,7 +39,7 @@ _MAX_NAMESPACES = 65_536
 DRAIN_RECORDS = 512
 """How many records one ``drain`` takes."""
 
-Record = tuple[Literal["store", "remove", "clear"], "Namespace", bytes, int, int]
+Record = tuple[Literal["store", "remove", "clear"], "Namespace", "Key", int, int]
 """What the cache said: tokens ``[start, stop)`` of the prefix ``key`` came, left, or all was cleared."""
 Raised = tuple[Literal["raise"], str, int]
 """A tenant and its new generation."""
@@ -100,13 +100,13 @@ class Publisher:
         """Records were dropped, and the next ``drain`` will say so."""
         return self._dropping
 
-    def stored(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+    def stored(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """O(1): only appends."""
-        self._append(("store", namespace, key, start, stop), len(key))
+        self._append(("store", namespace, key, start, stop), stop * TOKEN_BYTES)
 
-    def removed(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+    def removed(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """O(1): only appends."""
-        self._append(("remove", namespace, key, start, stop), len(key))
+        self._append(("remove", namespace, key, start, stop), stop * TOKEN_BYTES)
 
     def cleared(self, namespace: Namespace) -> None:
         """O(1): only appends."""
@@ -134,16 +134,18 @@ class Publisher:
             self._generations.update(self._raised)
             return Drained([], True)
         entries: list[Entry] = []
+        queue, num_bytes = self._queue, 0
         for _ in range(DRAIN_RECORDS):
-            if not self._queue:
+            if not queue:
                 break
-            record = self._queue.popleft()
+            record = queue.popleft()
             if record[0] == "raise":
-                self._drained_bytes += _RECORD_BYTES
                 entries += self._raise(*record[1:])
             else:
-                self._drained_bytes += _RECORD_BYTES + len(record[2])
-                self._digest(entries, *record)
+                num_bytes += record[4] * TOKEN_BYTES
+                self._digest(entries, record)
+            num_bytes += _RECORD_BYTES
+        self._drained_bytes += num_bytes
         return Drained(entries, False)
 
     def rebuild(self, resident: Resident, between: Callable[[], None]) -> None:
@@ -187,16 +189,9 @@ class Publisher:
             self.suspend()
         return scope
 
-    def _digest(
-        self,
-        entries: list[Entry],
-        op: Literal["store", "remove", "clear"],
-        namespace: Namespace,
-        key: bytes,
-        start: int,
-        stop: int,
-    ) -> None:
+    def _digest(self, entries: list[Entry], record: Record) -> None:
         """Append what one record comes to, and let the mirror follow."""
+        op, namespace, key, start, stop = record
         scope = self._scopes.get(namespace) or self._meet(namespace)
         if op == "clear":
             self.mirror.clear(scope.digest)
@@ -204,7 +199,8 @@ class Publisher:
             del self._scopes[namespace]
             return
         first = start // SEGMENT_TOKENS
-        digests = scope.digests(key, first and first - 1, min(stop * TOKEN_BYTES, len(key)) // SEGMENT_BYTES)
+        whole = key if isinstance(key, bytes) else b"".join(key)
+        digests = scope.digests(whole, first and first - 1, stop // SEGMENT_TOKENS)
         parent = digests.pop(0) if first and digests else b""
         if op == "store":
             self.mirror.store(scope.digest, digests)

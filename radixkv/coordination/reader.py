@@ -2,8 +2,9 @@
 
 The registrations are fetched at every beat's time, and at least every second. Liveness is the lease's
 remaining time, counted from before the fetch on the local clock, and compared at each question; so a replica
-is gone when its lease is, even if the store is gone too. Only the logs of replicas that are live, proven and
-compatible are read, each behind its cursor ``(epoch, seq)``; ``view.RemoteLog`` says what a gap means.
+is gone when its lease is, even if the store is gone too. Only a beat extends it, whatever the store's clock
+does. Only the logs of replicas that are live, proven and compatible are read, each behind its cursor
+``(epoch, seq)``; ``view.RemoteLog`` says what a gap means.
 
 A registration that can't be read for a moment (one shard of a Cluster is away) is kept as it was until its
 lease is over: other shards go on.
@@ -12,15 +13,16 @@ lease is over: other shards go on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo
 from radixkv.coordination.settings import Settings
-from radixkv.coordination.store import ENTRIES_A_READ, Logged, Seen, Store
+from radixkv.coordination.store import ENTRIES_A_READ, Fetched, Logged, Seen, Store
 from radixkv.coordination.view import RemoteLog, View
 from radixkv.coordination.wire import Registration
 from radixkv.errors import StoreUnavailable
@@ -60,6 +62,18 @@ class Remote:
         return Known(info, self.log.column)
 
 
+class _Sighted(NamedTuple):
+    """The last beat of a replica that was seen, and when the lease that it stated ends at the latest."""
+
+    registration: Registration
+    latest: float
+
+    def is_as_new_as(self, other: Registration) -> bool:
+        """Whether ``other`` is of the same registration, and of no later beat; one that has left has none."""
+        mine = self.registration
+        return (mine.epoch, mine.nonce) == (other.epoch, other.nonce) and 0 < other.beats <= mine.beats
+
+
 class Reader:
     """Keeps ``remotes``, which is replaced, never changed. One poll at a time; the rest from any thread.
 
@@ -72,6 +86,8 @@ class Reader:
     ) -> None:
         self.view = View(settings.view_digests)
         self.remotes: dict[str, Remote] = {}
+        self._sighted: dict[str, _Sighted] = {}
+        self._lost: dict[str, float] = {}
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
         self.is_lost = False
@@ -81,7 +97,7 @@ class Reader:
         self._clock = clock
         block_size = 0 if any_block_size else settings.block_size
         self._mine = Registration(settings.replica_id, 0, "", "", "", block_size, WIRE_VERSION, keys.canary)
-        self._fetch_at = 0.0
+        self._fetch_at = float("-inf")
         self._failures = 0
         self._lock = threading.Lock()
 
@@ -93,12 +109,12 @@ class Reader:
             self._failures += 1
             return float(min(self._settings.beat_s, 2.0, 0.05 * 2 ** min(self._failures, 10)))
         self._failures = 0
-        return 0.0 if any(self._followed()) else max(0.0, self._fetch_at - self._clock())
+        return 0.0 if any(self._followed()) else min(_FETCH_S, max(0.0, self._fetch_at - self._clock()))
 
     def poll(self, block_s: float = 0.0) -> None:
         """Fetch the registrations if it is time, and read the logs; wait for news up to ``block_s``."""
         with self._asking():
-            if self._clock() >= self._fetch_at:
+            if not self.fetched_at <= self._clock() < self._fetch_at:  # be it that the clock was turned back
                 self._refresh()
                 return
             self._read(max(0.0, min(block_s, self._fetch_at - self._clock())))
@@ -121,6 +137,33 @@ class Reader:
                 self.view.flush()
             self.is_lost = False
 
+    def epochs(self) -> frozenset[tuple[str, int]]:
+        """The registrations of all others that are known: ``(replica, epoch)``; local."""
+        return frozenset((name, remote.info.epoch) for name, remote in self.remotes.items())
+
+    def remaining_s(self, seen: Seen) -> float:
+        """How long a replica that was just fetched may think that its lease runs, whatever the store thinks; local."""
+        registration, now = seen.registration, self._clock()
+        sighted = self._sighted.get(registration.replica_id)
+        if sighted is None or not sighted.is_as_new_as(registration):
+            return _stated_s(seen)
+        is_lost = registration.beats < sighted.registration.beats
+        return max(0.0, (self._lost_until(sighted) if is_lost else sighted.latest) - now)
+
+    def forgotten(self, known: Mapping[str, int]) -> set[str]:
+        """Replicas whose lease may still run, but that a store which has the epochs ``known`` has lost; local."""
+        now, sighted = self._clock(), list(self._sighted.items())
+        lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
+        return {name for name, each in lost if self._lost_until(each) > now}
+
+    def _lost_until(self, sighted: _Sighted) -> float:
+        """Until when a replica that the store has lost may think that its lease runs.
+
+        Its last beat may be one that was never seen, but none is later than the moment at which this is met.
+        """
+        registration = sighted.registration
+        return self._lost.setdefault(registration.replica_id, self._clock() + registration.lease_ms / 1000)
+
     def known(self) -> list[Known]:
         """All other replicas as of now; local."""
         now = self._clock()
@@ -130,11 +173,12 @@ class Reader:
         before = self._clock()
         self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
         old = self.remotes
-        fetched = self._store.fetch()
+        fetched, after = self._store.fetch(), self._clock()
         self.fetched_at = before
+        self._keep_sighted(fetched, before)
         self._fetch_at = before + self._pause_s(fetched.seen)
         fresh = {
-            seen.registration.replica_id: self._remote(seen, before, old)
+            seen.registration.replica_id: self._remote(seen, before, after, old)
             for seen in fetched.seen
             if seen.registration.replica_id != self._settings.replica_id
         }
@@ -159,16 +203,43 @@ class Reader:
             if remote.log is not None and id(remote.log) not in kept:
                 remote.log.forget(0)
 
-    def _remote(self, seen: Seen, before: float, old: dict[str, Remote]) -> Remote:
-        registration, remaining_s, load = seen
-        info = describe(registration, self._mine, self._keys, remaining_s, load)
-        log = None
+    def _remote(self, seen: Seen, before: float, after: float, old: dict[str, Remote]) -> Remote:
+        registration, load = seen.registration, seen.load
+        known, log = old.get(registration.replica_id), None
+        live_until = min(self._sight(seen, after), before + _stated_s(seen))
+        info = describe(registration, self._mine, self._keys, live_until - before, load)
         if info.live and info.proven and info.incompatible is None:
-            known = old.get(registration.replica_id)
             log = None if known is None else known.log
             if log is None or (log.epoch, log.nonce) != (registration.epoch, registration.nonce):
                 log = RemoteLog(registration.epoch, registration.nonce, self.view)
-        return Remote(registration, info, before + remaining_s, log)
+        return Remote(registration, info, live_until, log)
+
+    def _keep_sighted(self, fetched: Fetched, now: float) -> None:
+        """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store."""
+        self._sighted = {
+            name: each
+            for name, each in self._sighted.items()
+            if max(each.latest + each.registration.lease_ms / 1000, self._lost.get(name, now)) > now
+        }
+        listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
+        missing = self._sighted.keys() - listed
+        for seen in self._store.fetch(sorted(missing)).seen if missing else ():
+            name, registration = seen.registration.replica_id, seen.registration
+            if not registration.beats and registration.epoch >= self._sighted[name].registration.epoch:
+                del self._sighted[name]
+        for name in self._lost.keys() - self._sighted.keys():
+            del self._lost[name]
+
+    def _sight(self, seen: Seen, after: float) -> float:
+        """When a lease ends at the latest: a beat extends it, by what it states, and nothing else does."""
+        registration, latest = seen.registration, after + _stated_s(seen)
+        if not registration.beats:
+            return latest
+        name, sighted = registration.replica_id, self._sighted.get(registration.replica_id)
+        if sighted is None or not sighted.is_as_new_as(registration):
+            sighted = self._sighted[name] = _Sighted(registration, latest)
+            self._lost.pop(name, None)
+        return min(latest, sighted.latest)
 
     def _followed(self) -> Iterator[tuple[str, RemoteLog]]:
         return ((name, remote.log) for name, remote in self.remotes.items() if remote.log is not None)
@@ -189,7 +260,7 @@ class Reader:
         """Take in one entry; False if it belongs to a registration that isn't known yet."""
         epoch, seq, entry = logged
         if epoch != log.epoch:
-            self._fetch_at = 0.0
+            self._fetch_at = float("-inf")
             return False
         if entry is None:
             self.view.num_gaps += 1
@@ -218,6 +289,11 @@ class Reader:
         saved = self._store.load(name, log.epoch, log.seq)
         if saved is not None:
             log.load(saved.groups, saved.seq)
+
+
+def _stated_s(seen: Seen) -> float:
+    """How long a lease still runs by the store's clock, but at most what it was stated for."""
+    return min(seen.remaining_s, seen.registration.lease_ms / 1000 or seen.remaining_s)
 
 
 def describe(

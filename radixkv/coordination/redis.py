@@ -12,20 +12,20 @@ those of one tenant, and of one job):
     {w:JOB}:job       hash     a warm job, kept for an hour
     replicas          zset     replica ids by live-until in ms: discovery only
     purges            zset     tenants in the order in which their generation was raised: discovery only
+    jobs              zset     warm jobs by the ms at which they end, to count them by
 
 Where a write goes is asked of the server: the shard of its tag, the master that Sentinel names, or the one
 there is. ``WAIT 1`` follows the writes that must not be lost (epoch, limit, generation), on the connection
 that wrote, where the server has had a replica. Bounded: 1,024 replicas, 65,536 announced purges, snapshots of
-4 M segments; a log ends behind the snapshot before the last one; a job holds 1,024 parts, for an hour.
+4 M segments; a log ends behind the snapshot before the last one; 4,096 jobs of 1,024 parts, for an hour.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha1
 from typing import Any
@@ -34,7 +34,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, parse_url
-from redis.exceptions import MovedError, NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import ConnectionError, MovedError, NoScriptError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -46,9 +46,9 @@ from radixkv.coordination.loop import Loop
 from radixkv.coordination.protocol import JobPart, Load, ReplicaInfo, WarmJob
 from radixkv.coordination.settings import Settings, check_published_block_size, without_password
 from radixkv.coordination.store import (
-    ENTRIES_A_READ,
     JOB_TTL_S,
     LISTED_S,
+    MAX_JOBS,
     MAX_PARTS,
     MAX_PURGES,
     MAX_REPLICAS,
@@ -64,6 +64,7 @@ from radixkv.coordination.store import (
     Verdict,
     Writer,
 )
+from radixkv.coordination.streams import SERVER_BLOCK_S, StreamReads, translated, unavailable
 from radixkv.coordination.wire import (
     LOAD_FIELDS,
     MAX_SNAPSHOT_CHUNKS,
@@ -92,13 +93,12 @@ from radixkv.errors import ConfigError, StoreUnavailable
 PREFIX = "rk1:"
 REPLICAS_KEY = PREFIX + "replicas"
 PURGES_KEY = PREFIX + "purges"
+JOBS_KEY = PREFIX + "jobs"
 RETENTION_S = 7 * 24 * 3600
 """A registration, its log and its snapshot outlive the last beat by this much: epochs go on from it."""
 
 _RETENTION_MS = RETENTION_S * 1000
 _SNAPSHOT_TRIES = 3
-_SERVER_BLOCK_S = 1.0
-_SWEEP_S = 0.005
 _ENTRY_ID = re.compile(rb"([0-9]{1,15})-([0-9]{1,15})")
 _REPLICA_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
@@ -190,6 +190,7 @@ class Connection:
             "socket_connect_timeout": reply_timeout_s,
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
+            "redis_connect_func": _greet,
         }
         self._client: Any = None
         self._is_stale = False
@@ -228,7 +229,7 @@ class Connection:
         answers.
         """
         replies: list[Any] = [None] * len(commands)
-        failure: Exception | None = None
+        failure: StoreUnavailable | None = None
         num_failed = 0
         by_node = self._by_node([str(command[1]) for command in commands])
         for node, indices in by_node:
@@ -236,15 +237,16 @@ class Connection:
             for index in indices:
                 pipeline.execute_command(*commands[index])
             try:
-                answers = pipeline.execute(raise_on_error=False)
-            except (RedisError, RedisClusterException) as error:
+                with translated():
+                    answers = pipeline.execute(raise_on_error=False)
+            except StoreUnavailable as error:
                 answers, failure, num_failed = [error] * len(indices), error, num_failed + 1
                 self._is_stale = True
             for index, answer in zip(indices, answers, strict=True):
                 replies[index] = answer
                 self._is_stale = self._is_stale or isinstance(answer, MovedError)
         if failure is not None and num_failed == len(by_node):
-            raise _unavailable(failure)
+            raise failure
         return replies
 
     def of(self, command: str, *args: Any) -> Any:
@@ -265,7 +267,7 @@ class Connection:
         """Under Sentinel: leave a master that is none any more, even if it still answers."""
         if self._sentinel is None:
             return
-        with _translated():
+        with translated():
             master = self._sentinel.discover_master(self._address.service)
             known, self._master = self._master, master
             if known not in (None, master):
@@ -284,13 +286,13 @@ class Connection:
             each.close()
 
     def _at(self, key: str, act: Callable[[Any], Any]) -> Any:
-        with _translated():
+        with translated():
             try:
                 return act(self._node(key))
             except MovedError:
                 self._is_stale = True
                 return act(self._node(key))
-            except (RedisError, RedisClusterException):
+            except Exception:
                 self._is_stale = True
                 raise
 
@@ -314,11 +316,11 @@ class Connection:
         client = self._open()
         if not isinstance(client, _cluster_client):
             return client
-        with _translated():
+        with translated():
             return client.get_redis_connection(client.get_node_from_key(key))
 
     def _open(self) -> Any:
-        with self._opening, _translated():
+        with self._opening, translated():
             if self._client is None:
                 self._client = self._make()
             elif self._is_stale and isinstance(self._client, _cluster_client):
@@ -351,13 +353,21 @@ class Connection:
         if self._options.get("db", 0):
             raise ConfigError("redis", f"database {self._options['db']}", "database 0 in a Cluster")
         options = {name: value for name, value in self._options.items() if name != "db"}
+        options["redis_connect_func"] = _check_peer  # its client greets by itself
         nodes = [_cluster_node(host, port) for host, port in hosts]
         return _cluster_client(startup_nodes=nodes, require_full_coverage=False, **options)
 
     def _by_sentinel(self) -> Any:
         options = dict(self._options)
         asked = {
-            name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "retry", "protocol")
+            name: options[name]
+            for name in (
+                "socket_timeout",
+                "socket_connect_timeout",
+                "retry",
+                "protocol",
+                "redis_connect_func",
+            )
         }
         asked |= {name: value for name, value in options.items() if name.startswith("ssl")}
         for name in ("username", "password"):
@@ -367,150 +377,21 @@ class Connection:
         return self._sentinel.master_for(self._address.service)
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Any error of the client, or of the server, is StoreUnavailable."""
-    try:
-        yield
-    except (RedisError, RedisClusterException) as error:
-        raise _unavailable(error) from error
+def _greet(connection: Any) -> None:
+    """What follows a connect: authentication and all that, if there is a server behind it."""
+    _check_peer(connection)
+    connection.on_connect()
 
 
-def _unavailable(error: Exception) -> StoreUnavailable:
-    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
+def _check_peer(connection: Any) -> None:
+    """Raises ConnectionError for a connection to itself.
 
-
-@dataclass(slots=True)
-class _UnderWay:
-    """One XREAD that waits in the server, on a connection of its own."""
-
-    streams: frozenset[str]
-    pool: Any
-    connection: Any
-    sent_at: float
-    failure: RedisError | None = None
-    """What was met when the connection was looked at. The client would connect anew, to no answer, if it were
-    looked at again."""
-
-    def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Something can be received, be it that the connection is broken or that its server is silent."""
-        if self.failure is None:
-            try:
-                return bool(self.connection.can_read(wait_s)) or self._is_silent()
-            except RedisError as failure:
-                self.failure = failure
-        return True
-
-    def receive(self) -> Any:
-        """The answer; waits for it. Raises RedisError."""
-        if self.failure is not None:
-            raise self.failure
-        return self.connection.read_response()
-
-    def _is_silent(self) -> bool:
-        return time.monotonic() - self.sent_at > 2 * _SERVER_BLOCK_S
-
-    def end(self, *, is_broken: bool) -> None:
-        """Give the connection back; close it if an answer could still come over it."""
-        if is_broken:
-            self.connection.disconnect()
-        self.pool.release(self.connection)
-
-
-class StreamReads:
-    """XREAD over streams of any slots: one command a slot, and one thread that waits for all of them.
-
-    Streams of different slots can't share a command, so a Cluster needs a blocking connection for each slot
-    that has a log; a single server needs one. A slot whose server fails is left out of this read, and asked
-    again in the next: the others go on.
+    TCP allows it, where a port of this machine that the kernel gives to clients has no listener: the client
+    would answer itself, and the server could not have its port back.
     """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._waiting: dict[int, _UnderWay] = {}
-
-    def read(self, cursors: Mapping[str, str], block_s: float) -> list[tuple[str, list[Any]]]:
-        """``(stream, [[id, fields], …])``; waits up to ``block_s``. Raises StoreUnavailable if no slot answers."""
-        slots: dict[int, dict[str, str]] = {}
-        for key, cursor in cursors.items():
-            slots.setdefault(self._connection.slot(key), {})[key] = cursor
-        found: list[tuple[str, list[Any]]] = []
-        failures: list[StoreUnavailable] = []
-        for reading in self._sent(slots, block_s, failures):
-            try:
-                found += [(key.decode(), entries) for key, entries in self._receive(reading) or ()]
-            except StoreUnavailable as failure:
-                failures.append(failure)
-        if slots and len(failures) >= len(slots):
-            raise failures[0]
-        return found
-
-    def close(self) -> None:
-        """End what is under way."""
-        for slot in list(self._waiting):
-            self._waiting.pop(slot).end(is_broken=True)
-
-    def _sent(
-        self, slots: Mapping[int, Mapping[str, str]], block_s: float, failures: list[StoreUnavailable]
-    ) -> list[_UnderWay]:
-        """The reads that can be received: without waiting those sent now, else those of which something came."""
-        sent = []
-        for slot, streams in slots.items():
-            try:
-                if block_s == 0:
-                    sent.append(self._send(streams, ()))
-                elif not self._is_waiting(slot, streams):
-                    self._waiting[slot] = self._send(streams, ("BLOCK", int(_SERVER_BLOCK_S * 1000)))
-            except StoreUnavailable as failure:
-                failures.append(failure)
-        if block_s == 0:
-            return sent
-        self._wait(block_s)
-        ready = [slot for slot, reading in self._waiting.items() if reading.is_ready() or slot not in slots]
-        return [self._waiting.pop(slot) for slot in ready]
-
-    def _is_waiting(self, slot: int, streams: Mapping[str, str]) -> bool:
-        reading = self._waiting.get(slot)
-        if reading is not None and reading.streams != streams.keys():
-            self._waiting.pop(slot).end(is_broken=True)
-            return False
-        return reading is not None
-
-    def _send(self, cursors: Mapping[str, str], block: tuple[Any, ...]) -> _UnderWay:
-        with _translated():
-            pool, connection = self._connection.borrow(next(iter(cursors)))
-            reading = _UnderWay(frozenset(cursors), pool, connection, time.monotonic())
-            try:
-                connection.send_command(
-                    "XREAD", "COUNT", ENTRIES_A_READ, *block, "STREAMS", *cursors, *cursors.values()
-                )
-            except RedisError:
-                self._give_up(reading)
-                raise
-        return reading
-
-    def _wait(self, block_s: float) -> None:
-        """Until an answer is there. One connection is waited for, several are looked at in turn."""
-        if len(self._waiting) == 1:
-            next(iter(self._waiting.values())).is_ready(block_s)
-            return
-        deadline = time.monotonic() + block_s
-        while time.monotonic() < deadline and not any(each.is_ready() for each in self._waiting.values()):
-            time.sleep(_SWEEP_S)
-
-    def _receive(self, reading: _UnderWay) -> Any:
-        with _translated():
-            try:
-                answer = reading.receive()
-            except RedisError:
-                self._give_up(reading)
-                raise
-        reading.end(is_broken=False)
-        return answer
-
-    def _give_up(self, reading: _UnderWay) -> None:
-        self._connection.suspect()
-        reading.end(is_broken=True)
+    mine = connection._sock.getsockname()
+    if mine and mine == connection._sock.getpeername():
+        raise ConnectionError(f"connected to itself at {mine}: there is no server")
 
 
 class RedisStore:
@@ -518,8 +399,9 @@ class RedisStore:
 
     def __init__(self, url: str, reply_timeout_s: float = 2.0) -> None:
         self.connection = Connection(url, reply_timeout_s)
-        self._reading = Connection(url, reply_timeout_s + _SERVER_BLOCK_S)
+        self._reading = Connection(url, reply_timeout_s + SERVER_BLOCK_S)
         self._streams = StreamReads(self._reading)
+        self.num_jobs = 0
 
     def close(self) -> None:
         """Let go of connections."""
@@ -529,6 +411,7 @@ class RedisStore:
 
     # ---- a replica's own facts
 
+    @translated()
     def boot(self, registration: Registration) -> Durable:
         """See the protocol."""
         names = ReplicaKeys(registration.replica_id)
@@ -540,6 +423,7 @@ class RedisStore:
         )
         return Durable(int(epoch), replicated)
 
+    @translated()
     def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
         """See the protocol."""
         self.connection.check()
@@ -559,12 +443,14 @@ class RedisStore:
             _raise_first(self.connection.gather(commands))
         return _standing(verdict, last_seq)
 
+    @translated()
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
         args: Args = [writer.epoch, writer.nonce, first_seq, pack_entries(entries)]
         return _standing(*self.connection.run(scripts.APPEND, [names.meta, names.log], args))
 
+    @translated()
     def snapshot(
         self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
     ) -> Standing:
@@ -576,6 +462,7 @@ class RedisStore:
         keys = [names.meta, names.log, names.snapshot_meta]
         return _standing(*self.connection.run(scripts.SNAPSHOT, keys, [*standing, *form, *snapshot.chunks]))
 
+    @translated()
     def leave(self, writer: Writer) -> Standing:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
@@ -587,6 +474,7 @@ class RedisStore:
 
     # ---- reading
 
+    @translated()
     def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
         """See the protocol."""
         ids = self._listed() if replica_ids is None else list(replica_ids)
@@ -614,6 +502,7 @@ class RedisStore:
         reply = self.connection.of("ZREVRANGE", REPLICAS_KEY, 0, MAX_REPLICAS - 1)
         return [name.decode() for name in reply if _REPLICA_ID.fullmatch(name)]
 
+    @translated()
     def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
         """See the protocol."""
         logs = {ReplicaKeys(name).log: name for name in cursors}
@@ -621,6 +510,7 @@ class RedisStore:
         news = self._streams.read(ids, block_s)
         return {logs[key]: [_logged(*entry) for entry in entries] for key, entries in news if key in logs}
 
+    @translated()
     def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
         """See the protocol."""
         names = ReplicaKeys(replica_id)
@@ -643,12 +533,14 @@ class RedisStore:
 
     # ---- tenants
 
+    @translated()
     def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
         """See the protocol."""
         stated = "" if blocks is None else str(blocks)
         _, replicated = self.connection.run_durably(scripts.LIMIT, [_tenant_key(tenant)], [stated])
         return Durable(blocks or 0, replicated)
 
+    @translated()
     def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
         """See the protocol."""
         args: Args = [
@@ -669,17 +561,20 @@ class RedisStore:
             int(generation),
         )
 
+    @translated()
     def raise_generation(self, tenant: bytes, above: int) -> Durable:
         """See the protocol."""
         answer, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], [above])
         self.connection.run(scripts.ANNOUNCE, [PURGES_KEY], [tenant.hex(), MAX_PURGES])
         return Durable(int(answer), replicated)
 
+    @translated()
     def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
         """See the protocol."""
         args: Args = [replica_id, epoch, generation]
         return int(self.connection.run(scripts.CONFIRM, [_tenant_key(tenant)], args)) == 1
 
+    @translated()
     def tenant(self, tenant: bytes) -> TenantFacts:
         """See the protocol. What has not the form of this version counts for nothing."""
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
@@ -691,6 +586,7 @@ class RedisStore:
         )
         return TenantFacts(limit, generation, shares, confirmed)
 
+    @translated()
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """See the protocol."""
         reply = self.connection.run(scripts.ANNOUNCED, [PURGES_KEY], [after])
@@ -703,17 +599,26 @@ class RedisStore:
 
     # ---- jobs
 
+    @translated()
     def save_job(self, job: WarmJob) -> WarmJob:
         """See the protocol."""
         fields = [item for pair in job_fields(job).items() for item in pair]
-        is_new = self.connection.run(scripts.JOB, [_job_key(job.id)], [int(JOB_TTL_S * 1000), *fields])
-        return job if int(is_new) else self.load_job(job.id) or job
+        ttl_ms = int(JOB_TTL_S * 1000)
+        if not int(self.connection.run(scripts.JOB, [_job_key(job.id)], [ttl_ms, *fields])):
+            return self.load_job(job.id) or job
+        num_jobs, *oldest = self.connection.run(scripts.LIST, [JOBS_KEY], [job.id, ttl_ms, MAX_JOBS])
+        self.num_jobs = int(num_jobs)
+        if oldest:
+            _raise_first(self.connection.gather([("DEL", _job_key(job_id.decode())) for job_id in oldest]))
+        return job
 
+    @translated()
     def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
         """See the protocol."""
         args: Args = [format_owner(owner), format_owner(expected)]
         return int(self.connection.run(scripts.OWN, [_job_key(job_id)], args)) == 1
 
+    @translated()
     def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
         """See the protocol."""
         args: Args = [
@@ -725,15 +630,18 @@ class RedisStore:
         ]
         return int(self.connection.run(scripts.ADD, [_job_key(job_id)], args)) == 1
 
+    @translated()
     def save_part(self, job_id: str, part: JobPart) -> bool:
         """See the protocol."""
         args: Args = [PART_PREFIX + part.replica_id, format_part(part)]
         return int(self.connection.run(scripts.PART, [_job_key(job_id)], args)) == 1
 
+    @translated()
     def drop_job(self, job_id: str) -> None:
         """See the protocol."""
         self.connection.of("DEL", _job_key(job_id))
 
+    @translated()
     def load_job(self, job_id: str) -> WarmJob | None:
         """See the protocol."""
         fields = self.connection.of("HGETALL", _job_key(job_id))
@@ -776,7 +684,7 @@ class RedisCoordinator(BaseCoordinator):
 def _raise_first(replies: Sequence[Any]) -> None:
     for reply in replies:
         if isinstance(reply, Exception):
-            raise _unavailable(reply)
+            raise unavailable(reply)
 
 
 def _seen(
@@ -792,7 +700,7 @@ def _logged(entry_id: bytes, fields: list[bytes]) -> Logged:
     epoch, seq = (0, 0) if position is None else (int(position[1]), int(position[2]))
     try:
         return Logged(epoch, seq, parse_entry(dict(zip(fields[::2], fields[1::2], strict=True)), epoch, seq))
-    except WireError:
+    except (ValueError, TypeError):  # a WireError, or no fields
         return Logged(epoch, seq, None)
 
 

@@ -8,7 +8,8 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
               -> epoch. Fences the last registration, drops its lease and snapshot, begins the log anew.
     append    KEYS meta ev                        ARGV epoch nonce first-seq entries (see wire.pack_entries)
     beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms proof snap-prefix
-              (field value) … of the load -> also Redis's time in ms
+              (field value) … of the load -> also Redis's time in ms; 0 for last_seq if the log doesn't
+              follow the snapshot
     snapshot  KEYS meta ev snapmeta               ARGV epoch nonce seq keep-from anew retention-ms checksum
               snap-prefix chunk … anew=1: the snapshot takes the place of all that was written. It stands at
               a number that nobody has read, and an empty entry behind it lets every reader see the gap.
@@ -24,6 +25,7 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     announced KEYS purges                         ARGV after -> {tenant, position …}
 
     job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
+    list      KEYS jobs                           ARGV job ttl-ms max -> {how many, job that is too many …}
     own       KEYS job                            ARGV owner expected -> 1 if replaced
     add       KEYS job                            ARGV owner field epoch value max-parts -> 1 if added
     part      KEYS job                            ARGV field value -> 1 if replaced
@@ -113,12 +115,19 @@ BEAT = (
 local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-redis.call('HSET', KEYS[1], 'proof', ARGV[5])
+local beats = tonumber(redis.call('HGET', KEYS[1], 'beats') or '0') or 0
+redis.call('HSET', KEYS[1], 'proof', ARGV[5], 'lease_ms', ARGV[3], 'beats', whole(beats + 1))
 for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end
 for i = 0, math.min(tonumber(redis.call('HGET', KEYS[4], 'count') or '0') or 0, 4096) - 1 do
   redis.call('PEXPIRE', ARGV[6] .. i, ARGV[4])
+end
+local saved = redis.call('HMGET', KEYS[4], 'epoch', 'seq')
+local needed = saved[1] == ARGV[1] and tonumber(saved[2]) + 1 or 1
+if needed <= last then
+  local id = ARGV[1] .. '-' .. whole(needed)
+  if #redis.call('XRANGE', KEYS[3], id, id) == 0 then last = 0 end
 end
 return {'OK', whole(last), whole(now_ms())}
 """
@@ -156,7 +165,10 @@ LEAVE = (
     _STANDING
     + """
 local verdict = standing(KEYS[1], ARGV[1], ARGV[2])
-if verdict == 'OK' then redis.call('DEL', KEYS[2], KEYS[3]) end
+if verdict == 'OK' then
+  redis.call('DEL', KEYS[2], KEYS[3])
+  redis.call('HSET', KEYS[1], 'beats', '0')
+end
 return {verdict, '0'}
 """
 )
@@ -254,6 +266,24 @@ for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return 1
 """
+
+LIST = (
+    _COMMON
+    + """
+local now = now_ms()
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
+redis.call('ZADD', KEYS[1], whole(now + tonumber(ARGV[2])), ARGV[1])
+local excess = redis.call('ZCARD', KEYS[1]) - tonumber(ARGV[3])
+local answer = {}
+if excess > 0 then
+  answer = redis.call('ZRANGE', KEYS[1], 0, excess - 1)
+  redis.call('ZREMRANGEBYRANK', KEYS[1], 0, excess - 1)
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+table.insert(answer, 1, redis.call('ZCARD', KEYS[1]))
+return answer
+"""
+)
 
 OWN = """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end

@@ -200,7 +200,7 @@ class Observer(Followed):
         """Fetch the registrations and read all logs now, as far as the store can be reached."""
         with suppress(StoreUnavailable):
             self.reader.refresh()
-            self._generations.follow()
+            self._generations.follow(self.reader.epochs())
 
     def close(self) -> None:
         """End the thread and the connections. Idempotent."""
@@ -212,7 +212,7 @@ class Observer(Followed):
         if self._asked_at != self.reader.fetched_at:
             self._asked_at = self.reader.fetched_at
             with suppress(StoreUnavailable):
-                self._generations.follow()
+                self._generations.follow(self.reader.epochs())
         return pause_s
 
 
@@ -254,6 +254,7 @@ class Generations:
         self._announced: set[bytes] = set()
         self._wanted: set[bytes] = set()
         self._cursor = 0
+        self._epochs: frozenset[tuple[str, int]] = frozenset()
 
     def __call__(self, tenant: str) -> int:
         """The generation of a tenant; local."""
@@ -265,13 +266,20 @@ class Generations:
             self._wanted.add(digest)
         return known or 0
 
-    def follow(self) -> None:
-        """Read what was raised since the last time. Raises StoreUnavailable."""
+    def follow(self, epochs: frozenset[tuple[str, int]]) -> None:
+        """Read what was raised since the last time; everything, if replicas have come. Raises StoreUnavailable.
+
+        They also come anew where the store has lost something: then generations that only this one has met are void.
+        """
+        if epochs - self._epochs:
+            self._cursor = 0
+            self._wanted |= self._known.keys()
         raised = self._store.purges(self._cursor)
         digests = {digest for digest, _ in raised}
         self._announced |= digests
         for digest in (digests & self._known.keys()) | self._wanted:
-            self._known[digest] = max(self._known.get(digest, 0), self._store.tenant(digest).generation)
+            self._known[digest] = self._store.tenant(digest).generation
             self._wanted.discard(digest)
+        self._epochs = epochs
         if raised:
             self._cursor = raised[-1][1]

@@ -29,6 +29,8 @@ LISTED_S = 3600.0
 """A replica that is gone is listed, as not live, for this long."""
 MAX_REPLICAS = 1024
 MAX_PARTS = 1024
+MAX_JOBS = 4096
+"""Warm jobs that are kept at a time; beyond it the oldest is forgotten."""
 MAX_PURGES = 65_536
 """Raised generations that are announced. Who boots later than so many purges misses hints of the oldest."""
 ENTRIES_A_READ = 512
@@ -129,6 +131,9 @@ class Durable(NamedTuple):
 class Store(Protocol):
     """See the module's docstring. Every method may be called from any thread."""
 
+    num_jobs: int
+    """Jobs that were kept when one was last saved from here."""
+
     def boot(self, registration: Registration) -> Durable:
         """Register with an epoch greater than ``registration.epoch`` and all before it; its ``value``.
 
@@ -137,7 +142,10 @@ class Store(Protocol):
         """
 
     def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
-        """Extend the lease, state the proof of the address and the load, and be listed."""
+        """Extend the lease, state the proof of the address and the load, and be listed.
+
+        ``last_seq`` is 0 if the log doesn't begin where the snapshot ends: who reads it from there on lacks something.
+        """
 
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
         """Append to the log; GAP unless ``first_seq`` is the next number."""
@@ -194,7 +202,7 @@ class Store(Protocol):
         """
 
     def save_job(self, job: WarmJob) -> WarmJob:
-        """Keep a new job for an hour; what is kept already if the id is known."""
+        """Keep a new job for an hour, and at most 4,096; what is kept already if the id is known."""
 
     def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
         """Hand a job from one ``(replica, epoch)`` to another, if it is still ``expected`` who owns it."""

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.store import Durable, Grant, Share, Store, Writer
+from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store, Writer
 from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
     from radixkv.coordination.protocol import Resident
+    from radixkv.coordination.reader import Reader
 
 OnPurge = Callable[[str, int], None]
 """Told of a tenant whose generation was raised: returns when nothing of it can be matched here any more."""
@@ -36,7 +37,7 @@ class Purge:
     generation: int
     confirmed: tuple[str, ...]
     pending: tuple[str, ...]
-    """Live replicas that haven't confirmed: the purge waits for these."""
+    """Live replicas that haven't confirmed, be it that the store has lost them: the purge waits for these."""
     unconfirmed: tuple[str, ...]
     """Replicas whose lease is over, and that never confirmed: cut off, they serve the tenant unless it refuses that."""
     replicated: bool | None = None
@@ -52,10 +53,19 @@ class Tenants:
     """See the module's docstring. ``follow`` by one thread at a time; the rest from any."""
 
     def __init__(
-        self, keys: FleetKeys, store: Store, fingerprint: str, tell: Callable[[str, int], None]
+        self,
+        keys: FleetKeys,
+        store: Store,
+        fingerprint: str,
+        tell: Callable[[str, int], None],
+        reader: Reader,
     ) -> None:
-        """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does."""
+        """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does.
+
+        ``reader``: knows how long leases run by this replica's clock.
+        """
         self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
+        self._reader = reader
         self._names: dict[bytes, str] = {}
         self._generations: dict[bytes, int] = {}
         self._wanted: dict[str, int] = {}
@@ -122,14 +132,11 @@ class Tenants:
         raised = self._store.purges(0 if is_new else self._cursor)
         if raised and self.resident is not None:
             self.meet({namespace.tenant for namespace in self.resident.namespaces()})
-        has_lost = is_new or bool(raised and raised[-1][1] <= self._cursor)
-        if has_lost:
+        if is_new:
             self._cursor = 0
         for tenant, position in raised:
-            self._obey(writer, tenant, has_lost=has_lost)
-            self._cursor = max(position, self._cursor)
-        if has_lost:
-            self._remind({tenant for tenant, _ in raised})
+            self._obey(writer, tenant)
+            self._cursor = position  # smaller than before where the store has lost what it announced
 
     def raise_generation(self, tenant: str) -> Durable:
         """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
@@ -147,24 +154,45 @@ class Tenants:
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
         lists["pending"] += fetched.unread
-        for registration, remaining_s, _ in fetched.seen:
-            name, epoch = registration.replica_id, registration.epoch
+        for seen in fetched.seen:
+            name, epoch = seen.registration.replica_id, seen.registration.epoch
             if facts.confirmed.get(name, 0) >= epoch or facts.generation == 0:
                 lists["confirmed"].append(name)
             else:
-                lists["pending" if remaining_s > 0 else "unconfirmed"].append(name)
-        unlisted = set(living) - {each.registration.replica_id for each in fetched.seen} - set(fetched.unread)
+                lists["pending" if self._reader.remaining_s(seen) > 0 else "unconfirmed"].append(name)
+        epochs = {seen.registration.replica_id: seen.registration.epoch for seen in fetched.seen}
+        for name in self._reader.forgotten(epochs).difference(fetched.unread):
+            for names in lists.values():
+                names[:] = [each for each in names if each != name]
+            lists["pending"].append(name)
+        unlisted = set(living) - epochs.keys() - set(fetched.unread) - set(lists["pending"])
         lists["pending"] += [name for name in unlisted if facts.generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(facts.generation, **sorted_lists, replicated=replicated)
 
-    def _obey(self, writer: Writer, digest: bytes, *, has_lost: bool) -> None:
-        """After a loss, a number that is known may be a younger purge's that counted from nothing: obey it again."""
+    def restore(self) -> None:
+        """Give generations that are known here back to a store that has lost them. O(tenants that were purged).
+
+        To be called where a replica has come that may not know them. Raises StoreUnavailable.
+        """
+        known = list(self._generations.items())
+        announced = {digest for digest, _ in self._store.purges(0)} if known else set()
+        for digest, generation in known:
+            is_announced = digest in announced or len(announced) >= MAX_PURGES
+            if not is_announced or self._store.tenant(digest).generation < generation:
+                self._store.raise_generation(digest, generation - 1)
+
+    def _obey(self, writer: Writer, digest: bytes) -> None:
+        """Purge what is announced, and confirm it.
+
+        Also what was purged already, or more often: where the store has lost its generations, the same number may
+        stand for a later purge, and so may a smaller one, which is raised then.
+        """
         generation, tenant = self._store.tenant(digest).generation, self._names.get(digest)
         known = self._generations.get(digest, 0)
-        if generation < known:  # the store has lost some, and the tenant was purged since
+        if generation < known:
             generation = self._store.raise_generation(digest, known).value
-        if generation > known or has_lost:
+        if generation:
             self._generations[digest] = generation
             if tenant is not None:
                 self._tell(tenant, generation)
@@ -172,12 +200,6 @@ class Tenants:
                     self.on_purge(tenant, generation)
         if tenant is None or self.on_purge is not None:
             self._store.confirm(digest, writer.replica_id, writer.epoch, generation)
-
-    def _remind(self, announced: set[bytes]) -> None:
-        """Tell a store that has lost them the generations that are known here: nothing of before may come back."""
-        for digest, known in list(self._generations.items()):
-            if digest not in announced and self._store.tenant(digest).generation < known:
-                self._store.raise_generation(digest, known - 1)
 
     def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
         share = Share(writer.replica_id, writer.epoch, self._fingerprint, blocks)

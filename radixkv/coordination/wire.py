@@ -81,6 +81,10 @@ class Registration:
     canary: str
     last_seq: int = 0
     proof: str = ""
+    lease_ms: int = 0
+    """As stated by the last beat; 0 before the first."""
+    beats: int = 0
+    """How many there were under this epoch: only a new one extends the lease. 0 once it has left."""
 
     def difference(self, other: Registration) -> tuple[str, object, object] | None:
         """The setting that keeps the two out of one fleet, with both values, or None."""
@@ -103,11 +107,13 @@ REGISTRATION_FIELDS = (
     "canary",
     "last_seq",
     "proof",
+    "lease_ms",
+    "beats",
 )
 
 
 def registration_fields(registration: Registration) -> dict[str, str]:
-    """What the registering replica writes itself; epoch, last_seq and proof come from the scripts."""
+    """What the registering replica writes itself; epoch, last_seq and what beats state come from the scripts."""
     return {
         "nonce": registration.nonce,
         "address": registration.address,
@@ -120,7 +126,7 @@ def registration_fields(registration: Registration) -> dict[str, str]:
 
 
 def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Registration:
-    """From the values of ``REGISTRATION_FIELDS``; an absent proof is an empty one."""
+    """From the values of ``REGISTRATION_FIELDS``; what the first beat brings may be absent."""
     found = dict(zip(REGISTRATION_FIELDS, values, strict=True))
     return Registration(
         replica_id=replica_id,
@@ -133,6 +139,8 @@ def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Regis
         canary=_text(found["canary"]),
         last_seq=number(found["last_seq"]),
         proof=_text(found["proof"] or b""),
+        lease_ms=number(found["lease_ms"] or b"0"),
+        beats=number(found["beats"] or b"0"),
     )
 
 

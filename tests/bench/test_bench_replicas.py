@@ -26,7 +26,7 @@ def test_every_figure_is_there_and_is_json(redis_server: RedisServer) -> None:
     assert json.loads(json.dumps(result))["figures"] == result["figures"]
     assert set(replicas.FIGURES) <= set(done)
     reaches = [each["reach"] for each in result["figures"] if each["reach"] is not None]
-    assert reaches == [0.15, 1e6, 24.0, 24.0, 3.0, 0.7, 1e6, 2.0, 1.5, 1.8, 1.2]
+    assert reaches == [0.15, 1e6, 24.0, 24.0, 3.0, 0.7, 1e6, 2.0, 1.5, 5.0, 1.8, 1.2]
     assert all({"name", "value", "unit", "reach"} <= set(each) for each in result["figures"])
     assert "route decision" in replicas.table(result)
 

@@ -193,7 +193,7 @@ def test_a_store_that_lost_all_is_reminded_of_generations(fleet: MemoryFleet) ->
     assert a.replica.purge("acme").generation == 2
     fleet.lose()
     fleet.eventually(lambda: a.replica.purge_report("acme").generation == 2)
-    assert a.purged == [("acme", 1), ("acme", 2)] == b.purged[:2]
+    assert a.purged[:2] == [("acme", 1), ("acme", 2)] == b.purged[:2]
     cut_off.replica.register()
     fleet.dead.clear()
     fleet.eventually(lambda: cut_off.purged[-1:] == [("acme", 2)])
@@ -216,7 +216,7 @@ def test_a_replica_that_the_store_forgot_is_waited_for(fleet: MemoryFleet) -> No
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     a.replica.purge("acme")
     fleet.store.records.pop("b")
-    assert a.replica.tenants.report("acme").is_complete
+    assert a.replica.tenants.report("acme").pending == ("b",)
     report = a.replica.tenants.report("acme", living=["a", "b"])
     assert report.pending == ("b",) and report.confirmed == ("a",) and b.purged == []
 

@@ -307,6 +307,17 @@ def test_threshold_follows_a_long_match_within_the_load_bound() -> None:
     assert best("threshold", facts(1000, (0, 0, 9), (100, 0, 8))) == 1, "no long match: the load"
 
 
+def test_threshold_follows_a_long_match_though_another_is_idle() -> None:
+    assert best("threshold", facts(1000, (900, 0, 1), (0, 0, 0))) == 0
+    assert best("threshold", facts(1000, (900, 0, 64), (0, 0, 0), (400, 0, 2))) == 0
+    assert best("threshold", facts(1000, (900, 0, 65), (0, 0, 0), (400, 0, 2))) == 2, "above the least + 64"
+    assert best("threshold", facts(1000, (900, 0, 65), (0, 0, 0), (300, 0, 2))) == 1, (
+        "no long match: the load"
+    )
+    assert best("threshold", facts(1000, (900, 0, 96), (0, 0, 50))) == 0
+    assert best("threshold", facts(1000, (900, 0, 97), (0, 0, 50))) == 1, "above 1.5 × 64"
+
+
 def test_stddev_takes_the_longest_match_of_ordinary_load() -> None:
     assert best("stddev", facts(1000, (500, 0, 10), (200, 0, 10), (0, 0, 10))) == 0
     assert best("stddev", facts(1000, (500, 0, 90), (200, 0, 10), (0, 0, 10))) == 1

@@ -14,7 +14,7 @@ from radixkv.coordination.holdings import split
 from radixkv.coordination.protocol import JobPart, WarmJob
 from radixkv.coordination.wire import Registration, WireError
 
-REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof")
+REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4)
 
 digests = st.binary(min_size=16, max_size=16)
 namespaces = st.binary(min_size=32, max_size=32)
@@ -143,11 +143,12 @@ def test_malformed_entries_are_refused(changes: dict[str, bytes]) -> None:
 
 def test_registrations_go_around() -> None:
     fields = wire.registration_fields(REGISTRATION) | {"epoch": "7", "last_seq": "3", "proof": "proof"}
+    fields |= {"lease_ms": "1500", "beats": "4"}
     values = [fields[name].encode() for name in wire.REGISTRATION_FIELDS]
     assert wire.parse_registration("a", values) == REGISTRATION
-    unproven = wire.parse_registration("a", [*values[:-1], None])
-    assert unproven.proof == ""
-    for index in range(len(values) - 1):
+    unheard = wire.parse_registration("a", [*values[:-3], None, None, None])
+    assert (unheard.proof, unheard.lease_ms, unheard.beats) == ("", 0, 0), "before the first beat"
+    for index in range(len(values) - 3):
         for bad in (None, b"\xff", b"9" * 300):
             with pytest.raises(WireError):
                 wire.parse_registration("a", [*values[:index], bad, *values[index + 1 :]])

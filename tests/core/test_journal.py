@@ -9,6 +9,7 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit import properties
+from radixkv.types import Key
 from tests.core.support import NS, compute
 
 
@@ -20,14 +21,14 @@ class Recorder:
         self.held: set[tuple[Namespace, bytes]] = set()
         self.calls: list[tuple[str, int, int]] = []
 
-    def stored(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+    def stored(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """Segments that end in ``(start, stop]`` became resident."""
         self.calls.append(("stored", start, stop))
         for segment in self._segments(namespace, key, start, stop):
             assert segment not in self.held, "stored twice"
             self.held.add(segment)
 
-    def removed(self, namespace: Namespace, key: bytes, start: int, stop: int) -> None:
+    def removed(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
         """Segments that end in ``(start, stop]`` left."""
         self.calls.append(("removed", start, stop))
         for segment in self._segments(namespace, key, start, stop):
@@ -39,14 +40,15 @@ class Recorder:
         self.held = {segment for segment in self.held if segment[0] != namespace}
 
     def _segments(
-        self, namespace: Namespace, key: bytes, start: int, stop: int
+        self, namespace: Namespace, key: Key, start: int, stop: int
     ) -> set[tuple[Namespace, bytes]]:
-        assert len(key) == 4 * stop and start < stop
+        whole = key if isinstance(key, bytes) else b"".join(key)
+        assert 4 * stop <= len(whole) <= 8 * stop and start < stop
         ends = range(
             start // self.grain_tokens * self.grain_tokens + self.grain_tokens, stop + 1, self.grain_tokens
         )
         assert ends, "a range without a segment's end was reported"
-        return {(namespace, key[: 4 * end]) for end in ends}
+        return {(namespace, whole[: 4 * end]) for end in ends}
 
 
 def resident_segments(snapshot: Any, grain_tokens: int) -> set[tuple[Namespace, bytes]]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fuzz.coverage_guided import TARGETS
+from fuzz.fleet import history, plan
 from fuzz.targets.material import Material
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "fuzz" / "corpus"
+SEED, FAULTS_S = 296, 5.0
 
 
 def driven(driver: str, *options: str) -> str:
@@ -40,6 +44,48 @@ def test_openapi_driver() -> None:
     lines = driven("openapi.py", "--seconds", "5").splitlines()
     found = [line for line in lines if "requests in" in line]
     assert len(found) == 3 and all(line.endswith("nothing found") for line in found), lines
+
+
+def test_faults_driver() -> None:
+    """Replicas killed, stopped and cut off; Redis stopped, restarted, set back: see ``fuzz/fleet/plan.py``."""
+    steps = {step.what for step in plan.draw(SEED, "single", FAULTS_S)}
+    assert len(steps) >= 6, "the schedule that the seed stands for says little"
+    lines = driven(
+        "faults.py", "--rounds", "1", "--length", str(FAULTS_S), "--store", "single", "--seed", str(SEED)
+    ).splitlines()
+    assert lines[0].startswith(f"seed {SEED}, single: ") and lines[-1] == "1 rounds: nothing found"
+
+
+def test_a_schedule_is_that_of_its_seed() -> None:
+    for store in plan.STORES:
+        drawn = [plan.draw(seed, store, 20.0) for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
+        assert all(0 <= step.at_s < 20 for step in drawn[0])
+
+
+def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
+    def told(replica: str, **facts: Any) -> None:
+        with (tmp_path / f"{replica}.1.history").open("a") as file:
+            file.write(
+                json.dumps({"t": 0, "event": "served", "tenant": "serves", "wrong": 0, "cached": 512} | facts)
+                + "\n"
+            )
+
+    told("a", began=5.0, oldest=4.0)
+    told("a", began=9.0, oldest=7.0)
+    told("b", began=5.0, oldest=0.5)
+    (tmp_path / "c.2.history").write_text('{"t": 1, "event": "ser')
+    purge = history.Purged("serves", 1.0, 3.0, ("a",), float("inf"))
+    assert history.wrongs(tmp_path, [purge]) == ([], 3), "b was cut off, and may not know"
+    told("a", began=4.0, oldest=0.5)
+    told("a", began=2.0, oldest=0.5)
+    told("b", began=4.0, oldest=3.5, wrong=1)
+    found, _ = history.wrongs(tmp_path, [purge])
+    assert len(found) == 2 and found[0].startswith("purged KV") and found[1].startswith("wrong KV")
+    told("b", tenant="refuses", began=4.0, oldest=0.5)
+    told("b", tenant="refuses", began=9.0, oldest=0.5)
+    forgotten = history.Purged("refuses", 1.0, 3.0, ("a",), 8.0)
+    assert len(history.wrongs(tmp_path, [forgotten])[0]) == 2, "one of these, and the wrong KV"
 
 
 @pytest.mark.parametrize("target", TARGETS)

