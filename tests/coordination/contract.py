@@ -719,8 +719,8 @@ class CoordinatorContract:
         fleet.lose()
         fleet.eventually(lambda: works(lambda: a.replica.purge("acme")))
         report = a.replica.purge_report("acme")
-        assert "b" in report.pending or not b.replica.knows_generations
-        assert "left" not in report.pending
+        others = set(report.pending) - {"a"}  # which may have lost its own registration a moment ago
+        assert others == {"b"} or (not others and not b.replica.knows_generations)
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
         assert not b.replica.knows_generations
 
