@@ -2,6 +2,7 @@
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
 #   make test PYTEST="tests/core -q"   what pytest is told
+#   make test WORKERS=0                one test at a time; otherwise a process for each of up to four cores
 #   make run RADIXKV_PURE=1            with the index as pure Python, though it is compiled
 #   make test RADIXKV_COMPILE=1        fail if the index can't be compiled; 0: don't compile it
 #   make fuzz SECONDS=600              how long each fuzz driver goes on
@@ -12,7 +13,9 @@ VENV   ?= .venv
 PYTHON ?=
 ARGS   ?=
 PYTEST ?=
+WORKERS ?= auto
 SECONDS ?= 60
+SPREAD = -n $(WORKERS) --maxprocesses 4 --dist loadfile
 INDEX_TESTS = tests/core tests/policies tests/isolation tests/storage tests/engines
 
 .DEFAULT_GOAL := help
@@ -37,8 +40,8 @@ run: $(VENV)/.installed-all
 # The index's tests on the compiled index, if there is one; then the whole suite, or what PYTEST says, as pure Python.
 test: compile
 	$(if $(PYTEST),,@if $(VENV)/bin/python -c 'import radixkv, sys; sys.exit(not radixkv.COMPILED)'; then \
-	  $(VENV)/bin/python -m pytest $(INDEX_TESTS); fi)
-	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(PYTEST)
+	  $(VENV)/bin/python -m pytest $(SPREAD) $(INDEX_TESTS); fi)
+	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST)
 
 compile: $(VENV)/.installed-dev
 	@$(VENV)/bin/python hatch_build.py

@@ -21,6 +21,7 @@ from radixkv import CacheConfig, PrefixCache, Tenant
 from radixkv.audit import properties
 from radixkv.audit.oracle import Engine, cache_with_engine
 from radixkv.audit.properties import NAMESPACES, CacheAdapter, strict_halves
+from radixkv.audit.properties.adapter import OPERATOR
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings
 from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
@@ -96,9 +97,10 @@ class Outages(properties.TwoRuns):
         cls = type(self)
         size = 128 if big else 64
         self.is_strict = bool(mode)
-        config = CacheConfig(16 if mode else 512, size, policy=cls.policies[policy % len(cls.policies)])
+        room = 16 + OPERATOR.guaranteed_blocks if mode else 512
+        config = CacheConfig(room, size, policy=cls.policies[policy % len(cls.policies)])
         self.clock = ManualClock(1000.0)
-        tenants = strict_halves(16) if mode else ()
+        tenants = (*strict_halves(16), OPERATOR) if mode else ()
         systems = [Replica(config, self.clock, tenants) for _ in range(2)]
         self.start(systems, is_alone=is_alone, compares_all=True)
         self.may_insert = not self.is_strict
