@@ -60,7 +60,7 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
     native = {Path(name).name.partition(".")[0] for name in files_of(wheel) if "/_native/" in name}
     (library,) = {name for name in native if name.startswith("index_")}
     assert native - {library} == {
-        *("blocks", "cache", "eviction", "plan", "sequence", "tenants", "tokens", "tree"),
+        *("bases", "blocks", "cache", "eviction", "plan", "sequence", "tenants", "tokens", "tree"),
     }
     assert {f"radixkv/{name}.py" for name in native - {library}} <= files_of(wheel)
 
