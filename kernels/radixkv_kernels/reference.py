@@ -5,6 +5,7 @@ Nothing is checked here; callers have done that. Each function works on any torc
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -53,14 +54,25 @@ def scatter(staging: torch.Tensor, pool: PoolLike, block_ids: Sequence[int]) -> 
 
 
 def scrub(pool: PoolLike, block_ids: Sequence[int]) -> None:
-    """Zeroes whole blocks, whose zeros are zero bytes in every dtype: one ``zero_`` a block and tensor.
+    """Zeroes whole blocks, whose zeros are zero bytes in every dtype.
 
-    A memset of one run each in block-major storage: 10 times faster than one ``index_fill_`` of 2 MiB blocks.
+    Block-major storage on a CPU in one assignment, as fast as a memset; otherwise one ``zero_`` a block and tensor.
     """
     pool = as_pool(pool)
-    for view in pool.views if pool.storage is None else [pool.storage]:
+    if pool.storage is not None and pool.storage.device.type == "cpu":
+        _words(pool.storage).numpy()[list(block_ids)] = 0
+        return
+    for view in pool.views:
         for block_id in block_ids:
             view[block_id].zero_()
+
+
+def _words(storage: torch.Tensor) -> torch.Tensor:
+    """Block-major storage as integers ``[num_blocks, n]``, the widest that blocks and where they begin allow."""
+    data = storage.view(len(storage), -1).view(torch.uint8)
+    grain = math.gcd(data.shape[1], data.storage_offset())
+    widths = (torch.int64, torch.int32, torch.int16)
+    return next((data.view(each) for each in widths if grain % each.itemsize == 0), data)
 
 
 def quantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor) -> None:
