@@ -69,11 +69,16 @@ class Held:
         self.table = lease._packed
         self.tree = cast("NamespaceTree", lease._node.tree)
 
+    @property
+    def prefix(self) -> tuple[Namespace, bytes]:
+        """What is pinned; two namespaces may pin the very blocks of a base."""
+        return self.tree.namespace, self.table
+
 
 class TenantPins:
     """The pins of one tenant. ``num_blocks``: how many blocks they hold, each counted once."""
 
-    __slots__ = ("_due", "_tables", "by_id", "by_table", "last_id", "num_blocks")
+    __slots__ = ("_due", "_tables", "by_id", "by_prefix", "last_id", "num_blocks")
 
     def __init__(self) -> None:
         self.last_id = 0
@@ -82,10 +87,10 @@ class TenantPins:
 
     def settle(self) -> None:
         """Make everything anew that follows from ``by_id``. O(pins log pins)."""
-        self.by_table = {held.table: held for held in self.by_id.values()}
+        self.by_prefix = {held.prefix: held for held in self.by_id.values()}
         self._tables: list[bytes] = []
         self.num_blocks = 0
-        for table in self.by_table:
+        for _, table in self.by_prefix:
             self.num_blocks += self.new_blocks(table)
             insort(self._tables, table)
         self._due = [(held.until, held.id) for held in self.by_id.values()]
@@ -95,14 +100,14 @@ class TenantPins:
         """How many blocks of a table no other pin has. O(log pins) comparisons."""
         at = bisect_left(self._tables, table)
         beside = [*self._tables[max(at - 1, 0) : at], *self._tables[at : at + 2]]
-        shared = [_num_common(table, other) for other in beside if other != table]
+        shared = [_num_common(table, other) for other in beside]
         return len(table) // ID_BYTES - max(shared, default=0)
 
     def add(self, held: Held) -> None:
-        """A pin whose table no other has."""
+        """A pin of a prefix that no other is of."""
         self.num_blocks += self.new_blocks(held.table)
         insort(self._tables, held.table)
-        self.by_table[held.table] = held
+        self.by_prefix[held.prefix] = held
         self.by_id[held.id] = held
         self.keep_until(held, held.until)
 
@@ -118,7 +123,7 @@ class TenantPins:
     def discard(self, held: Held) -> None:
         """Without this one."""
         del self.by_id[held.id]
-        del self.by_table[held.table]
+        del self.by_prefix[held.prefix]
         del self._tables[bisect_left(self._tables, held.table)]
         self.num_blocks -= self.new_blocks(held.table)
 
@@ -159,7 +164,7 @@ class Pins:
         if match.num_tokens < num_tokens:
             raise NotResident(num_tokens, match.num_tokens)
         own = self.tenants.get(match.namespace.tenant) or TenantPins()
-        held = own.by_table.get(match._packed)
+        held = own.by_prefix.get((match.namespace, match._packed))
         if held is not None:
             own.keep_until(held, self._clock() + ttl_s)
             return self._told(held)

@@ -343,6 +343,24 @@ def test_unpublished_while_it_is_read() -> None:
     assert matched(cache, A) == 16
 
 
+def test_pins_of_it_by_two_namespaces() -> None:
+    """Each has a pin of its own; the blocks, which they share, count once against the budget."""
+    cache = published()
+    cache.add_tenant(Tenant("a", max_pinned_blocks=4))
+    one, other = A, A._replace(salt="another")
+    pins = [cache.pin(namespace, IDS, 60) for namespace in (one, other)]
+    assert [pin.namespace for pin in cache.pins("a")] == [one, other] and pins[0].id != pins[1].id
+    assert cache.tenant_stats("a").pinned_blocks == 4
+    audit.check(cache)
+    assert cache.pin(other, IDS, 90).id == pins[1].id, "renewed"
+    cache.unpin(pins[0])
+    assert [pin.namespace for pin in cache.pins("a")] == [other]
+    assert cache.tenant_stats("a").pinned_blocks == 4
+    cache.unpin(pins[1])
+    assert not cache.pins("a") and cache.tenant_stats("a").pinned_blocks == 0
+    audit.check(cache)
+
+
 def test_the_list_of_readers() -> None:
     """Who is struck loses what it has behind the base, others notice nothing, who is added reads."""
     cache = published()
