@@ -26,6 +26,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -136,10 +137,7 @@ def run(
         "repeats": repeats,
         "num_threads": num_threads,
         "layout": {
-            "num_layers": num_layers,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "dtype": layout.dtype,
+            **asdict(layout),
             "block_size": block_size,
             "block_bytes": layout.bytes_per_token * block_size,
         },
