@@ -193,7 +193,8 @@ def test_a_store_that_lost_all_is_reminded_of_generations(fleet: MemoryFleet) ->
     assert a.replica.purge("acme").generation == 2
     fleet.lose()
     fleet.eventually(lambda: a.replica.purge_report("acme").generation == 2)
-    assert a.purged[:2] == [("acme", 1), ("acme", 2)] == b.purged[:2]
+    for each in (a, b):  # whoever hears of one again obeys again
+        assert list(dict.fromkeys(each.purged)) == [("acme", 1), ("acme", 2)]
     cut_off.replica.register()
     fleet.dead.clear()
     fleet.eventually(lambda: cut_off.purged[-1:] == [("acme", 2)])

@@ -55,11 +55,13 @@ def test_two_runs_come_to_something(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in CALLS:
         monkeypatch.setattr(CacheAdapter, name, _counted(name, getattr(CacheAdapter, name), seen))
     modes = ["burst", "strict"]
-    report = properties.run(PrefixCache, 120, 50, seed=3, machine=properties.TwoRuns, modes=modes)
-    assert report.ok, report.failure
-    often = CALLS - {"evict"}  # which is made in one life of eight
-    assert not {name for name in often if not seen[name]}, seen
-    assert seen["OutOfBlocks"], seen
+    wanted = CALLS | {"OutOfBlocks", "StaleGeneration"}
+    for seed in range(3, 13):  # until all of it has happened: some of it is rare
+        report = properties.run(PrefixCache, 120, 50, seed=seed, machine=properties.TwoRuns, modes=modes)
+        assert report.ok, report.failure
+        if wanted <= seen.keys():
+            break
+    assert wanted <= seen.keys(), wanted - seen.keys()
 
 
 CALLS = {
