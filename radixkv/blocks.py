@@ -44,20 +44,17 @@ class BlockPool:
         """Blocks that can be taken at once."""
         return len(self._free) // ID_BYTES
 
-    def take(self, num_blocks: int) -> bytearray | None:
-        """``num_blocks`` packed ids off the free stack; None, and nothing is taken, if there are fewer. O(n) copy."""
+    def take(self, size: int, table: bytearray) -> int:
+        """Move up to ``size`` bytes of packed ids off the free stack to the end of ``table``; how many. O(size) copy."""
         free = self._free
-        at = len(free) - num_blocks * ID_BYTES
-        if at < 0:
-            return None
-        taken = free[at:]
-        del free[at:]
-        return taken
-
-    def take_all(self) -> bytearray:
-        """All free ids. O(1)."""
-        taken, self._free = self._free, bytearray()
-        return taken
+        at = len(free) - size
+        if at > 0:
+            table += free[at:]
+            del free[at:]
+            return size
+        table += free
+        self._free = bytearray()
+        return at + size
 
     def give(self, block_ids: bytes | bytearray | memoryview) -> None:
         """Put packed ids on the free stack. O(n) copy."""

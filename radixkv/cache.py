@@ -361,7 +361,7 @@ class PrefixCache:
                 if not tree.root.children:
                     self._register_tree(tree)
                 node = self._lease_end(tree, node, child, common, told)
-                table += self._evictor.take_granted(needed, tenant)
+                self._evictor.take_granted(needed, tenant, table)
                 self._evictor.charge(tenant, needed)
                 num_cached = cached * self._block_size
                 tenant.requests += 1
@@ -782,7 +782,7 @@ class PrefixCache:
                     needed = -(-after // size) - len(sequence._table) // ID_BYTES
                     if needed:
                         tenant = sequence._tree.tenant
-                        sequence._table += self._evictor.take(needed, tenant)
+                        self._evictor.take(needed, tenant, sequence._table)
                         self._evictor.charge(tenant, needed)
                     sequence._tail += key
                     sequence._size = after
@@ -832,7 +832,7 @@ class PrefixCache:
         blocks = bytearray()
         for tenant, needed in needs.items():
             if needed:
-                blocks += self._evictor.take_granted(needed, tenant)
+                self._evictor.take_granted(needed, tenant, blocks)
                 self._evictor.charge(tenant, needed)
         return blocks
 

@@ -264,26 +264,31 @@ class Evictor:
         elif not self.surely_has(num_blocks, requester):
             self.on_need(requester, self.promised_blocks + num_blocks > self._usable_blocks)
 
-    def take(self, num_blocks: int, tenant: TenantState) -> bytearray:
-        """Packed ids of ``num_blocks`` blocks for a tenant, evicting what is short. Raises like ``require``.
+    def take(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
+        """Add packed ids of ``num_blocks`` blocks for a tenant to ``table``, evicting what is short.
 
-        On nobody's account yet: see ``charge``.
+        On nobody's account yet: see ``charge``. Raises like ``require``.
         """
         if not self.surely_has(num_blocks, tenant):
             self.end_due_pins(tenant, num_blocks)
             self.require(num_blocks, tenant)
-        return self.take_granted(num_blocks, tenant)
+        self.take_granted(num_blocks, tenant, table)
 
-    def take_granted(self, num_blocks: int, tenant: TenantState) -> bytearray:
+    def take_granted(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
         """The same after ``require``. O(blocks evicted + turns × log tenants)."""
-        if tenant.protected_blocks + tenant.evictable_blocks + num_blocks > tenant.max_blocks:
-            self.keep_limit(tenant, num_blocks)
-        taken = self._pool.take(num_blocks)
-        if taken is None:
-            taken = self._take_evicting(num_blocks, tenant)
+        start, size = len(table), num_blocks * ID_BYTES
+        over = tenant.protected_blocks + tenant.evictable_blocks + num_blocks - tenant.max_blocks
+        if over > num_blocks:
+            self.keep_limit(tenant, 0)
+            over = num_blocks
+        if over > 0:  # what it gives up it has again
+            self._evict_from(tenant, over * ID_BYTES, table)
+            if self._scrubber is not None:
+                self._scrubber.free(table[start:])
+            size -= over * ID_BYTES
+        self._take(size, tenant, table)
         if self._scrubber is not None:
-            self._scrubber.hand_out(taken, tenant.label)
-        return taken
+            self._scrubber.hand_out(table[start:], tenant.label)
 
     def take_for_engine(self, num_blocks: int) -> bytearray:
         """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
@@ -293,18 +298,17 @@ class Evictor:
         if num_blocks > spare:
             free = self._pool.num_free
             raise OutOfBlocks(num_blocks, free, max(spare - free, 0))
-        taken = self._pool.take(num_blocks)
-        if taken is None:
-            taken = self._take_evicting(num_blocks, None)
+        taken = bytearray()
+        self._take(num_blocks * ID_BYTES, None, taken)
         if self._scrubber is not None:
             self._scrubber.hand_out(taken, ENGINE)
         return taken
 
-    def _take_evicting(self, num_blocks: int, requester: TenantState | None) -> bytearray:
-        """Packed ids of more blocks than are free."""
-        freed = self._pool.take_all()
-        self._evict(num_blocks * ID_BYTES - len(freed), requester, freed)
-        return freed
+    def _take(self, size: int, requester: TenantState | None, table: bytearray) -> None:
+        """Add ``size`` bytes of packed ids to ``table``: free ones, then those of victims."""
+        size -= self._pool.take(size, table)
+        if size:
+            self._evict(size, requester, table)
 
     def charge(self, tenant: TenantState, num_blocks: int) -> None:
         """Blocks that were taken are the tenant's, private to a sequence or leased in its tree."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from array import array
 from collections.abc import Sequence as SequenceABC
-from typing import Any, SupportsIndex
+from typing import Any, Final, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +30,16 @@ TOKEN_BYTES = 4
 TokenIds = Any
 """Token ids in any form: list, tuple, range, array, NumPy, torch CPU tensor of any integer type, or key bytes."""
 
+MIN_BUFFERED: Final = 2_048
+MAX_BUFFERED: Final = 131_072
+"""Prompts of so many ids are converted in a buffer of the thread's, of at most 4 bytes for each of them."""
+
+_of_thread = threading.local()
+
 _LITTLE = sys.byteorder == "little"
 _MAX_ID = 2**32 - 1
 _U32, _U64 = np.dtype("<u4"), np.dtype(np.uint64)
+_NOTHING = np.empty(0, _U32)
 _WIDE = "".join(code for code in "lLqQ" if array(code).itemsize == 8)
 """Typecodes of 64-bit arrays."""
 
@@ -49,7 +57,7 @@ def encode(ids: TokenIds) -> bytes:
         if ids.typecode in _WIDE and ids:
             wide: NDArray[np.uint64] = np.frombuffer(ids, _U64)
             if wide.item(wide.argmax()) <= _MAX_ID:  # a negative id is huge here
-                return wide.astype(_U32).tobytes()
+                return _narrowed(wide)
         return _from_array(ids)
     if kind is list or kind is tuple:
         return _from_items(ids)
@@ -66,6 +74,19 @@ def encode(ids: TokenIds) -> bytes:
     raise TokenError(
         f"token ids can't be a {kind.__name__}: allowed are list, tuple, array, NumPy and torch CPU integers"
     )
+
+
+def _narrowed(wide: NDArray[np.uint64]) -> bytes:
+    """The key of ids that fit in 4 bytes; long ones by way of a buffer that stays, and with it its pages and cache lines."""
+    size = len(wide)
+    if size < MIN_BUFFERED or size > MAX_BUFFERED:
+        return wide.astype(_U32).tobytes()
+    buffer = getattr(_of_thread, "buffer", _NOTHING)
+    if len(buffer) < size:
+        buffer = _of_thread.buffer = np.empty(1 << (size - 1).bit_length(), _U32)
+    ids = buffer[:size]
+    np.copyto(ids, wide, casting="unsafe")
+    return ids.tobytes()
 
 
 def encode_one(token_id: SupportsIndex) -> bytes:
@@ -111,7 +132,7 @@ def _from_numpy(ids: NDArray[Any]) -> bytes:
     if size == 8 and ids.size and ids.dtype.isnative:
         wide = ids.view(_U64)
         if wide.item(wide.argmax()) <= _MAX_ID:  # a negative id is huge here
-            return wide.astype(_U32).tobytes()
+            return _narrowed(wide)
     if size > TOKEN_BYTES or kind == "i":
         _check_range(ids)
     return ids.astype(_U32, copy=False).tobytes()

@@ -31,7 +31,7 @@ import numpy as np
 
 from radixkv.types import ID_BYTES
 
-MAX_LABEL_BYTES: Final = 32_768
+MAX_LABEL_BYTES: Final = 131_072
 """Longest label that a new node gets, 8,192 tokens: a million-token prompt is a path of 123 nodes."""
 
 MAX_GROWN_LABEL_BYTES: Final = 8_192

@@ -393,7 +393,7 @@ def test_what_slices_find_is_looked_for_once_more() -> None:
     """A mistake of the reading is no alarm; a broken law is one, either way."""
     cache = MisreadOnce(CacheConfig(num_blocks=8, block_size=1))
     assert audit.check(cache).ok
-    cache._pool.take(1)
+    cache._pool.take(4, bytearray())
     for at_once in (False, True):
         with pytest.raises(audit.BrokenLaws, match="conservation"):
             audit.check(cache, at_once=at_once)
