@@ -232,7 +232,7 @@ def longest(
         return own
     best, reached = own, 0
     is_alone = len(found) == 1
-    if own is not None and key[:step] in own.root.children:
+    if own is not None and own.child_of(own.root, key[:step]) is not None:
         is_alone, reached = False, _reach(own, key, stop)
     for base in found:
         size = len(base.key)

@@ -45,7 +45,7 @@ class BlockPool:
         return len(self._free) // ID_BYTES
 
     def take(self, size: int, table: bytearray) -> int:
-        """Move up to ``size`` bytes of packed ids off the free stack to the end of ``table``; how many. O(size) copy."""
+        """Move up to ``size`` bytes of packed ids from the free stack to ``table``; returns how many. O(size) copy."""
         free = self._free
         at = len(free) - size
         if at > 0:

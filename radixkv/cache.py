@@ -358,7 +358,7 @@ class PrefixCache:
                 if not self._evictor.surely_has(total, tenant):
                     self._evictor.end_due_pins(tenant, total)
                     self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
-                if not tree.root.children:
+                if tree.root.children is None:
                     self._register_tree(tree)
                 node = self._lease_end(tree, node, child, common, told)
                 self._evictor.take_granted(needed, tenant, table)
@@ -630,7 +630,7 @@ class PrefixCache:
         key, at, stop = sequence._base, resident * size, new * size
         if stop > sequence._base_size:
             key, at, stop = sequence.key_between(at, stop), 0, stop - at
-        if node.children:
+        if node.children is not None:
             node, at, taken_from = self._follow(sequence, node, key, at, stop)
             resident = node.depth
             if resident > taken_from:
@@ -643,7 +643,7 @@ class PrefixCache:
             keys = self._ghost_keys(tree, sequence.key_between(0, new * size), resident, new)
         if (
             node.uses > 1
-            or node.children
+            or node.children is not None
             or node.parent is None
             or len(node.label) + stop - at > MAX_GROWN_LABEL_BYTES
         ):
@@ -1399,8 +1399,8 @@ class PrefixCache:
         freed = bytearray()
         for _ in range(min(SLICE_NODES, len(pending))):
             node = pending.pop()
-            if node.children:
-                pending.extend(node.children.values())
+            if node.children is not None:
+                pending += node.child_nodes()
             else:
                 self._evictor.reclaim(node, freed)
         self._pool.give(freed)

@@ -121,7 +121,7 @@ class Evictor:
             freed = bytearray()
             self._give_up_declined(node, tree, freed)
             self._pool.give(freed)
-        if not tree.root.children:
+        if tree.root.children is None:
             tenant.drop_if_empty(tree)
             if tree.base is not None:
                 self.let_go(tree.base)
@@ -137,7 +137,7 @@ class Evictor:
         tenant, at = tree.tenant, node
         admit, trimmed = tenant.on_admit, tenant.on_trimmed
         assert admit is not None
-        while (parent := at.parent) is not None and not at.uses and not at.children and not admit(at):
+        while (parent := at.parent) is not None and not at.uses and at.children is None and not admit(at):
             num_blocks = at.num_blocks
             if trimmed is not None:
                 trimmed(at, num_blocks)
@@ -400,7 +400,7 @@ class Evictor:
         most = tenant.on_most
         while left:
             node = victim()
-            if not isinstance(node, Node) or node.children or node.uses:
+            if not isinstance(node, Node) or node.children is not None or node.uses:
                 raise IntegrityError(
                     f"policy {type(tenant.policy).__name__} named a victim that is no evictable leaf"
                 )
@@ -418,7 +418,7 @@ class Evictor:
             tree.remove(node)
             freed += ids
             left -= len(ids)
-            if not tree.root.children:
+            if tree.root.children is None:
                 tenant.drop_if_empty(cast(NamespaceTree, tree))
         num_blocks = size // ID_BYTES
         tenant.evictable_blocks -= num_blocks
@@ -430,7 +430,7 @@ class Evictor:
         tree = cast(NamespaceTree, node.tree)
         tenant = tree.tenant
         at: Node | None = node
-        while at is not None and at.parent is not None and not at.uses and not at.children:
+        while at is not None and at.parent is not None and not at.uses and at.children is None:
             parent = at.parent
             if tree.is_linked(at):
                 tenant.on_removed(at)
@@ -439,7 +439,7 @@ class Evictor:
                 tenant.evictable_blocks -= at.num_blocks
                 self.evictable_blocks -= at.num_blocks
             at = parent
-        if not tree.root.children:
+        if tree.root.children is None:
             tenant.drop_if_empty(tree)
             if tree.base is not None:
                 self.let_go(tree.base)

@@ -178,7 +178,7 @@ class _Books:
         pending = [tree.root]
         while pending:
             above = pending.pop()
-            for node in above.children.values():
+            for node in above.child_nodes():
                 _finish(node, above, tree.block_bytes)
                 self.home[unpack(node.block_ids)] = len(self.nodes)
                 self.nodes.append(node)

@@ -77,7 +77,7 @@ def encode(ids: TokenIds) -> bytes:
 
 
 def _narrowed(wide: NDArray[np.uint64]) -> bytes:
-    """The key of ids that fit in 4 bytes; long ones by way of a buffer that stays, and with it its pages and cache lines."""
+    """The key of ids that fit in 4 bytes: of many, by way of a buffer that stays where it is, in the CPU's cache."""
     size = len(wide)
     if size < MIN_BUFFERED or size > MAX_BUFFERED:
         return wide.astype(_U32).tobytes()

@@ -1,8 +1,8 @@
 """RadixTree: the prefixes of ONE namespace. Pure structure: it knows no tenant, pool, clock or I/O.
 
 A node is a run of whole blocks: its ``label`` (the key bytes of their token ids) and their ``block_ids``
-(packed int32). A child is found by the bytes of its first block, a label is compared in one memcmp, so the
-Python work of a walk is per node on the path and never per block or token.
+(packed int32). One of several children is found by the bytes of its first block, a label is compared in one memcmp,
+so the Python work of a walk is per node on the path and never per block or token.
 
     root ──"[0 … 1024)"──▶ system prompt ──"[1024 … 1312)"──▶ a conversation
                                         └──"[1024 … 1600)"──▶ another one
@@ -14,7 +14,7 @@ Invariants
   what is asked of it begins with that.
 - The label of the leaf that was trimmed last (``_trimmed``) may be longer, up to twice, until a walk comes by:
   evicting a few blocks then copies no label.
-- Siblings differ in their first block; ``children`` is keyed by it.
+- Siblings differ in their first block; ``children`` is keyed by it, an only child stands there itself.
 - ``uses`` = leases that end here + children with ``uses`` > 0. So one lease touches one node and protects
   all its ancestors, and only the change 0 ↔ 1 travels upward.
 - A split keeps the *lower* half's identity: whoever holds the node still ends where it ended.
@@ -37,8 +37,6 @@ MAX_LABEL_BYTES: Final = 131_072
 MAX_GROWN_LABEL_BYTES: Final = 8_192
 """Longest label that a leaf is grown to in place: an append then copies at most this much."""
 
-_NO_CHILDREN: Final[dict[bytes, Node]] = {}
-
 
 class Node:
     """A run of whole blocks. ``depth`` counts blocks from the root to its end."""
@@ -60,12 +58,29 @@ class Node:
         self.block_ids = block_ids
         self.depth = depth
         self.uses = uses
-        self.children: dict[bytes, Node] = _NO_CHILDREN
+        self.children: Node | dict[bytes, Node] | None = (
+            None  # dicts are made late: most nodes have one child or none
+        )
 
     @property
     def num_blocks(self) -> int:
         """Blocks of this node alone."""
         return len(self.block_ids) // ID_BYTES
+
+    def child_nodes(self) -> list[Node]:
+        """Its children. O(children)."""
+        below = self.children
+        if below is None:
+            return []
+        return [below] if isinstance(below, Node) else list(below.values())
+
+    @property
+    def num_children(self) -> int:
+        """How many it has. O(1)."""
+        below = self.children
+        if below is None:
+            return 0
+        return 1 if isinstance(below, Node) else len(below)
 
 
 class RadixTree:
@@ -112,11 +127,16 @@ class RadixTree:
                 table += self.head_ids
                 at = len(self.head_key)
         while at < stop:
-            child = node.children.get(key[at : at + step])
+            below = node.children
+            if below is None:
+                break
+            child = below if isinstance(below, Node) else below.get(key[at : at + step])
             if child is None:
                 break
             label = child.label
             if not key.startswith(label, at, stop):
+                if child is below and not key.startswith(label[:step], at):
+                    break
                 if child is self._trimmed:
                     self._cut_label(child)
                     continue
@@ -141,8 +161,12 @@ class RadixTree:
         depth = lower.depth - lower.num_blocks + cut // ID_BYTES
         uses = 1 if lower.uses else 0
         upper = Node(self, parent, lower.label[:at], lower.block_ids[:cut], depth, uses)
-        upper.children = {lower.label[at : at + self.block_bytes]: lower}
-        parent.children[upper.label[: self.block_bytes]] = upper
+        upper.children = lower
+        beside = parent.children
+        if isinstance(beside, dict):
+            beside[upper.label[: self.block_bytes]] = upper
+        else:
+            parent.children = upper
         self.num_nodes += 1
         lower.parent, lower.label, lower.block_ids = upper, lower.label[at:], lower.block_ids[cut:]
         return upper
@@ -160,10 +184,13 @@ class RadixTree:
             start, block_ids = start + longest, block_ids[cut:]
         label, added = key[start:stop], len(block_ids) // ID_BYTES
         node = Node(self, parent, label, block_ids, parent.depth + added, 1)
-        if parent.children is _NO_CHILDREN:
-            parent.children = {label[: self.block_bytes]: node}
+        beside, size = parent.children, self.block_bytes
+        if beside is None:
+            parent.children = node
+        elif isinstance(beside, dict):
+            beside[label[:size]] = node
         else:
-            parent.children[label[: self.block_bytes]] = node
+            parent.children = {beside.label[:size]: beside, label[:size]: node}
         self.num_blocks += added
         self.num_nodes += 1
         return node
@@ -175,7 +202,7 @@ class RadixTree:
         """
         ids = leaf.block_ids
         keep = len(ids) - size
-        assert keep > 0 and not leaf.children and not leaf.uses
+        assert keep > 0 and leaf.children is None and not leaf.uses
         leaf.block_ids = ids[:keep]
         leaf.depth -= size // ID_BYTES
         self.num_blocks -= size // ID_BYTES
@@ -198,11 +225,12 @@ class RadixTree:
     def remove(self, leaf: Node) -> None:
         """Take a leaf out of the tree. O(1)."""
         parent = leaf.parent
-        assert parent is not None and not leaf.children
-        children = parent.children
-        del children[leaf.label[: self.block_bytes]]
-        if not children:
-            parent.children = _NO_CHILDREN
+        assert parent is not None and leaf.children is None
+        beside = parent.children
+        if isinstance(beside, dict) and len(beside) > 1:
+            del beside[leaf.label[: self.block_bytes]]
+        else:
+            parent.children = None
         if leaf is self._trimmed:
             self._trimmed = None
         self.num_nodes -= 1
@@ -211,12 +239,21 @@ class RadixTree:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is resident and nothing leased."""
-        return not self.root.children and not self.root.uses
+        return self.root.children is None and not self.root.uses
+
+    def child_of(self, node: Node, first: bytes) -> Node | None:
+        """The child that begins with the block ``first``, its key bytes. O(1)."""
+        below = node.children
+        if isinstance(below, dict):
+            return below.get(first)
+        return below if below is not None and below.label.startswith(first) else None
 
     def is_linked(self, node: Node) -> bool:
         """Whether the node is still in the tree."""
-        parent = node.parent
-        return parent is not None and parent.children.get(node.label[: self.block_bytes]) is node
+        beside = None if node.parent is None else node.parent.children
+        if isinstance(beside, dict):
+            return beside.get(node.label[: self.block_bytes]) is node
+        return beside is node
 
     def key_of(self, node: Node) -> bytes:
         """The whole key from position 0 to the node's end. O(bytes)."""
@@ -242,11 +279,11 @@ class RadixTree:
     def nodes(self) -> list[Node]:
         """All nodes except the root, parents before children. O(nodes)."""
         found: list[Node] = []
-        pending = list(self.root.children.values())
+        pending = self.root.child_nodes()
         while pending:
             node = pending.pop()
             found.append(node)
-            pending.extend(node.children.values())
+            pending += node.child_nodes()
         return found
 
 

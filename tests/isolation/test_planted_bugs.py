@@ -307,7 +307,8 @@ def split_loses_the_namespace(patch: pytest.MonkeyPatch) -> None:
         clock, first = tree.tenant.policy._clock, upper.label[: tree.block_bytes]
         others = [each for each in used if each.tenant.policy._clock is clock and each is not tree]
         for other in others[-1:]:
-            other.root.children = {first: upper} | other.root.children
+            there = {child.label[: tree.block_bytes]: child for child in other.root.child_nodes()}
+            other.root.children = {first: upper} | there
         return upper
 
     _wrap(patch, Evictor, "lease", leased)
