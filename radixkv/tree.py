@@ -12,7 +12,7 @@ Invariants
   the root, which has none; ``depth`` is the number of blocks from position 0 to the *end* of the node.
 - A tree may continue a prefix that others own (``head_key``, ``head_ids``): its root stands at the end of that, and
   what is asked of it begins with that.
-- The label of the leaf that was trimmed last (``_trimmed``) may be longer, up to twice, until a walk comes by:
+- The label of the leaf that was trimmed last (``_trimmed``) may be longer, up to four times, until a walk comes by:
   evicting a few blocks then copies no label.
 - Siblings differ in their first block; ``children`` is keyed by it, an only child stands there itself.
 - ``uses`` = leases that end here + children with ``uses`` > 0. So one lease touches one node and protects
@@ -31,8 +31,11 @@ import numpy as np
 
 from radixkv.types import ID_BYTES
 
-MAX_LABEL_BYTES: Final = 131_072
-"""Longest label that a new node gets, 8,192 tokens: a million-token prompt is a path of 123 nodes."""
+MAX_LABEL_BYTES: Final = 122_880
+"""Longest label that a new node gets, 30,720 tokens: a million-token prompt is a path of 33 nodes.
+
+A little less than what an allocator maps pages for at each allocation (glibc: 128 KiB).
+"""
 
 MAX_GROWN_LABEL_BYTES: Final = 8_192
 """Longest label that a leaf is grown to in place: an append then copies at most this much."""
@@ -198,7 +201,7 @@ class RadixTree:
     def trim(self, leaf: Node, size: int) -> bytes:
         """Cut the last ``size`` bytes of packed ids off an unused leaf, fewer than it has, and return them.
 
-        O(blocks of the leaf) bytes copied; the label is cut when half of it is surplus, or by the next walk.
+        O(blocks of the leaf) bytes copied; the label is cut when three quarters of it are surplus, or by the next walk.
         """
         ids = leaf.block_ids
         keep = len(ids) - size
@@ -210,7 +213,7 @@ class RadixTree:
             if self._trimmed is not None:
                 self._cut_label(self._trimmed)
             self._trimmed = leaf
-        if len(leaf.label) > 2 * keep * self._key_bytes_per_id_byte:
+        if len(leaf.label) > 4 * keep * self._key_bytes_per_id_byte:
             self._cut_label(leaf)
         return ids[keep:]
 

@@ -3,7 +3,7 @@
 There is no second implementation of the index or of any policy here: the same ``PrefixCache`` that serves is opened,
 committed and released, with ``block_size=1`` and the trace's block ids as token ids, on the trace's clock. So what
 a policy is told, and in which order, is what it is told in production. One difference: a live cache starts a new node
-every 8,192 tokens, here a node may be as long as a prompt; who ranks whole nodes may notice.
+every 30,720 tokens, here a node may be as long as a prompt; who ranks whole nodes may notice.
 
 A request opens with its prompt's blocks and one token more, the one that a cache always leaves to be computed; that
 one is given back at once, which is why the pool has one block more than the capacity. Its prompt is committed as
