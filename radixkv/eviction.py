@@ -44,6 +44,7 @@ class Evictor:
         "_scrubber",
         "_segment_blocks",
         "evictable_blocks",
+        "on_hand_out",
         "on_need",
         "promised_blocks",
     )
@@ -64,6 +65,7 @@ class Evictor:
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends pins that are due
+        self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -283,6 +285,8 @@ class Evictor:
             taken = self._take_evicting(num_blocks, tenant)
         if self._scrubber is not None:
             self._scrubber.hand_out(taken, tenant.label)
+        if self.on_hand_out is not None:
+            self.on_hand_out()
         return taken
 
     def take_for_engine(self, num_blocks: int) -> bytearray:
@@ -298,6 +302,8 @@ class Evictor:
             taken = self._take_evicting(num_blocks, None)
         if self._scrubber is not None:
             self._scrubber.hand_out(taken, ENGINE)
+        if self.on_hand_out is not None:
+            self.on_hand_out()
         return taken
 
     def _take_evicting(self, num_blocks: int, requester: TenantState | None) -> bytearray:
