@@ -1,6 +1,6 @@
 """What quantising cached prefixes costs: perplexity and attention error at fp16, FP8, INT8 and INT4.
 
-    python examples/quantised_prefixes.py [--steps 300] [--prefixes 700] [--block-size 16] [--text FILE …]
+    python examples/quantised_prefixes.py [--steps 600] [--prefixes 2800] [--block-size 16] [--text FILE …]
 
 Trains a small Llama (bytes as tokens, 3 layers, 4 query heads over 2 KV heads of 64) on local text, the Python
 standard library's sources unless told otherwise, for a few minutes on a CPU. Then, for prefixes of held-out text:
@@ -164,16 +164,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--prefixes", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--prefixes", type=int, default=2800)
     parser.add_argument("--block-size", type=int, default=16, choices=(16, 32, 64, 128))
     parser.add_argument("--text", nargs="*", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = read_text(options.text)
-    held_out = text[-len(text) // 20 :]
+    held_out = text[-len(text) // 5 :]
     if len(held_out) < PREFIX + CONTINUATION:
-        parser.error(f"--text is {len(text):,} bytes; it takes at least {20 * (PREFIX + CONTINUATION):,}")
+        parser.error(f"--text is {len(text):,} bytes; it takes at least {5 * (PREFIX + CONTINUATION):,}")
     model = small_model()
     print(f"training {sum(p.numel() for p in model.parameters()):,} parameters on {len(text):,} bytes")
     last = train(model, text[: -len(held_out)], options.steps)

@@ -11,7 +11,8 @@ each other wherever a block goes from one to another:
 The engine's streams are those that were current at a ``join``, and those that it names (``add``). With one stream, and
 nothing aside in flight, a ``join`` does nothing. The host never waits and the device is never drained.
 
-Not locked: the owner of the pool calls it under its own lock, which also makes the order of calls the order of work.
+Not locked, but for ``add``: the owner of the pool calls it under its own lock, which also makes the order of calls the
+order of work.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Fences:
         streams = self._streams
         stream = streams.current()
         self._engine.add(stream)
-        for other in self._engine:
+        for other in tuple(self._engine):  # another may be added meanwhile
             if other != stream:
                 streams.wait(stream, streams.record(other))
         if self._aside is not None:
