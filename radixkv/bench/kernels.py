@@ -27,7 +27,7 @@ import torch
 import radixkv_kernels
 from radixkv.bench.fork import device_name, time_cuda, versions
 from radixkv.errors import ArgumentError, KernelError
-from radixkv.storage import KVLayout
+from radixkv.storage import DeviceStorage, KVLayout
 from radixkv_kernels import Beams, Pool, Quantized, backend, reference
 from radixkv_kernels.quantized import Scheme
 
@@ -115,7 +115,7 @@ ALTERNATIVES: dict[str, tuple[str, Callable[[Work], object]]] = {
 
 def run(
     *,
-    device: str = "cpu",
+    device: str | None = None,
     dtype: str = "bfloat16",
     num_layers: int = 32,
     num_kv_heads: int = 8,
@@ -127,15 +127,18 @@ def run(
 ) -> dict[str, object]:
     """Checks all kernels, and on a GPU times them; returns what ``radixkv bench kernels --json`` prints.
 
-    Memory of the GPU: about six times ``num_blocks`` blocks, and 5 GiB: 17 GiB by default. Raises ConfigError for a
-    layout that can't be, ArgumentError for other arguments, KernelError for a kernel that differs from the reference.
+    device: None for the GPU if there is one, otherwise the CPU. Memory of the GPU: about six times ``num_blocks``
+    blocks, and 5 GiB: 17 GiB by default. Raises ConfigError for a device or layout that can't be, ArgumentError for
+    other arguments, KernelError for a kernel that differs from the reference.
     """
     for argument, value in (("block_size", block_size), ("num_blocks", num_blocks), ("repeats", repeats)):
         if value < 1:
             raise ArgumentError(argument, value, "at least 1")
-    place = torch.device(device)
+    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = DeviceStorage(KVLayout(1, 1, 1), 1, 1, wanted).device
     layout = KVLayout(num_layers, num_kv_heads, head_dim, dtype)
     checked = check(KVLayout(2, 2, 16, dtype), place, seed)
+    where = "not on a GPU" if torch.cuda.is_available() else "no GPU"
     report: dict[str, object] = {
         "benchmark": "kernels",
         "device": device_name(place),
@@ -144,7 +147,7 @@ def run(
         "seed": seed,
         "checked": checked,
         "results": [],
-        "note": "no GPU: kernels compared with the reference, nothing timed",
+        "note": f"{where}: kernels compared with the reference, nothing timed",
     }
     if place.type == "cuda":
         del report["note"]

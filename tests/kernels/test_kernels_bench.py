@@ -82,6 +82,7 @@ def test_times_every_kernel_on_a_gpu() -> None:
         ("num_blocks", 0, ArgumentError),
         ("repeats", 0, ArgumentError),
         ("num_layers", 0, ConfigError),
+        ("device", "cuda:99", ConfigError),
     ],
 )
 def test_arguments_that_cannot_work_are_named(argument: str, value: int, error: type[Exception]) -> None:
