@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv import CacheConfig, CapacityError, KVLayout, Namespace, PrefixCache, Tenant, audit
+from radixkv import CacheConfig, CapacityError, KernelError, KVLayout, Namespace, PrefixCache, Tenant, audit
 from radixkv.storage import DeviceStorage
 from radixkv.storage import device as device_module
 from radixkv_kernels import Fences, reference
@@ -189,6 +189,48 @@ def test_one_stream_without_strict_tenants_costs_no_event() -> None:
         with cache.open(SPACES[1], [at, 1, 2, 3]) as sequence:
             sequence.commit(4)
     assert cache.stats().scrubbed_blocks == device.num_events == device.num_waits == 0
+
+
+class Fails(Fences):
+    """A device that fails while its streams are ordered, once it is told to."""
+
+    is_broken = False
+
+    def join(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        super().join()
+
+
+def test_a_device_that_fails_costs_the_call_and_nobody_else() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fences, "of", lambda _: Fails(Device()))
+        cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK, KVLayout(1, 1, 1, "int8")))
+    with cache.open(SPACES[1], range(9)) as sequence:
+        sequence.commit(9)
+        free, match = cache.stats().free_blocks, cache.match(SPACES[1], range(9))
+        assert cache.storage is not None and isinstance(cache.storage.fences, Fails)
+        cache.storage.fences.is_broken = True
+        for call in (
+            lambda: cache.open(SPACES[1], range(9)),
+            lambda: cache.lease(match),
+            lambda: cache.allocate(2),
+        ):
+            with pytest.raises(KernelError, match="ordering the streams of cpu failed: CUDA error"):
+                call()
+            assert cache.stats().free_blocks == free
+            assert audit.check(cache).ok
+        cache.storage.fences.is_broken = False
+        assert sequence.is_open
+    with cache.open(SPACES[1], range(9)) as again:
+        assert again.num_cached_tokens == 8
+
+
+def test_a_cpu_has_no_streams_to_order() -> None:
+    storage = DeviceStorage(KVLayout(1, 1, 1), 2, 2)
+    storage.add_stream("forward")
+    storage.join()
+    assert storage.fences is None
 
 
 @pytest.mark.gpu
