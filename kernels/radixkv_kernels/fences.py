@@ -76,12 +76,17 @@ class CudaStreams:
 
 
 class Fences:
-    """The order of one pool's work on several streams. Cost of a call: an event for each stream but the current one."""
+    """The order of one pool's work on several streams. Cost of a call: an event for each stream but the current one.
+
+    Make it where the pool was allocated: what the current stream was given until then, zeros perhaps, counts as aside.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._engine: set[Any] = set()
         self._aside: Event | None = None
+        with self.aside():
+            pass
 
     @classmethod
     def of(cls, device: torch.device) -> Fences | None:

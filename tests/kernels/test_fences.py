@@ -56,6 +56,7 @@ def test_each_work_starts_as_soon_as_the_rules_allow_and_no_sooner(
 def test_one_stream_and_nothing_aside_costs_no_event() -> None:
     device = Device()
     fences = Fences(device)
+    device.num_events = device.num_waits = 0
     for _ in range(3):
         fences.join()
         device.run(NOTHING, NOTHING, 1)
@@ -68,6 +69,16 @@ def test_one_stream_and_nothing_aside_costs_no_event() -> None:
     device.now = 99
     fences.join()
     assert (device.num_events, device.num_waits) == (2, 2), "it is done"
+
+
+def test_what_the_pool_was_filled_with_comes_first() -> None:
+    device = Device(stream="where it was allocated")
+    device.run(NOTHING, NOTHING, 5)
+    fences = Fences(device)
+    device.stream = "engine"
+    fences.join()
+    device.run(NOTHING, NOTHING, 1)
+    assert device.done[-1].start == 5
 
 
 def test_a_stream_that_is_named_is_waited_for() -> None:

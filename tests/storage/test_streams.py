@@ -185,6 +185,7 @@ def test_one_stream_without_strict_tenants_costs_no_event() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fences, "of", lambda _: Fences(device))
         cache = PrefixCache(CacheConfig(NUM_BLOCKS, BLOCK, KVLayout(1, 1, 1, "int8")))
+    device.num_events = device.num_waits = 0
     for at in range(20):
         with cache.open(SPACES[1], [at, 1, 2, 3]) as sequence:
             sequence.commit(4)
