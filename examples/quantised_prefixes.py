@@ -1,12 +1,15 @@
 """What quantising cached prefixes costs: perplexity and attention error at fp16, FP8, INT8 and INT4.
 
-    python examples/quantised_prefixes.py [--steps 300] [--prefixes 32] [--block-size 16] [--text FILE …]
+    python examples/quantised_prefixes.py [--steps 600] [--prefixes 2800] [--block-size 16] [--text FILE …]
 
 Trains a small Llama (bytes as tokens, 3 layers, 4 query heads over 2 KV heads of 64) on local text, the Python
 standard library's sources unless told otherwise, for a few minutes on a CPU. Then, for prefixes of held-out text:
 their KV, computed once, go to blocks of a fp16 pool, through quantize and dequantize, and back into the model's
 cache, which reads the next 64 bytes by them. So what is measured is the model on quantised prefixes with everything
-else as it was. The baseline, fp16, is the same way through gather and scatter.
+else as it was. The baseline, fp16, is the same way without quantisation.
+
+Texts differ far more from each other than schemes do on one text, so losses are compared in pairs: the difference from
+fp16 on the same 64 bytes, its mean over the prefixes, and the standard error of that mean.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -25,7 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from radixkv_kernels import Pool, Quantized, dequantize, quantize
 from radixkv_kernels.quantized import Scheme
 
-PREFIX, CONTINUATION = 256, 64
+PREFIX, CONTINUATION, BATCH = 256, 64, 16
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 64, 3
 
 
@@ -73,20 +76,25 @@ def train(model: LlamaForCausalLM, text: torch.Tensor, steps: int, batch: int = 
 def through(
     keys_values: list[tuple[torch.Tensor, torch.Tensor]], scheme: Scheme | None, block_size: int
 ) -> DynamicCache:
-    """The cache after its KV were in blocks of a fp16 pool, quantised (or not) and back."""
-    num_blocks = PREFIX // block_size
+    """The cache after its KV were in blocks of a fp16 pool, quantised (or not) and back.
+
+    keys_values: of each layer, float32 ``[batch, KV_HEADS, PREFIX, HEAD_DIM]``.
+    """
+    batch = len(keys_values[0][0])
+    num_blocks = batch * PREFIX // block_size
     pool = Pool.of(torch.zeros(num_blocks, LAYERS, 2, block_size, KV_HEADS, HEAD_DIM, dtype=torch.float16))
     for layer, sides in enumerate(keys_values):
         for side, tensor in enumerate(sides):
-            pool.plane(layer, side).copy_(tensor[0].transpose(0, 1).unflatten(0, (num_blocks, block_size)))
+            rows = tensor.transpose(1, 2)  # [batch, PREFIX, KV_HEADS, HEAD_DIM]
+            pool.plane(layer, side).copy_(rows.reshape(num_blocks, block_size, KV_HEADS, HEAD_DIM))
     if scheme is not None:
         records = torch.empty(num_blocks, Quantized(pool, scheme).record_bytes, dtype=torch.uint8)
         quantize(pool, range(num_blocks), records, scheme)
         dequantize(records, pool, range(num_blocks), scheme)
     cache = DynamicCache()
     for layer in range(LAYERS):
-        sides = [pool.plane(layer, side).flatten(0, 1).transpose(0, 1)[None].float() for side in (0, 1)]
-        cache.update(*sides, layer)
+        sides = [pool.plane(layer, side).reshape(batch, PREFIX, KV_HEADS, HEAD_DIM) for side in (0, 1)]
+        cache.update(*(rows.transpose(1, 2).float() for rows in sides), layer)
     return cache
 
 
@@ -107,68 +115,79 @@ class AttentionOutputs:
 
 def evaluate(
     model: LlamaForCausalLM,
-    windows: Iterator[torch.Tensor],
+    windows: Iterable[torch.Tensor],
     schemes: Sequence[Scheme | None],
     block_size: int,
-) -> dict[Scheme | None, tuple[float, float]]:
-    """By scheme: nats a byte of the continuations, and error of the attention outputs relative to fp16's."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[schemes, prefixes]``: nats a byte of each continuation; error of attention outputs relative to the first's.
+
+    windows: int64 ``[BATCH or fewer, PREFIX + CONTINUATION]``.
+    """
     outputs = AttentionOutputs(model)
-    losses: dict[Scheme | None, list[float]] = {scheme: [] for scheme in schemes}
-    errors: dict[Scheme | None, list[float]] = {scheme: [] for scheme in schemes}
+    losses, errors = [], []
     for window in windows:
-        prefix, rest = window[None, :PREFIX], window[None, PREFIX:]
-        computed = model(prefix, use_cache=True)
+        prefix, rest = window[:, :PREFIX], window[:, PREFIX:]
+        computed = model(prefix, use_cache=True, logits_to_keep=1)
         keys_values = [(layer.keys, layer.values) for layer in computed.past_key_values.layers]
         outputs.take()
         exact: list[torch.Tensor] = []
         for scheme in schemes:
             read = model(rest, past_key_values=through(keys_values, scheme, block_size))
-            logits = torch.cat((computed.logits[0, -1:], read.logits[0, :-1]))
-            losses[scheme].append(cross_entropy(logits, rest[0]).item())
+            logits = torch.cat((computed.logits, read.logits[:, :-1]), dim=1)
+            losses.append(cross_entropy(logits.transpose(1, 2), rest, reduction="none").mean(1))
             seen = outputs.take()
             exact = exact or seen
-            moved = [float((a - b).norm() / b.norm()) for a, b in zip(seen, exact, strict=True)]
-            errors[scheme].append(sum(moved) / len(moved))
-    return {scheme: (_mean(losses[scheme]), _mean(errors[scheme])) for scheme in schemes}
+            moved = [(a - b).norm(dim=(1, 2)) / b.norm(dim=(1, 2)) for a, b in zip(seen, exact, strict=True)]
+            errors.append(torch.stack(moved).mean(0))
+    return tuple(
+        torch.stack([torch.cat(found[at :: len(schemes)]) for at in range(len(schemes))])
+        for found in (losses, errors)
+    )
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def report(
+    losses: torch.Tensor, errors: torch.Tensor, schemes: Sequence[Scheme | None], block_size: int
+) -> None:
+    """A row for each scheme: its bits, its perplexity, how much more than fp16's, and the attention error."""
+    pool = Pool.of(torch.zeros(1, LAYERS, 2, block_size, KV_HEADS, HEAD_DIM, dtype=torch.float16))
+    print("scheme  bits a value  perplexity a byte     against fp16 ± standard error  attention error")
+    for scheme, loss, error in zip(schemes, losses, errors, strict=True):
+        bits = 16.0 if scheme is None else Quantized(pool, scheme).bits_per_value
+        more = (loss - losses[0]).double()
+        spread = float(more.std() / math.sqrt(len(more))) if len(more) > 1 else math.nan
+        change = f"{math.expm1(more.mean()):+14.4%} ± {spread:.4%}"
+        perplexity = math.exp(loss.mean())
+        print(f"{scheme or 'fp16':6}  {bits:12.3f}  {perplexity:17.4f}  {change:>30}  {error.mean():15.4f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--prefixes", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--prefixes", type=int, default=2800)
     parser.add_argument("--block-size", type=int, default=16, choices=(16, 32, 64, 128))
     parser.add_argument("--text", nargs="*", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = read_text(options.text)
-    held_out = text[-len(text) // 20 :]
+    held_out = text[-len(text) // 5 :]
     if len(held_out) < PREFIX + CONTINUATION:
-        parser.error(f"--text is {len(text):,} bytes; it takes at least {20 * (PREFIX + CONTINUATION):,}")
+        parser.error(f"--text is {len(text):,} bytes; it takes at least {5 * (PREFIX + CONTINUATION):,}")
     model = small_model()
     print(f"training {sum(p.numel() for p in model.parameters()):,} parameters on {len(text):,} bytes")
     last = train(model, text[: -len(held_out)], options.steps)
     print(f"trained: {last / math.log(2):.2f} bits a byte at the end")
     stride = (len(held_out) - PREFIX - CONTINUATION) // options.prefixes
-    windows = (held_out[start * stride :][: PREFIX + CONTINUATION] for start in range(options.prefixes))
+    starts = torch.arange(options.prefixes)[:, None] * stride + torch.arange(PREFIX + CONTINUATION)
+    schemes: tuple[Scheme | None, ...] = (None, *get_args(Scheme))
     with torch.inference_mode():
-        found = evaluate(model.eval(), windows, (None, *get_args(Scheme)), options.block_size)
-    base = found[None][0]
+        found = evaluate(model.eval(), held_out[starts].split(BATCH), schemes, options.block_size)
     print(
-        f"{options.prefixes} prefixes of {PREFIX} held-out bytes in blocks of {options.block_size}, "
+        f"{options.prefixes:,} prefixes of {PREFIX} held-out bytes in blocks of {options.block_size}, "
         f"{CONTINUATION} bytes read by each"
     )
-    print("scheme  bits a value  perplexity a byte  against fp16  attention error")
-    pool = Pool.of(torch.zeros(1, LAYERS, 2, options.block_size, KV_HEADS, HEAD_DIM, dtype=torch.float16))
-    for scheme, (loss, error) in found.items():
-        bits = 16.0 if scheme is None else Quantized(pool, scheme).bits_per_value
-        change = math.exp(loss - base) - 1
-        print(f"{scheme or 'fp16':6}  {bits:12.3f}  {math.exp(loss):17.4f}  {change:+12.3%}  {error:15.4f}")
+    report(*found, schemes, options.block_size)
 
 
 if __name__ == "__main__":

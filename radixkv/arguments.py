@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from radixkv.cache import Match
+    from radixkv.storage.device import BlockStorage
     from radixkv.types import BlockIds
 
 OnPending: TypeAlias = Literal["compute", "raise", "wait"]
@@ -25,3 +26,6 @@ MatchLike: TypeAlias = "Match"
 
 ScrubBlocks: TypeAlias = Callable[["BlockIds"], Any] | None
 """Zeroes blocks, distinct int32 ids; None where nobody needs to."""
+
+StorageLike: TypeAlias = "BlockStorage | None"
+"""Where an engine that owns its KV keeps its blocks; None where the cache makes a storage, or needs none."""

@@ -67,8 +67,8 @@ from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
-    from radixkv.arguments import BaseId, MatchLike, OnPending, ScrubBlocks, Seconds
-    from radixkv.storage.device import DeviceStorage
+    from radixkv.arguments import BaseId, MatchLike, OnPending, ScrubBlocks, Seconds, StorageLike
+    from radixkv.storage.device import BlockStorage
 
 SLICE_BLOCKS = 512
 """Blocks that ``evict`` frees before it lets others have the lock."""
@@ -150,8 +150,9 @@ class PrefixCache:
     """A prefix cache over one pool of KV blocks. Safe to use from several threads.
 
     config: see CacheConfig. clock: seconds, for policies and timeouts. journal: hears what becomes resident and
-    what leaves (see ``types.Journal``). scrub_blocks: of an engine that owns its KV (``layout=None``): zeroes the
-    blocks of an int32 array, in the order of its other work on them; called under the cache's lock. Raises
+    what leaves (see ``types.Journal``). storage: of an engine that owns its KV (``layout=None``): a BlockStorage over
+    its tensors, in which the cache then copies and zeroes blocks. scrub_blocks: of one that executes ``flush`` itself:
+    zeroes the blocks of an int32 array, in the order of its other work on them; called under the cache's lock. Raises
     ConfigError.
     """
 
@@ -162,6 +163,7 @@ class PrefixCache:
         clock: Clock = monotonic,
         journal: Journal | None = None,
         scrub_blocks: ScrubBlocks = None,
+        storage: StorageLike = None,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -172,7 +174,7 @@ class PrefixCache:
             raise ArgumentError(
                 "journal.grain_tokens", journal.grain_tokens, f"a multiple of block_size {config.block_size}"
             )
-        self._storage = _make_storage(config)
+        self._storage = _storage_of(config, storage)
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._num_waiting = 0
@@ -180,6 +182,8 @@ class PrefixCache:
         self._pool = BlockPool(config.num_blocks, self._scrubber)
         self._tenants: dict[str, TenantState] = {}
         self._evictor = Evictor(self._pool, self._tenants, config.block_size, journal, config.segment_blocks)
+        if self._storage is not None and self._storage.fences is not None:
+            self._evictor.on_hand_out = self._storage.join
         self._journal = journal
         self._sequences: set[Sequence] = set()
         self._leases: set[Lease] = set()
@@ -200,8 +204,8 @@ class PrefixCache:
         return self._config
 
     @property
-    def storage(self) -> DeviceStorage | None:
-        """The block storage; None for ``layout=None``."""
+    def storage(self) -> BlockStorage | None:
+        """The block storage, a DeviceStorage if there is a layout; None if the engine executes ``flush`` itself."""
         return self._storage
 
     def maintain(self) -> None:
@@ -244,6 +248,8 @@ class PrefixCache:
             try:
                 lease = Lease(self, self._lease_match(match), match)
                 self._leases.add(lease)
+                if self._evictor.on_hand_out is not None:
+                    self._evictor.on_hand_out()
                 return lease
             except BaseException as error:
                 mend(self, error, leases=[lease])
@@ -1648,9 +1654,17 @@ def _block_ids(values: Any) -> BlockIds:
     return ids.astype(np.int32)
 
 
-def _make_storage(config: CacheConfig) -> DeviceStorage | None:
-    if config.layout is None:
+def _storage_of(config: CacheConfig, given: Any) -> BlockStorage | None:
+    """The storage that the layout asks for, or the engine's, checked; None for neither."""
+    if config.layout is None and given is None:
         return None
-    from radixkv.storage.device import DeviceStorage
+    from radixkv.storage.device import BlockStorage, DeviceStorage
 
-    return DeviceStorage(config.layout, config.num_blocks, config.block_size, config.device)
+    if config.layout is not None:
+        if given is not None:
+            raise ConfigError("storage", given, "None with a layout: the cache makes its own")
+        return DeviceStorage(config.layout, config.num_blocks, config.block_size, config.device)
+    wanted = (config.num_blocks, config.block_size)
+    if not isinstance(given, BlockStorage) or (given.num_blocks, given.block_size) != wanted:
+        raise ConfigError("storage", given, f"a BlockStorage of {wanted[0]} blocks of {wanted[1]} tokens")
+    return given

@@ -586,7 +586,7 @@ def bench_fork(as_json: bool, **options: Any) -> None:
 
 
 @bench.command("kernels")
-@click.option("--device", default="cpu", show_default=True)
+@click.option("--device", help="[the GPU if there is one, otherwise cpu]")
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16", show_default=True
 )

@@ -44,6 +44,7 @@ class Evictor:
         "_scrubber",
         "_segment_blocks",
         "evictable_blocks",
+        "on_hand_out",
         "on_need",
         "promised_blocks",
     )
@@ -64,6 +65,7 @@ class Evictor:
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends pins that are due
+        self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
@@ -289,6 +291,8 @@ class Evictor:
         self._take(size, tenant, table)
         if self._scrubber is not None:
             self._scrubber.hand_out(table[start:], tenant.label)
+        if self.on_hand_out is not None:
+            self.on_hand_out()
 
     def take_for_engine(self, num_blocks: int) -> bytearray:
         """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
@@ -302,6 +306,8 @@ class Evictor:
         self._take(num_blocks * ID_BYTES, None, taken)
         if self._scrubber is not None:
             self._scrubber.hand_out(taken, ENGINE)
+        if self.on_hand_out is not None:
+            self.on_hand_out()
         return taken
 
     def _take(self, size: int, requester: TenantState | None, table: bytearray) -> None:

@@ -24,7 +24,7 @@ from radixkv.types import BlockIds
 if TYPE_CHECKING:
     from radixkv.arguments import ScrubBlocks
     from radixkv.config import CacheConfig, Scrub
-    from radixkv.storage.device import DeviceStorage
+    from radixkv.storage.device import BlockStorage
 
 _CLEAN = 0
 ENGINE = 2
@@ -93,19 +93,24 @@ class Scrubber:
 
 
 def make_scrubber(
-    config: CacheConfig, storage: DeviceStorage | None, scrub_blocks: ScrubBlocks | None
+    config: CacheConfig, storage: BlockStorage | None, scrub_blocks: ScrubBlocks | None
 ) -> Scrubber | None:
     """The scrubber of a cache; None if nobody can zero its blocks, or nobody wants it. Raises ConfigError."""
     if scrub_blocks is not None and not callable(scrub_blocks):
         raise ConfigError("scrub_blocks", scrub_blocks, "a function of int32 block ids, or None")
     if scrub_blocks is not None and storage is not None:
         raise ConfigError(
-            "scrub_blocks", scrub_blocks, "None with a layout: the storage zeroes its own blocks"
+            "scrub_blocks", scrub_blocks, "None with a layout or a storage, which zeroes its blocks itself"
         )
-    zero = scrub_blocks if storage is None else storage.scrub
+    zero: Any = scrub_blocks if storage is None else storage.scrub
     if zero is None and config.scrub == "always":
-        allowed = "'cross-tenant' or 'never' unless there is a layout, or scrub_blocks of the engine's"
+        allowed = (
+            "'cross-tenant' or 'never' unless there is a layout, a storage or scrub_blocks of the engine's"
+        )
         raise ConfigError("scrub", config.scrub, allowed)
-    return (
-        None if zero is None or config.scrub == "never" else Scrubber(config.num_blocks, zero, config.scrub)
-    )
+    if zero is None or config.scrub == "never":
+        return None
+    scrubber = Scrubber(config.num_blocks, zero, config.scrub)
+    if storage is not None and config.layout is None:  # an engine's tensors: who knows what is in them
+        scrubber.filled(np.arange(config.num_blocks, dtype=np.int32), ENGINE)
+    return scrubber

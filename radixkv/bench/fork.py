@@ -7,6 +7,7 @@ drawn from the seed). The variants do that work on the same blocks:
     launch_per_layer  the same over one tensor a layer: the pairs are uploaded once, then one launch a layer
     copy_loop         a Python loop of copy_, one a pair
     index_copy        index_select and index_copy_ over whole blocks, indices uploaded beforehand
+    graph_replay      on a GPU: fork_blocks' launch of pairs uploaded beforehand, replayed from a CUDA graph
 
 Every variant is first compared, byte for byte, with the torch reference; one that differs stops the run.
 Then, for each number of pairs, each of ``repeats`` rounds calls each variant once, in an order drawn anew, on
@@ -15,7 +16,8 @@ call is timed by device events and includes the device's wait for the host; ``en
 part. Figures are medians.
 
 Bytes are those that have to move: valid rows, read and written. ``of_copy_bandwidth`` relates bytes a second
-to those of one large ``copy_`` that took turns with the variants, reading and writing counted too.
+to those of one large ``copy_`` that took turns with the variants, reading and writing counted too;
+``seconds_above_bytes`` is what a call takes beyond its bytes at that bandwidth.
 
 Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
 """
@@ -61,12 +63,20 @@ class Pairs(NamedTuple):
     target_index: torch.Tensor
 
 
+class Graph(NamedTuple):
+    """A captured launch, and the table that it reads."""
+
+    replay: Callable[[], None]
+    table: torch.Tensor
+
+
 class Workload(NamedTuple):
     """Blocks of random bytes, as one storage and as one storage a layer, and steps that never share a block."""
 
     storage: torch.Tensor
     layers: list[torch.Tensor]
     steps: list[Pairs]
+    graphs: list[Graph]  # of each step, on a GPU
 
     @property
     def bytes_per_step(self) -> NDArray[np.float64]:
@@ -187,6 +197,11 @@ def index_copy(work: Workload, step: int) -> None:
     words.index_copy_(0, pairs.target_index, words.index_select(0, pairs.source_index))
 
 
+def graph_replay(work: Workload, step: int) -> None:
+    """The launch of one_call without its checks and its upload."""
+    work.graphs[step].replay()
+
+
 VARIANTS: dict[str, Variant] = {
     "fork_blocks": one_call,
     "launch_per_layer": launch_per_layer,
@@ -195,12 +210,20 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+def variants_on(storage: torch.Tensor) -> dict[str, Variant]:
+    """Those that are measured there."""
+    if storage.is_cuda and backend(storage) == "triton":
+        return {**VARIANTS, "graph_replay": graph_replay}
+    return VARIANTS
+
+
 def check_variants(layout: KVLayout, block_size: int, device: str, seed: int) -> None:
     """Raises KernelError unless each variant gives the reference's bytes in all valid rows.
 
     Rows beyond the valid ones must keep theirs too, but for ``index_copy``, which copies whole blocks.
     """
-    for name, variant in VARIANTS.items():
+    probe = DeviceStorage(layout, 1, block_size, device).data
+    for name, variant in variants_on(probe).items():
         work = make_workload(layout, block_size, device, MAX_CHECKED_PAIRS, 0, seed)
         pairs = work.steps[0]
         num_rows = np.full_like(pairs.num_rows, block_size) if name == "index_copy" else pairs.num_rows
@@ -234,7 +257,21 @@ def make_workload(
         Pairs(ids[0], ids[1], rows, *(torch.tensor(side, dtype=torch.int64, device=device) for side in ids))
         for ids, rows in zip(block_ids, num_rows, strict=True)
     ]
-    return Workload(storage, layers, steps)
+    graphs = [_captured(storage, step) for step in steps] if "graph_replay" in variants_on(storage) else []
+    return Workload(storage, layers, steps, graphs)
+
+
+def _captured(storage: torch.Tensor, pairs: Pairs) -> Graph:
+    from radixkv_kernels import copy_triton, launch
+
+    pool = Pool.of(storage)
+    table = launch.upload([column.tolist() for column in pairs[:3]], storage.device)
+    most = int(pairs.num_rows.max())
+    copy_triton.copy_uploaded(pool, pool, table, most)  # compiled and loaded before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_triton.copy_uploaded(pool, pool, table, most)
+    return Graph(graph.replay, table)
 
 
 def measure(work: Workload, repeats: int, rotate_bytes: int, seed: int) -> dict[str, Sample]:
@@ -247,7 +284,7 @@ def measure(work: Workload, repeats: int, rotate_bytes: int, seed: int) -> dict[
     source = torch.ones(max(rotate_bytes, 1 << 20), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     calls: dict[str, Callable[[int], object]] = {COPY: lambda _: target.copy_(source)}
-    calls |= {name: partial(variant, work) for name, variant in VARIANTS.items()}
+    calls |= {name: partial(variant, work) for name, variant in variants_on(work.storage).items()}
     rng = np.random.default_rng(seed)
     rounds = [rng.permutation(list(calls)).tolist() for _ in range(WARMUP_ROUNDS + repeats)]
     turns = [(name, number % len(work.steps)) for number, name in enumerate(chain.from_iterable(rounds))]
@@ -303,6 +340,7 @@ def _result(name: str, num_pairs: int, sample: Sample, copy_bytes_per_s: float) 
         "variant": name,
         "num_pairs": num_pairs,
         **sample._asdict(),
+        "seconds_above_bytes": sample.seconds - sample.bytes / copy_bytes_per_s,
         "of_copy_bandwidth": sample.bytes_per_s / copy_bytes_per_s,
     }
 

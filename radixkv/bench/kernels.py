@@ -3,10 +3,14 @@
 Each kernel runs once on small blocks and is compared with the torch reference, byte for byte. Where there is no GPU
 that is all, and the report says so: ``TRITON_INTERPRET=1`` lets it try Triton's kernels even there. On a GPU the same
 kernels then run on ``num_blocks`` blocks scattered over twice as many, timed by device events; every round calls each
-once, in an order drawn anew, with one large ``copy_`` and one ``zero_`` of the same bytes among them. Figures are
-medians; ``of_copy_bandwidth`` relates bytes read and written a second to those of that copy, ``of_memset`` those
-written by scrub to those of ``zero_``. ``reorder`` is a step of 64 beams of 32k tokens, once launched and once as
-the replay of a CUDA graph, without copies: its blocks are one row long.
+once, in an order drawn anew, with what one would write without it (``ALTERNATIVES``), and one large ``copy_`` and
+one ``zero_`` of the same bytes among them. Figures are medians; ``of_copy_bandwidth`` relates bytes read and written a
+second to those of that copy, ``of_memset`` those written by scrub to those of ``zero_``, ``times_faster`` the
+alternative's seconds to the kernel's.
+
+``reorder`` is a step of 64 beams of 32k tokens, once launched and once as the replay of a CUDA graph, without copies:
+its blocks are one row long. ``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape,
+beside ``index_select`` of the whole cache, which stock beam search makes.
 
 Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
 """
@@ -23,13 +27,14 @@ import torch
 import radixkv_kernels
 from radixkv.bench.fork import device_name, time_cuda, versions
 from radixkv.errors import ArgumentError, KernelError
-from radixkv.storage import KVLayout
+from radixkv.storage import DeviceStorage, KVLayout
 from radixkv_kernels import Beams, Pool, Quantized, backend, reference
 from radixkv_kernels.quantized import Scheme
 
 SCHEMES: tuple[Scheme, ...] = ("fp8", "int8", "int4")
 WARMUP_ROUNDS = 5
-COPY, MEMSET = "copy_", "zero_"
+COPY, MEMSET, BEAM_STEP = "copy_", "zero_", "beam step"
+LLAMA_2_7B = KVLayout(num_layers=32, num_kv_heads=32, head_dim=128, dtype="float16")
 
 
 class Work(NamedTuple):
@@ -38,6 +43,8 @@ class Work(NamedTuple):
     storage: torch.Tensor
     sources: list[int]
     targets: list[int]
+    source_index: torch.Tensor  # the same, int64 on the device
+    target_index: torch.Tensor
     num_rows: list[int]
     staging: torch.Tensor
     records: dict[Scheme, torch.Tensor]
@@ -94,9 +101,21 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
+ALTERNATIVES: dict[str, tuple[str, Callable[[Work], object]]] = {
+    "fork_blocks": ("loop of copy_", lambda work: KERNELS["fork_blocks"](Reference, work)),
+    "gather": (
+        "index_select",
+        lambda work: torch.index_select(work.storage, 0, work.source_index, out=work.staging),
+    ),
+    "scatter": ("index_copy_", lambda work: work.storage.index_copy_(0, work.target_index, work.staging)),
+    "scrub": ("index_fill_", lambda work: work.storage.index_fill_(0, work.target_index, 0)),
+}
+"""Of some kernels: the name of what one would write without it, and that; the same bytes in the end."""
+
+
 def run(
     *,
-    device: str = "cpu",
+    device: str | None = None,
     dtype: str = "bfloat16",
     num_layers: int = 32,
     num_kv_heads: int = 8,
@@ -108,15 +127,18 @@ def run(
 ) -> dict[str, object]:
     """Checks all kernels, and on a GPU times them; returns what ``radixkv bench kernels --json`` prints.
 
-    Memory of the GPU: about six times ``num_blocks`` blocks, 12 GiB by default. Raises ConfigError for a layout that
-    can't be, ArgumentError for other arguments, KernelError for a kernel that differs from the reference.
+    device: None for the GPU if there is one, otherwise the CPU. Memory of the GPU: about six times ``num_blocks``
+    blocks, and 5 GiB: 17 GiB by default. Raises ConfigError for a device or layout that can't be, ArgumentError for
+    other arguments, KernelError for a kernel that differs from the reference.
     """
     for argument, value in (("block_size", block_size), ("num_blocks", num_blocks), ("repeats", repeats)):
         if value < 1:
             raise ArgumentError(argument, value, "at least 1")
-    place = torch.device(device)
+    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = DeviceStorage(KVLayout(1, 1, 1), 1, 1, wanted).device
     layout = KVLayout(num_layers, num_kv_heads, head_dim, dtype)
     checked = check(KVLayout(2, 2, 16, dtype), place, seed)
+    where = "not on a GPU" if torch.cuda.is_available() else "no GPU"
     report: dict[str, object] = {
         "benchmark": "kernels",
         "device": device_name(place),
@@ -125,7 +147,7 @@ def run(
         "seed": seed,
         "checked": checked,
         "results": [],
-        "note": "no GPU: kernels compared with the reference, nothing timed",
+        "note": f"{where}: kernels compared with the reference, nothing timed",
     }
     if place.type == "cuda":
         del report["note"]
@@ -141,6 +163,11 @@ def check(layout: KVLayout, device: torch.device, seed: int) -> list[str]:
         kernel(Reference, truth)
         if not _is_same(name, ours, truth):
             raise KernelError(f"{name} on {device} differs from the reference for {layout}")
+        if name in ALTERNATIVES:
+            other, call = ALTERNATIVES[name]
+            call(ours)
+            if not _is_same(name, ours, truth):
+                raise KernelError(f"{other} on {device} is no alternative to {name} for {layout}")
     return list(KERNELS)
 
 
@@ -189,10 +216,13 @@ def make_work(
         max_columns=columns,
         device=device,
     )
+    index = torch.from_numpy(ids).to(device)
     return Work(
         storage,
         ids[:num_blocks].tolist(),
         ids[num_blocks:].tolist(),
+        index[:num_blocks],
+        index[num_blocks:],
         rng.integers(1, block_size, num_blocks, endpoint=True).tolist(),
         torch.zeros_like(storage[:num_blocks]),
         records,
@@ -211,7 +241,9 @@ def measure(
     calls: dict[str, Callable[[int], object]] = {
         name: partial(_once, kernel, work) for name, kernel in KERNELS.items()
     }
-    for name in KERNELS:
+    beams, steps = beam_step(LLAMA_2_7B, 4, 1000, WARMUP_ROUNDS + repeats + 1, device, seed)
+    calls |= steps
+    for name in (*KERNELS, BEAM_STEP):
         calls[name](0)  # compiled and loaded before anything is captured or timed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -221,28 +253,87 @@ def measure(
         COPY: lambda _: target.copy_(source),
         MEMSET: lambda _: target.zero_(),
     }
+    calls |= {_other(name): partial(_alternative, call, work) for name, (_, call) in ALTERNATIVES.items()}
+    seconds = _timed(calls, repeats, seed, device)
+    if status := work.beams.read().status | beams.read().status:
+        raise KernelError(f"the steps of reorder ended with status {status}")
+    return _rows(seconds, _bytes_moved(work))
+
+
+def beam_step(
+    layout: KVLayout, num_beams: int, num_tokens: int, num_steps: int, device: torch.device, seed: int
+) -> tuple[Beams, dict[str, Callable[[int], object]]]:
+    """Beams over a shared prompt, for so many steps, and two calls: a step of them, and what stock beam search does."""
+    size = 16
+    whole, held = num_tokens // size, -(-num_tokens // size)
+    columns = -(-(num_tokens + num_steps) // size)
+    spare = num_beams * (columns - whole + 1)
+    storage = torch.zeros(
+        (held + spare, *layout.block_shape(size)), dtype=getattr(torch, layout.dtype), device=device
+    )
+    beams = Beams(
+        [range(held)] * num_beams,
+        [num_tokens] * num_beams,
+        [whole] * num_beams,
+        range(held, held + spare),
+        num_blocks=held + spare,
+        block_size=size,
+        max_columns=columns,
+        device=device,
+    )
+    drawn = np.random.default_rng(seed).integers(0, num_beams, num_beams, dtype=np.int32)
+    parents = torch.from_numpy(drawn).to(device)
+    rows = storage.new_zeros(
+        num_beams, 2 * layout.num_layers, num_tokens, layout.num_kv_heads, layout.head_dim
+    )
+    chosen, index = torch.empty_like(rows), parents.long()
+    return beams, {
+        BEAM_STEP: lambda _: radixkv_kernels.reorder(storage, beams, parents),
+        _other(BEAM_STEP): lambda _: torch.index_select(rows, 0, index, out=chosen),
+    }
+
+
+def _timed(
+    calls: dict[str, Callable[[int], object]], repeats: int, seed: int, device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """Median seconds of each call, on the device and on the host."""
     rng = np.random.default_rng(seed)
     order = [name for _ in range(WARMUP_ROUNDS + repeats) for name in rng.permutation(list(calls)).tolist()]
     timings = time_cuda([(calls[name], 0) for name in order], device)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for name, timing in list(zip(order, timings, strict=True))[WARMUP_ROUNDS * len(calls) :]:
         seconds[name].append(timing)
-    if status := work.beams.read().status:
-        raise KernelError(f"the steps of reorder ended with status {status}")
-    medians = {name: np.median(np.array(times), axis=0) for name, times in seconds.items()}
-    moved = _bytes_moved(work)
-    speed = {name: moved[name] / float(medians[name][0]) for name in moved}
+    return {name: tuple(np.median(np.array(times), axis=0).tolist()) for name, times in seconds.items()}
+
+
+def _rows(seconds: dict[str, tuple[float, float]], moved: dict[str, int]) -> list[dict[str, object]]:
+    """What is reported of each kernel; alternatives are columns of theirs."""
+    speed = {name: moved[name] / seconds[name][0] for name in moved}
+    others = {name: other for name, (other, _) in ALTERNATIVES.items()}
+    others[BEAM_STEP] = "index_select of the whole cache"
     return [
         {
             "kernel": name,
             "bytes": moved.get(name),
-            "seconds": float(on_device),
-            "enqueue_seconds": float(on_host),
+            "seconds": on_device,
+            "enqueue_seconds": on_host,
             "of_copy_bandwidth": speed[name] / speed[COPY] if name in moved else None,
             "of_memset": speed[name] / speed[MEMSET] if name == "scrub" else None,
+            "alternative": others.get(name),
+            "times_faster": seconds[_other(name)][0] / on_device if name in others else None,
         }
-        for name, (on_device, on_host) in medians.items()
+        for name, (on_device, on_host) in seconds.items()
+        if not name.startswith(_other(""))
     ]
+
+
+def _other(name: str) -> str:
+    """Under which name the alternative of a kernel is timed."""
+    return f"instead of {name}"
+
+
+def _alternative(call: Callable[[Work], object], work: Work, _: int) -> None:
+    call(work)
 
 
 def _once(kernel: Kernel, work: Work, _: int) -> None:

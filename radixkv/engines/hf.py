@@ -43,6 +43,7 @@ from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_m
 from radixkv.errors import ArgumentError, ConfigError, TokenError
 from radixkv.namespaces import Namespace
 from radixkv.sequence import Sequence
+from radixkv.storage.device import DeviceStorage
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
 
@@ -154,12 +155,13 @@ class HFEngine:
         if model.training:
             raise ConfigError("model.training", True, "a model in eval mode: model.eval()")
         layout = layout_of(model)
-        if cache.storage is None or cache.config.layout != layout:
+        storage = cache.storage
+        if not isinstance(storage, DeviceStorage) or cache.config.layout != layout:
             raise ConfigError("cache.config.layout", cache.config.layout, f"the model's: {layout}")
-        if cache.storage.device != model.device:
+        if storage.device != model.device:
             raise ConfigError("cache.config.device", cache.config.device, f"the model's: {model.device}")
         self.model, self.cache = model, cache
-        self._storage, self._chunk_tokens, self._clock = cache.storage, chunk_tokens, clock
+        self._storage, self._chunk_tokens, self._clock = storage, chunk_tokens, clock
         self.fingerprint = fingerprint(model, tokenizer_digest, cache.config.block_size)
         self.vocab_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
         limit = max_model_len_of(model)

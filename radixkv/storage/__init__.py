@@ -1,6 +1,7 @@
-"""Where KV bytes live: KVLayout (their shape, pure) and DeviceStorage (the block pool's memory, torch).
+"""Where KV bytes live: KVLayout (their shape, pure), DeviceStorage (the block pool's memory, torch) and BlockStorage
+(over an engine's own tensors, torch).
 
-Importing this package needs no torch; asking it for DeviceStorage does.
+Importing this package needs no torch; asking it for a storage does.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from typing import TYPE_CHECKING
 from radixkv.storage.layout import KVLayout
 
 if TYPE_CHECKING:
-    from radixkv.storage.device import DeviceStorage
+    from radixkv.storage.device import BlockStorage, DeviceStorage
 
-__all__ = ["DeviceStorage", "KVLayout"]
+__all__ = ["BlockStorage", "DeviceStorage", "KVLayout"]
 
 
 def __getattr__(name: str) -> object:
-    if name != "DeviceStorage":
+    if name not in ("BlockStorage", "DeviceStorage"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from radixkv.storage.device import DeviceStorage
+        from radixkv.storage import device
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ModuleNotFoundError(
-            "DeviceStorage needs torch: pip install 'radixkv[storage]'", name="torch"
+            f"{name} needs torch: pip install 'radixkv[storage]'", name="torch"
         ) from error
-    return DeviceStorage
+    return getattr(device, name)

@@ -1,19 +1,26 @@
-"""DeviceStorage: the memory of a block pool, one contiguous torch tensor, and what executes step plans on it.
+"""Where a block pool's bytes are, and what executes step plans on them.
+
+    BlockStorage     blocks where a Pool of radixkv_kernels says that they are: an engine's own tensors
+    DeviceStorage    blocks in one contiguous tensor of its own:
 
     data    [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    2: keys, values
 
 Block-major: block ``b`` is the contiguous run ``data[b]``, so a fork, an offload or a scrub of it is one
 straight copy. Storage moves bytes and decides nothing: which blocks are copied, when, and who owns them is
-the index's business. It is allocated once, zeroed, and never grows; an index that is out of blocks evicts.
+the index's business. Its memory is there from the start and never grows; an index that is out of blocks evicts.
 
 ``execute`` turns a whole StepPlan into one call of fork_blocks: one launch on a GPU, a batch of torch copies
-elsewhere. It enqueues on the device's current stream and never waits, so whoever writes KV on another stream
-orders the two. Not locked: the cache calls it under its own lock.
+elsewhere. It enqueues on the current stream. ``scrub`` zeroes on a side stream, and ``join`` makes the current stream
+go on after that, and after the engine's other streams: the cache calls it whenever it hands out blocks (``fences``).
+So an engine orders its streams itself only where one reads what another writes of the same sequence. Nothing ever
+waits for the device. Not locked: the cache calls it under its own lock.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,44 +29,40 @@ from numpy.typing import NDArray
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.plan import StepPlan
 from radixkv.storage.layout import KVLayout
-from radixkv_kernels import InputError, fork_blocks, scrub
+from radixkv_kernels import Fences, InputError, Pool, fork_blocks, scrub
 
 MAX_NUM_BLOCKS = 2**31 - 1
 
 
-class DeviceStorage:
-    """KV of ``num_blocks`` blocks of ``block_size`` tokens on one torch device, zeros at first.
+class BlockStorage:
+    """The blocks of ``pool``, whoever allocated them.
 
-    ``num_launches`` counts the plans executed that had copies, ``num_copied_blocks`` their copies. Raises
-    ConfigError for counts below 1, a device that this machine hasn't, and bytes that it can't give.
+    For an engine that keeps its KV in tensors of its own, a layer each or in one, keys and values apart or together,
+    NHD or HND, or MLA's latent: ``PrefixCache(config, storage=BlockStorage(Pool(keys, values)))`` copies and zeroes
+    blocks there, each before it is handed out first. Raises ConfigError for anything but a Pool.
+
+    ``num_launches`` counts the plans executed that had copies, ``num_copied_blocks`` their copies. ``fences`` orders
+    work on several streams; None on a CPU.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: str = "cpu") -> None:
-        _check_count("num_blocks", num_blocks)
-        _check_count("block_size", block_size)
-        self.layout, self.num_blocks, self.block_size = layout, num_blocks, block_size
+    def __init__(self, pool: Pool) -> None:
+        if not isinstance(pool, Pool):
+            raise ConfigError("pool", type(pool).__name__, "a radixkv_kernels.Pool")
+        self.pool = pool
+        self.num_blocks, self.block_size = pool.geometry.num_blocks, pool.geometry.block_size
         self.num_launches = 0
         self.num_copied_blocks = 0
-        self.data = _allocate(layout, num_blocks, block_size, _usable_device(device))
+        self.fences = Fences.of(pool.device)
 
     @property
     def device(self) -> torch.device:
         """Where the blocks are."""
-        return self.data.device
+        return self.pool.device
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
-        return self.data.nbytes
-
-    def layer(self, index: int) -> torch.Tensor:
-        """A view of one layer: ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``; writes go through.
-
-        Raises ArgumentError for an index outside ``[0, num_layers)``.
-        """
-        if not 0 <= index < self.layout.num_layers:
-            raise ArgumentError("index", index, f"0 to num_layers - 1 = {self.layout.num_layers - 1}")
-        return self.data[:, index]
+        return self.num_blocks * self.pool.block_bytes
 
     def execute(self, plan: StepPlan) -> None:
         """Enqueues all copies of the plan in one fork_blocks call; an empty plan does nothing.
@@ -70,7 +73,7 @@ class DeviceStorage:
         if not plan:
             return
         try:
-            fork_blocks(self.data, plan.sources, plan.targets, plan.num_rows)
+            fork_blocks(self.pool, plan.sources, plan.targets, plan.num_rows)
         except InputError as error:
             raise KernelError(f"a plan of {plan.num_copies} copies can't be executed: {error}") from error
         except RuntimeError as error:
@@ -81,14 +84,62 @@ class DeviceStorage:
         self.num_copied_blocks += plan.num_copies
 
     def scrub(self, block_ids: NDArray[np.int32]) -> None:
-        """Enqueues the zeroing of blocks, distinct ids, in one launch. Cost: their bytes, written.
+        """Enqueues the zeroing of blocks, distinct ids, in one launch; on a GPU aside: see ``join``.
 
-        Raises KernelError for a launch that failed.
+        It starts after all that the engine's streams were given until now. Raises KernelError for a launch that
+        failed. Cost: their bytes, written, and an event for each stream.
         """
         try:
-            scrub(self.data, block_ids)
+            with self.fences.aside() if self.fences is not None else nullcontext():
+                scrub(self.pool, block_ids)
         except (RuntimeError, InputError) as error:
             raise KernelError(f"zeroing {len(block_ids)} blocks on {self.device} failed: {error}") from error
+
+    def join(self) -> None:
+        """What the current stream is given from now on may use any block that is handed out; see ``Fences.join``.
+
+        The cache calls it when it hands out blocks or leases a match. Raises KernelError if the device fails.
+        """
+        if self.fences is None:
+            return
+        try:
+            self.fences.join()
+        except RuntimeError as error:
+            raise KernelError(f"ordering the streams of {self.device} failed: {error}") from error
+
+    def add_stream(self, stream: Any) -> None:
+        """The engine computes on this ``torch.cuda.Stream`` too, though it isn't current when it calls the cache.
+
+        Streams that are current at such calls needn't be named. Does nothing on a CPU.
+        """
+        if self.fences is not None:
+            self.fences.add(stream)
+
+    def __repr__(self) -> str:
+        return f"BlockStorage({self.pool})"
+
+
+class DeviceStorage(BlockStorage):
+    """KV of ``num_blocks`` blocks of ``block_size`` tokens on one torch device, zeros at first.
+
+    Raises ConfigError for counts below 1, a device that this machine hasn't, and bytes that it can't give.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: str = "cpu") -> None:
+        _check_count("num_blocks", num_blocks)
+        _check_count("block_size", block_size)
+        self.layout = layout
+        self.data = _allocate(layout, num_blocks, block_size, _usable_device(device))
+        super().__init__(Pool.of(self.data))
+
+    def layer(self, index: int) -> torch.Tensor:
+        """A view of one layer: ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``; writes go through.
+
+        Raises ArgumentError for an index outside ``[0, num_layers)``.
+        """
+        if not 0 <= index < self.layout.num_layers:
+            raise ArgumentError("index", index, f"0 to num_layers - 1 = {self.layout.num_layers - 1}")
+        return self.data[:, index]
 
     def __repr__(self) -> str:
         return (

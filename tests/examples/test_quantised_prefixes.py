@@ -19,7 +19,7 @@ def test_it_runs_and_its_figures_are_in_order() -> None:
             "--steps",
             "2",
             "--prefixes",
-            "1",
+            "3",
             "--text",
             *map(str, sorted((ROOT / "docs").glob("*.md"))),
         ],
@@ -29,10 +29,13 @@ def test_it_runs_and_its_figures_are_in_order() -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = dict(re.findall(r"^(fp16|fp8|int8|int4) +([\d.]+ .*)$", done.stdout, re.MULTILINE))
-    bits, perplexity, _, error = (
-        {scheme: float(row.split()[column].rstrip("%")) for scheme, row in rows.items()}
-        for column in range(4)
+    bits, perplexity, change, _, spread, error = (
+        {scheme: float(row.split()[column].strip("±%") or 0) for scheme, row in rows.items()}
+        for column in range(6)
     )
     assert bits == {"fp16": 16, "fp8": 8.031, "int8": 9.25, "int4": 5.25}
     assert error["fp16"] == 0 < error["int8"] < error["fp8"] < error["int4"] < 0.2
-    assert all(abs(value / perplexity["fp16"] - 1) < 0.05 for value in perplexity.values())
+    assert change["fp16"] == spread["fp16"] == 0 < spread["fp8"]
+    for scheme, value in perplexity.items():
+        assert abs(value / perplexity["fp16"] - 1 - change[scheme] / 100) < 1e-4, scheme
+        assert abs(change[scheme]) < 5

@@ -61,8 +61,10 @@ def layouts() -> dict[str, tuple[Pool, Pool, bool]]:
         "llama-3-8b": (llama, llama, True),
         "hnd": (hnd, hnd, True),
         "hnd-to-staging": (hnd, one, True),
+        "staging-to-hnd": (one, hnd, True),
         "deepseek-latent": (latent, latent, True),
         "bf16-to-fp32": (llama, floats, False),
+        "fp32-to-bf16": (floats, llama, False),
         "rows-of-16-bytes": (small, small, False),
         "rows-of-3-bytes": (odd, odd, False),
     }
@@ -200,7 +202,9 @@ def configurations(chunks: list[int]) -> Iterator[Configuration]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="configurations whose name begins so")
-    parser.add_argument("--chunk", type=int, nargs="*", default=[copy_triton.MAX_CHUNK])
+    parser.add_argument(
+        "--chunk", type=int, nargs="*", default=[copy_triton.MAX_CHUNK, copy_triton.SMALL_CHUNK]
+    )
     parser.add_argument("--num-warps", type=int, nargs="*")
     options = parser.parse_args()
     for configuration in configurations(options.chunk):

@@ -6,6 +6,8 @@ this same file in a process that interprets the Triton kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -174,17 +176,40 @@ def test_more_programs_than_a_grid_may_have_are_several_launches(
     np.testing.assert_array_equal(blocks_of(pool), want)
 
 
-def test_pairs_by_the_thousand() -> None:
-    pool, _ = Shape("latent", 4001, 1, 1, 1, 4, torch.int8).pool()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_hundred_thousand_pairs(device: str) -> None:
+    pool, _ = Shape("latent", 100_001, 1, 1, 1, 4, torch.int8).pool(device)
     want = blocks_of(pool)
-    targets = np.random.default_rng(1).permutation(np.arange(1, 4001))
+    targets = np.random.default_rng(1).permutation(np.arange(1, 100_001))[: 40 if IS_INTERPRETING else None]
     want[targets] = want[0]
-    if IS_INTERPRETING:
-        targets = targets[:40]
-        want = blocks_of(pool)
-        want[targets] = want[0]
     fork_blocks(pool, [0] * len(targets), targets, [1] * len(targets))
     np.testing.assert_array_equal(blocks_of(pool), want)
+
+
+class Launches:
+    """Stands in for a Triton kernel: notes grids and arguments."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, tuple[object, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return lambda *arguments, **_: self.seen.append((grid[0], arguments))
+
+
+@pytest.mark.parametrize(("num_pairs", "chunk"), [(1, 1024), (7, 1024), (8, 4096), (100_000, 4096)])
+def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
+    num_pairs: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from radixkv_kernels import copy_triton
+
+    launches = Launches()
+    monkeypatch.setattr(copy_triton, "copy_kernel", launches)
+    pool = Pool.of(torch.empty(2, 32, 2, 16, 8, 128, dtype=torch.bfloat16))
+    copy_triton.copy_uploaded(pool, pool, torch.zeros(num_pairs, 3, dtype=torch.int32), most_rows=16)
+    [(num_programs, arguments)] = launches.seen
+    assert copy_triton.CopyShape(*arguments[4:]).CHUNK == chunk
+    words = num_pairs * pool.block_bytes // 4
+    assert num_programs * chunk == words and num_programs >= 512
 
 
 def test_empty_lists_launch_nothing() -> None:

@@ -44,7 +44,8 @@ def test_reports_every_variant_for_every_number_of_pairs(device: str) -> None:
     assert report["copy_bytes_per_s"] > 0
     assert progress == [(1, 2), (2, 2)]
     found = [(result["num_pairs"], result["variant"]) for result in report["results"]]
-    assert found == [(count, name) for count in (1, 3) for name in bench.VARIANTS]
+    names = [*bench.VARIANTS, *(["graph_replay"] if device == "cuda" else [])]
+    assert found == [(count, name) for count in (1, 3) for name in names]
     for result in report["results"]:
         row_bytes = 2 * 2 * 8 * 2
         assert (
@@ -80,6 +81,13 @@ def test_steps_never_share_a_block_and_follow_the_seed() -> None:
     assert not torch.equal(first.storage.view(torch.uint8), other.storage.view(torch.uint8))
     for left, right in zip(first.steps, again.steps, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_what_a_call_takes_above_its_bytes_is_told() -> None:
+    report = bench.run(num_pairs=(2,), **TINY)
+    for result in report["results"]:
+        least = result["bytes"] / report["copy_bytes_per_s"]
+        assert result["seconds_above_bytes"] == pytest.approx(result["seconds"] - least)
 
 
 def test_blocks_of_one_row_work() -> None:

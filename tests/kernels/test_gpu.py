@@ -162,16 +162,32 @@ def test_copies_and_scrubs_on_many_streams_end_as_if_in_order() -> None:
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     for _ in range(400):
-        stream = streams[rng.integers(4)]
         ids = rng.permutation(32)[:8].tolist()
-        if rng.integers(3):
-            with fences.work(stream, reads=ids[:4], writes=ids[4:]):
+        with torch.cuda.stream(streams[rng.integers(4)]):
+            fences.join()
+            if rng.integers(3):
                 fork_blocks(storage, ids[:4], ids[4:], [16] * 4)
-            reference.fork_blocks(want, ids[:4], ids[4:], [16] * 4)
-        else:
-            with fences.work(stream, writes=ids[:2]):
-                scrub(storage, ids[:2])
-            reference.scrub(want, ids[:2])
+                reference.fork_blocks(want, ids[:4], ids[4:], [16] * 4)
+            else:
+                with fences.aside():
+                    scrub(storage, ids[:2])
+                reference.scrub(want, ids[:2])
     torch.cuda.synchronize()
     assert torch.equal(storage, want)
-    assert fences.forget() == 0
+
+
+def test_joins_and_work_aside_wait_for_nothing(storage: torch.Tensor) -> None:
+    fences = Fences.of(storage.device)
+    scrub(storage, [0])
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(other):
+            fences.join()
+        with fences.aside():
+            scrub(storage, [1, 2])
+        fences.join()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not storage[1:3].any()

@@ -1,0 +1,35 @@
+"""The example of beams and thoughts runs small, and what it prints is true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_both_searches_come_to_the_same_and_hold_less() -> None:
+    arguments = ["--device", "cpu", "--prompt", "90", "--steps", "20", "--branches", "3", "--rounds", "2"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "branching.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    beams, thoughts = done.stdout.split("tree of thought")
+    assert "same tokens as transformers' own cache: True" in beams
+    assert "same path as with transformers' own cache: True" in thoughts
+    found = re.search(r"blocks held at most: (\d+), without sharing: (\d+)", beams)
+    assert found is not None and int(found[1]) < int(found[2]) * 2 / 3
+    for part in (beams, thoughts):
+        assert "audit: clean" in part
+        ours, stock = (
+            re.search(rf"{name} +([\d.]+) +([\d.]+)", part) for name in ("radixkv", "transformers")
+        )
+        assert ours is not None and stock is not None
+        assert 0 < float(ours[2]) < float(stock[2])
+    # The first round leaves 109 of its 110 tokens computed: 6 whole blocks of 16.
+    assert "tokens found cached, round by round: 0, 96" in thoughts
