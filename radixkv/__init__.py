@@ -22,7 +22,7 @@ from radixkv._compiled import prefer_compiled
 COMPILED: Final = prefer_compiled(__path__)
 """Whether the index runs compiled, or as pure Python."""
 
-from radixkv.cache import Lease, Match, PrefixCache, RequestHints, TokenRange
+from radixkv.cache import PrefixCache, RequestHints, TokenRange
 from radixkv.config import CacheConfig
 from radixkv.errors import (
     ArgumentError,
@@ -44,6 +44,7 @@ from radixkv.errors import (
     StoreUnavailable,
     TokenError,
 )
+from radixkv.leases import Lease, Match
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin
 from radixkv.plan import StepPlan

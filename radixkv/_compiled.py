@@ -24,7 +24,19 @@ else:
         return lambda cls: cls
 
 
-COMPILED = ("bases", "blocks", "cache", "eviction", "plan", "sequence", "tenants", "tokens", "tree")
+COMPILED = (
+    "bases",
+    "blocks",
+    "cache",
+    "eviction",
+    "leases",
+    "plan",
+    "runs",
+    "sequence",
+    "tenants",
+    "tokens",
+    "tree",
+)
 """The modules that are compiled: what a request runs."""
 
 READ = (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from radixkv.cache import Match
+    from radixkv.leases import Match
     from radixkv.storage.device import BlockStorage
     from radixkv.types import BlockIds
 

@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
@@ -37,7 +36,7 @@ import numpy as np
 from radixkv import gathering, snapshots
 from radixkv._compiled import mypyc_attr
 from radixkv.bases import MAX_BASE_ID_BYTES, Base, Bases, Publication, detach, longest
-from radixkv.blocks import BlockPool, unpack
+from radixkv.blocks import BlockPool
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
 from radixkv.errors import (
@@ -49,17 +48,19 @@ from radixkv.errors import (
     PendingError,
     StaleGeneration,
 )
-from radixkv.eviction import Evictor, path_between
+from radixkv.eviction import Evictor
+from radixkv.leases import Lease, Match
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.recovery import mend, taken_over
+from radixkv.runs import Runs
 from radixkv.scrubbing import make_scrubber
 from radixkv.segments import segment_keys
-from radixkv.sequence import Run, Sequence
+from radixkv.sequence import Sequence
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
-from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node
+from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node, path_between
 from radixkv.types import ID_BYTES, BaseInfo, BlockIds, CacheStats, Journal, Snapshot, TenantStats
 from radixkv.upkeep import Upkeep
 from radixkv_policies import POLICIES, Policy
@@ -81,68 +82,6 @@ MAX_VICTIMS_AT_ONCE = 512
 
 SLICE_NODES = 256
 """Nodes that ``clear`` visits before it lets others have the lock."""
-
-
-class Match:
-    """The longest resident prefix of some ids at one moment. A miss has ``num_tokens`` 0.
-
-    ``num_tokens``: matched tokens, whole blocks. ``block_ids``: int32 ``[num_blocks]``, read-only, valid only
-    while a lease holds them (``PrefixCache.lease``).
-    """
-
-    __slots__ = ("_key", "_packed", "namespace", "num_tokens")
-
-    def __init__(self, namespace: Namespace, key: bytes, packed: bytes) -> None:
-        self.namespace = namespace
-        self.num_tokens = len(key) // TOKEN_BYTES
-        self._key, self._packed = key, packed
-
-    @property
-    def num_blocks(self) -> int:
-        """Matched blocks."""
-        return len(self._packed) // ID_BYTES
-
-    @property
-    def block_ids(self) -> BlockIds:
-        """Ids of the matched blocks, int32 ``[num_blocks]``, read-only."""
-        return unpack(self._packed)
-
-    def __repr__(self) -> str:
-        return f"<Match of {self.num_tokens} tokens in {self.num_blocks} blocks>"
-
-
-class Lease:
-    """The right to use a match: its blocks are not evicted until ``release``. Use it in a ``with``."""
-
-    __slots__ = ("_cache", "_is_open", "_node", "_packed", "num_tokens")
-
-    def __init__(self, cache: PrefixCache, node: Node | None, match: Match) -> None:
-        self._cache, self._node, self._is_open = cache, node, True
-        self._packed = match._packed
-        self.num_tokens = match.num_tokens
-
-    @property
-    def block_ids(self) -> BlockIds:
-        """Ids of the leased blocks, int32, read-only."""
-        return unpack(self._packed)
-
-    @property
-    def is_open(self) -> bool:
-        """False once released."""
-        return self._is_open
-
-    def release(self) -> None:
-        """Give the blocks back to eviction. A second call raises LeaseError."""
-        self._cache._release_lease(self)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_open:
-            self.release()
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -189,9 +128,13 @@ class PrefixCache:
         self._leases: set[Lease] = set()
         self._bases = Bases(self._block_bytes)
         self._publishing = self._bases.publishing
-        self._copies = WaitingCopies()
-        self._kept_for_plan: list[Lease] = []
-        self._num_copied_blocks = 0
+        self._runs = Runs(
+            self._pool,
+            self._evictor,
+            self._leases,
+            self._block_bytes,
+            is_deferred=self._storage is None,
+        )
         self._recorder = gathering.Recorder()
         self._pins = Pins(clock, self._evictor, self._leases)
         self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
@@ -275,7 +218,7 @@ class PrefixCache:
             self._register_tree(tree)
         return self._lease_end(tree, node, child, common)
 
-    def _release_lease(self, lease: Lease) -> None:
+    def release_lease(self, lease: Lease) -> None:
         with self._lock:
             try:
                 if not lease._is_open:
@@ -618,7 +561,7 @@ class PrefixCache:
                 if new > (old := sequence._node.depth):
                     self._store(sequence, sequence._node, new)
                     if self._pool.named:
-                        self._keep_named(sequence, old, new)
+                        self._runs.keep_named(sequence, old, new)
                     if self._publishing:
                         self._complete(sequence)
                     if self._num_waiting:
@@ -640,7 +583,7 @@ class PrefixCache:
             node, at, taken_from = self._follow(sequence, node, key, at, stop)
             resident = node.depth
             if resident > taken_from:
-                self._adopt(sequence, taken_from, resident)
+                self._runs.adopt(sequence, taken_from, resident)
             if resident == new:
                 return
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
@@ -661,7 +604,7 @@ class PrefixCache:
         if sequence._own == resident:
             sequence._own = new
         else:
-            self._adopt(sequence, resident, new)
+            self._runs.adopt(sequence, resident, new)
         if self._journal is not None and self._evictor.reports(tree, resident, new):
             self._evictor.report_stored(tree, sequence.key_to(new * size), resident, new)
 
@@ -699,43 +642,6 @@ class PrefixCache:
                 evictor.give(freed, tree.tenant)
         return end, at, begin
 
-    def _adopt(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's own ones and its runs.
-
-        A run that other sequences share keeps a lease on the node instead. Own blocks before ``start``
-        duplicate what the tree has from another sequence; they become a run.
-        """
-        own = sequence._own
-        if start > own:
-            sequence._run = Run(sequence._run, own, sequence._table[own * ID_BYTES : start * ID_BYTES])
-        sequence._own = max(own, stop)
-        if start < own:
-            self._adopt_runs(sequence, start, min(own, stop))
-
-    def _adopt_runs(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Take blocks ``[start, stop)`` out of the sequence's runs; what is shared keeps a lease in their place."""
-        node, run = sequence._node, sequence._run
-        below: Run | None = None
-        shared = False
-        while run is not None and run.end > start:
-            shared = shared or run.owners > 1
-            if run.start < stop:
-                if run.end > stop:
-                    below, run = run, run.split(stop)
-                if run.start < start:
-                    run.split(start)
-                if shared:
-                    run.node = node
-                    self._evictor.lease(node, sequence._tree)
-                else:
-                    run = run.parent
-                    if below is None:
-                        sequence._run = run
-                    else:
-                        below.parent = run
-                    continue
-            below, run = run, run.parent
-
     # --- append and extend: room for more tokens, copy-on-write
 
     def append(self, sequences: SequenceABC[Sequence], ids: TokenIds) -> None:
@@ -762,10 +668,10 @@ class PrefixCache:
         with self._lock:
             try:
                 self._require_batch(sequences)
-                copied = self._grow(sequences, keys)
+                copied = self._runs.grow(sequences, keys)
                 if copied and self._storage is not None:
                     unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
-                    self._storage.execute(self._copies.take())
+                    self._storage.execute(self._runs.copies.take())
             except BaseException as error:
                 mend(self, error, unsure)
                 raise
@@ -781,8 +687,8 @@ class PrefixCache:
                     self._require_open(sequence)
                 size = self._block_bytes
                 if sequence._run is not None and sequence._size % size and sequence.shared_tail is not None:
-                    if key and self._grow([sequence], [key]) and self._storage is not None:
-                        self._storage.execute(self._copies.take())
+                    if key and self._runs.grow([sequence], [key]) and self._storage is not None:
+                        self._storage.execute(self._runs.copies.take())
                 else:
                     after = sequence._size + len(key)
                     needed = -(-after // size) - len(sequence._table) // ID_BYTES
@@ -801,98 +707,6 @@ class PrefixCache:
             self._require_open(sequence)
         self._make_room(num_bytes // self._block_bytes, sequence._tree.tenant)
 
-    def _grow(self, sequences: list[Sequence], keys: list[bytes]) -> list[Sequence]:
-        """Make room for ``keys[i]`` at the end of ``sequences[i]``. Returns those whose tail waits for its copy."""
-        size = self._block_bytes
-        fresh = [
-            -(-(sequence._size + len(key)) // size) - len(sequence._table) // ID_BYTES
-            for sequence, key in zip(sequences, keys, strict=True)
-        ]
-        at, blocks = 0, self._take_for(sequences, fresh)
-        copied: list[Sequence] = []
-        for sequence, key, num_fresh in zip(sequences, keys, fresh, strict=True):
-            rows = sequence._size % size // TOKEN_BYTES
-            tail = sequence.shared_tail if rows else None
-            if tail is not None:
-                self._copy_on_write(sequence, tail, blocks[at : at + ID_BYTES], rows)
-                copied.append(sequence)
-                at += ID_BYTES
-            sequence._table += blocks[at : at + num_fresh * ID_BYTES]
-            at += num_fresh * ID_BYTES
-            sequence._tail += key
-            sequence._size += len(key)
-        assert at == len(blocks)
-        return copied
-
-    def _take_for(self, sequences: list[Sequence], fresh: list[int]) -> bytearray:
-        """Blocks for each sequence's ``fresh`` and for the copies of shared tails, charged to their tenants."""
-        members: dict[TenantState, list[Sequence]] = {}
-        needs: dict[TenantState, int] = {}
-        for sequence, num_fresh in zip(sequences, fresh, strict=True):
-            tenant = sequence._tree.tenant
-            members.setdefault(tenant, []).append(sequence)
-            needs[tenant] = needs.get(tenant, 0) + num_fresh
-        for tenant, its in members.items():
-            needs[tenant] += self._count_copies(its)
-        self._evictor.require_all(needs)
-        blocks = bytearray()
-        for tenant, needed in needs.items():
-            if needed:
-                self._evictor.take_granted(needed, tenant, blocks)
-                self._evictor.charge(tenant, needed)
-        return blocks
-
-    def _count_copies(self, sequences: list[Sequence]) -> int:
-        """Tail blocks to copy if every one of ``sequences`` writes: the last owner of a tail writes in place.
-
-        Over shared partial tails, writers − 1 if every owner writes, otherwise writers.
-        """
-        size = self._block_bytes
-        writers: dict[Run, int] = {}
-        for sequence in sequences:
-            tail = sequence.shared_tail if sequence._size % size else None
-            if tail is not None:
-                writers[tail] = writers.get(tail, 0) + 1
-        return sum(count - (count == tail.owners and tail.node is None) for tail, count in writers.items())
-
-    def _copy_on_write(self, sequence: Sequence, tail: Run, fresh: bytearray, rows: int) -> None:
-        """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
-        source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
-        self._copies.add(source, target, rows)
-        if self._storage is None:  # before the tail is given up, which may free the source
-            self._pool.named.update((source, target))
-            if tail.node is not None:
-                self._keep_for_plan(tail.node, sequence._tree)
-        self._num_copied_blocks += 1
-        sequence._table[-ID_BYTES:] = fresh
-        last = sequence.num_blocks - 1
-        if tail.start < last:
-            tail.split(last)
-            if tail.node is not None:
-                self._evictor.lease(tail.node, sequence._tree)
-        parent = tail.parent
-        if parent is not None:
-            parent.owners += 1
-        self._drop(tail, sequence._tree)
-        sequence._run, sequence._own = parent, last
-
-    def _keep_named(self, sequence: Sequence, old: int, new: int) -> None:
-        """Blocks ``[old, new)``, which became the tree's, stay until the plan is fetched if it reads one of them."""
-        if self._pool.names_one_of(sequence._table[old * ID_BYTES : new * ID_BYTES]):
-            self._keep_for_plan(sequence._node, sequence._tree)
-
-    def _keep_for_plan(self, node: Node, tree: NamespaceTree) -> None:
-        """Lease a node, which is leased already, until the plan is fetched."""
-        lease = self._lease_at(node, tree)
-        self._kept_for_plan.append(lease)
-        self._leases.add(lease)
-        self._evictor.lease(node, tree)
-
-    def _lease_at(self, node: Node, tree: NamespaceTree) -> Lease:
-        """A lease on all that a node ends; nobody knows of it yet."""
-        packed = tree.head_ids + b"".join(each.block_ids for each in path_between(tree.root, node))
-        return Lease(self, node, Match(tree.namespace, tree.key_of(node), packed))
-
     def flush(self) -> StepPlan:
         """The copies that an engine which owns its KV must execute before it writes again; then they are forgotten.
 
@@ -901,18 +715,18 @@ class PrefixCache:
         as soon as they are decided, and the plan is empty.
         """
         with self._lock:
-            waiting = self._copies
+            runs, waiting = self._runs, self._runs.copies
             try:
                 plan = waiting.plan()
-                self._copies = WaitingCopies()
-                for lease in self._kept_for_plan:
+                runs.copies = WaitingCopies()
+                for lease in runs.kept:
                     self._end_lease(lease)
-                self._kept_for_plan = []
+                runs.kept = []
                 if self._pool.named:
                     self._evictor.settle()
                 return plan
             except BaseException as error:
-                self._copies = waiting
+                runs.copies = waiting
                 mend(self, error)
                 raise
 
@@ -926,7 +740,7 @@ class PrefixCache:
                 low, high = sequence._num_committed, sequence.num_tokens
                 num_tokens = _require_between("num_tokens", num_tokens, low, high)
                 keep = -(-num_tokens // self._block_size)
-                self._cut_runs(sequence, keep)
+                self._runs.cut(sequence, keep)
                 del sequence._table[keep * ID_BYTES :]
                 sequence.cut_key(num_tokens * TOKEN_BYTES)
                 if self._num_waiting:
@@ -934,29 +748,6 @@ class PrefixCache:
             except BaseException as error:
                 mend(self, error, [sequence])
                 raise
-
-    def _cut_runs(self, sequence: Sequence, keep: int) -> None:
-        """Give up the sequence's private blocks from position ``keep`` on."""
-        run, tree = sequence._run, sequence._tree
-        own = sequence._table[max(keep, sequence._own) * ID_BYTES :]
-        if own:
-            self._evictor.give(own, tree.tenant)
-        sequence._own = min(keep, sequence._own)
-        while run is not None and run.end > keep:
-            if run.start < keep:
-                parent = run.split(keep)
-                if run.node is not None:
-                    self._evictor.lease(run.node, sequence._tree)
-            else:
-                kept = run.parent
-                if kept is None:
-                    self._drop(run, tree)
-                    sequence._run = None
-                    return
-                parent = kept
-            parent.owners += 1
-            self._drop(run, tree)
-            sequence._run = run = parent
 
     def fork_sequence(self, sequence: Sequence, num_children: SupportsIndex) -> list[Sequence]:
         """See Sequence.fork."""
@@ -1019,28 +810,10 @@ class PrefixCache:
     def _release(self, sequence: Sequence) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
-        own = sequence._table[sequence._own * ID_BYTES :]
-        if own:
-            self._evictor.give(own, sequence._tree.tenant)
-        if sequence._run is not None:
-            self._drop(sequence._run, sequence._tree)
-            sequence._run = None
+        self._runs.let_go(sequence)
         self._evictor.release(sequence._node, sequence._tree)
         if self._num_waiting:
             self._progress.notify_all()
-
-    def _drop(self, run: Run, tree: NamespaceTree) -> None:
-        """One owner of the run is gone; without any it is freed, and so on upward."""
-        at: Run | None = run
-        while at is not None:
-            at.owners -= 1
-            if at.owners:
-                return
-            if at.node is not None:
-                self._evictor.release(at.node, tree)
-            else:
-                self._evictor.give(at.block_ids, tree.tenant)
-            at = at.parent
 
     # --- blocks by hand
 
@@ -1558,7 +1331,7 @@ class PrefixCache:
                 self._pool,
                 self._tenants,
                 len(self._sequences),
-                self._num_copied_blocks,
+                self._runs.num_copied_blocks,
                 self._pins,
                 self._bases,
             )

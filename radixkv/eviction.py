@@ -25,7 +25,7 @@ from radixkv.blocks import BlockPool
 from radixkv.errors import IntegrityError, OutOfBlocks, QuotaExceeded
 from radixkv.scrubbing import ENGINE
 from radixkv.tenants import NamespaceTree, Ranking, TenantState
-from radixkv.tree import Node
+from radixkv.tree import Node, path_between
 from radixkv.types import ID_BYTES, Journal, Key
 
 if TYPE_CHECKING:
@@ -472,15 +472,3 @@ class Evictor:
             assert self._journal is not None
             size = self._block_size
             self._journal.removed(tree.namespace, tree.labels_to(node), start * size, node.depth * size)
-
-
-def path_between(above: Node, node: Node) -> list[Node]:
-    """The nodes below ``above`` down to ``node``, in this order. O(nodes)."""
-    path: list[Node] = []
-    at = node
-    while at is not above:
-        path.append(at)
-        assert at.parent is not None
-        at = at.parent
-    path.reverse()
-    return path

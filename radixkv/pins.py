@@ -30,9 +30,10 @@ from radixkv.errors import ArgumentError, LeaseError, NotResident, PinBudgetExce
 from radixkv.types import ID_BYTES
 
 if TYPE_CHECKING:
-    from radixkv.cache import Lease, Match, PrefixCache
+    from radixkv.cache import PrefixCache
     from radixkv.clock import Clock
     from radixkv.eviction import Evictor
+    from radixkv.leases import Lease, Match
     from radixkv.namespaces import Namespace
     from radixkv.tenants import NamespaceTree, TenantState
 
@@ -151,7 +152,7 @@ class Pins:
         """Whose pins these are, as long as there are any: without, nothing here keeps the cache alive."""
         for own in self.tenants.values():
             for held in own.by_id.values():
-                return held.lease._cache
+                return cast("PrefixCache", held.lease._index)
         return None
 
     # --- a pin's life

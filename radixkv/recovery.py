@@ -46,6 +46,7 @@ from radixkv.errors import (
     PendingError,
     TokenError,
 )
+from radixkv.leases import lease_at
 from radixkv.sequence import Run, Sequence
 from radixkv.tenants import UNRANKED, NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from radixkv.bases import Base
-    from radixkv.cache import Lease, PrefixCache
+    from radixkv.cache import PrefixCache
+    from radixkv.leases import Lease
     from radixkv_policies import Policy
 
 REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, PendingError, TokenError)
@@ -309,14 +311,14 @@ class _Books:
 
         A copy into what nobody owns is dropped.
         """
-        cache, pool, copies = self.cache, self.cache._pool, self.cache._copies._copies
-        cache._leases.difference_update(cache._kept_for_plan)
+        cache, pool, copies = self.cache, self.cache._pool, self.cache._runs.copies._copies
+        cache._leases.difference_update(cache._runs.kept)
         for target in [target for target in copies if self._owner(target) is None]:
             del copies[target]
         pool.named = {block_id for target, (source, _) in copies.items() for block_id in (source, target)}
         nodes = {self.nodes[at] for at in self.home[sorted(pool.named)].tolist() if at >= 0}
-        cache._kept_for_plan = [cache._lease_at(node, cast(NamespaceTree, node.tree)) for node in nodes]
-        cache._leases.update(cache._kept_for_plan)
+        cache._runs.kept = [lease_at(node, cast(NamespaceTree, node.tree)) for node in nodes]
+        cache._leases.update(cache._runs.kept)
         held = {source: self._owner(target) for target, (source, _) in copies.items()}
         held = {source: tenant for source, tenant in held.items() if self._owner(source) is None}
         pool.held = bytearray(np.array(list(held), np.int32).tobytes())

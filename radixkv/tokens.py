@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 from array import array
 from collections.abc import Sequence as SequenceABC
 from typing import Any, Final, SupportsIndex
@@ -32,14 +31,15 @@ TokenIds = Any
 
 MIN_BUFFERED: Final = 2_048
 MAX_BUFFERED: Final = 131_072
-"""Prompts of so many ids are converted in a buffer of the thread's, of at most 4 bytes for each of them."""
+"""Prompts of so many ids are converted in a buffer that is kept for the next, 4 bytes for each of these at most."""
 
-_of_thread = threading.local()
+_MAX_SPARE: Final = 4
 
 _LITTLE = sys.byteorder == "little"
 _MAX_ID = 2**32 - 1
 _U32, _U64 = np.dtype("<u4"), np.dtype(np.uint64)
 _NOTHING = np.empty(0, _U32)
+_spare: list[NDArray[np.uint32]] = []
 _WIDE = "".join(code for code in "lLqQ" if array(code).itemsize == 8)
 """Typecodes of 64-bit arrays."""
 
@@ -81,12 +81,18 @@ def _narrowed(wide: NDArray[np.uint64]) -> bytes:
     size = len(wide)
     if size < MIN_BUFFERED or size > MAX_BUFFERED:
         return wide.astype(_U32).tobytes()
-    buffer = getattr(_of_thread, "buffer", _NOTHING)
+    try:
+        buffer = _spare.pop()
+    except IndexError:  # the first, or others are converting too
+        buffer = _NOTHING
     if len(buffer) < size:
-        buffer = _of_thread.buffer = np.empty(1 << (size - 1).bit_length(), _U32)
+        buffer = np.empty(1 << (size - 1).bit_length(), _U32)
     ids = buffer[:size]
     np.copyto(ids, wide, casting="unsafe")
-    return ids.tobytes()
+    key = ids.tobytes()
+    if len(_spare) < _MAX_SPARE:
+        _spare.append(buffer)
+    return key
 
 
 def encode_one(token_id: SupportsIndex) -> bytes:

@@ -300,3 +300,15 @@ def num_common_bytes(label: bytes, key: bytes, at: int, stop: int, step: int) ->
     if differs[first]:
         size = first * 4
     return size - size % step
+
+
+def path_between(above: Node, node: Node) -> list[Node]:
+    """The nodes below ``above`` down to ``node``, in this order. O(nodes)."""
+    path: list[Node] = []
+    at = node
+    while at is not above:
+        path.append(at)
+        assert at.parent is not None
+        at = at.parent
+    path.reverse()
+    return path

@@ -23,6 +23,7 @@ from radixkv.errors import QuotaExceeded
 from radixkv.eviction import Evictor
 from radixkv.pins import Pins
 from radixkv.plan import WaitingCopies
+from radixkv.runs import Runs
 from radixkv.sequence import Sequence
 from radixkv.tenants import TenantState
 from radixkv.tree import RadixTree
@@ -95,8 +96,8 @@ def copy_skipped(patch: pytest.MonkeyPatch) -> None:
 
 def written_in_place(patch: pytest.MonkeyPatch) -> None:
     """A shared tail counts as writable: a fork writes into its parent's block."""
-    patch.setattr(PrefixCache, "_count_copies", lambda self, sequences: 0)
-    _wrap(patch, PrefixCache, "_grow", _as_if_owned)
+    patch.setattr(Runs, "_count_copies", lambda self, sequences: 0)
+    _wrap(patch, Runs, "grow", _as_if_owned)
 
 
 def _as_if_owned(original: Any, self: Any, sequences: Any, keys: Any) -> None:
@@ -116,7 +117,7 @@ def one_row_short(patch: pytest.MonkeyPatch) -> None:
     def short(original: Any, self: Any, sequence: Any, tail: Any, fresh: bytes, rows: int) -> None:
         original(self, sequence, tail, fresh, max(rows - 1, 1))
 
-    _wrap(patch, PrefixCache, "_copy_on_write", short)
+    _wrap(patch, Runs, "_copy_on_write", short)
 
 
 def committed_when_opened(patch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def shared_run_never_freed(patch: pytest.MonkeyPatch) -> None:
     def lost(original: Any, self: Any, run: Any, *args: Any) -> None:
         run.owners -= 1
 
-    _wrap(patch, PrefixCache, "_drop", lost)
+    _wrap(patch, Runs, "drop", lost)
 
 
 def lease_kept(patch: pytest.MonkeyPatch) -> None:
@@ -199,10 +200,7 @@ def lease_kept(patch: pytest.MonkeyPatch) -> None:
     def leaky(self: Any, sequence: Any) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
-        if own := sequence._table[4 * sequence._own :]:
-            self._evictor.give(own, sequence._tree.tenant)
-        if sequence._run is not None:
-            self._drop(sequence._run, sequence._tree)
+        self._runs.let_go(sequence)
 
     patch.setattr(PrefixCache, "_release", leaky)
 
@@ -242,12 +240,12 @@ def append_half_done(patch: pytest.MonkeyPatch) -> None:
         pairs = zip(sequences, keys, strict=True)
         return [copied for sequence, key in pairs for copied in original(self, [sequence], [key])]
 
-    _wrap(patch, PrefixCache, "_grow", one_by_one)
+    _wrap(patch, Runs, "grow", one_by_one)
 
 
 def truncate_keeps_blocks(patch: pytest.MonkeyPatch) -> None:
     """A rollback forgets the ids and keeps the blocks."""
-    patch.setattr(PrefixCache, "_cut_runs", lambda self, sequence, keep: None)
+    patch.setattr(Runs, "cut", lambda self, sequence, keep: None)
 
 
 def shared_run_adopted(patch: pytest.MonkeyPatch) -> None:
@@ -262,7 +260,7 @@ def shared_run_adopted(patch: pytest.MonkeyPatch) -> None:
         for run, owners in runs.items():
             run.owners = owners
 
-    _wrap(patch, PrefixCache, "_adopt", sole)
+    _wrap(patch, Runs, "adopt", sole)
 
 
 def stale_match_leased(patch: pytest.MonkeyPatch) -> None:
