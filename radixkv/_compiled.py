@@ -31,6 +31,7 @@ COMPILED = (
     "eviction",
     "leases",
     "plan",
+    "registry",
     "runs",
     "sequence",
     "tenants",

@@ -35,7 +35,7 @@ import numpy as np
 
 from radixkv import gathering, snapshots
 from radixkv._compiled import mypyc_attr
-from radixkv.bases import MAX_BASE_ID_BYTES, Base, Bases, Publication, detach, longest
+from radixkv.bases import MAX_BASE_ID_BYTES, Base, Bases, Publication, detach
 from radixkv.blocks import BlockPool
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
@@ -43,7 +43,6 @@ from radixkv.errors import (
     ArgumentError,
     ConfigError,
     LeaseError,
-    NamespaceError,
     OutOfBlocks,
     PendingError,
     StaleGeneration,
@@ -54,6 +53,7 @@ from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.recovery import mend, taken_over
+from radixkv.registry import Registry
 from radixkv.runs import Runs
 from radixkv.scrubbing import make_scrubber
 from radixkv.segments import segment_keys
@@ -138,6 +138,16 @@ class PrefixCache:
         self._recorder = gathering.Recorder()
         self._pins = Pins(clock, self._evictor, self._leases)
         self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
+        self._registry = Registry(
+            config,
+            clock,
+            self._tenants,
+            self._evictor,
+            self._bases,
+            self._scrubber,
+            self._upkeep,
+            self._block_bytes,
+        )
         if clock is monotonic and POLICIES[config.policy].maintain is not Policy.maintain:
             self._upkeep.start()
 
@@ -170,9 +180,9 @@ class PrefixCache:
             return self._match(namespace, key)
 
     def _match(self, namespace: Namespace, key: bytes) -> Match:
-        tree = self._resident_tree(namespace, key, len(key))
+        tree = self._registry.resident_tree(namespace, key, len(key))
         if tree is None:
-            can_read = bool(self._bases.published) and self._admits(namespace.tenant)
+            can_read = bool(self._bases.published) and self._registry.admits(namespace.tenant)
             return Match(namespace, *(self._bases.head(namespace, key) if can_read else (b"", b"")))
         table = bytearray()
         _, at, _, common = tree.walk(key, len(key), table)
@@ -202,9 +212,9 @@ class PrefixCache:
         """The leased end of a match; None for a miss."""
         if not match.num_tokens:
             return None
-        tree = self._resident_tree(match.namespace, match._key, len(match._key))
-        if tree is None and self._admits(match.namespace.tenant):
-            tree = self._tree_for(match.namespace, None, match._key, len(match._key))
+        tree = self._registry.resident_tree(match.namespace, match._key, len(match._key))
+        if tree is None and self._registry.admits(match.namespace.tenant):
+            tree = self._registry.tree_for(match.namespace, None, match._key, len(match._key))
         table = bytearray()
         if tree is not None:
             node, _, child, common = tree.walk(match._key, len(match._key), table)
@@ -215,7 +225,7 @@ class PrefixCache:
         self._evictor.end_due_pins(tree.tenant, match.num_blocks)
         self._evictor.require(0, tree.tenant, self._newly_protected(node, child, common))
         if tree.base is not None:
-            self._register_tree(tree)
+            self._registry.register(tree)
         return self._lease_end(tree, node, child, common)
 
     def release_lease(self, lease: Lease) -> None:
@@ -295,9 +305,9 @@ class PrefixCache:
             if on_pending != "compute":
                 self._await_pending(namespace, key, on_pending, timeout_s)
             try:
-                tree = self._tree(namespace)
+                tree = self._registry.tree(namespace)
                 if tree is None or tree.tenant.bases is not None:
-                    tree = self._tree_for(namespace, tree, key, num_bytes - 1)
+                    tree = self._registry.tree_for(namespace, tree, key, num_bytes - 1)
                 if publication is not None:
                     self._bases.require_new(publication)
                 node, at, child, common = tree.walk(key, num_bytes - 1 if num_bytes else 0, table)
@@ -308,7 +318,7 @@ class PrefixCache:
                     self._evictor.end_due_pins(tenant, total)
                     self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
                 if tree.root.children is None:
-                    self._register_tree(tree)
+                    self._registry.register(tree)
                 node = self._lease_end(tree, node, child, common, told)
                 self._evictor.take_granted(needed, tenant, table)
                 self._evictor.charge(tenant, needed)
@@ -358,14 +368,14 @@ class PrefixCache:
         lease: Lease | None = None
         with self._lock:
             try:
-                tree = self._tree_for(namespace, self._tree(namespace), key, len(key) - 1)
+                tree = self._registry.tree_for(namespace, self._registry.tree(namespace), key, len(key) - 1)
                 node, at, child, common = tree.walk(key, len(key) - 1, table)
                 needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
                 self._evictor.end_due_pins(tree.tenant, needed + len(table) // ID_BYTES)
                 self._evictor.require(needed, tree.tenant, self._newly_protected(node, child, common))
                 matched = Match(namespace, key[: at + common], bytes(table))
                 if table and tree.base is not None:
-                    self._register_tree(tree)
+                    self._registry.register(tree)
                 end = self._lease_end(tree, node, child, common) if table else None
                 lease = Lease(self, end, matched)
                 self._leases.add(lease)
@@ -404,107 +414,6 @@ class PrefixCache:
             above += common // self._block_bytes
         return above
 
-    def _tree(self, namespace: Namespace) -> NamespaceTree | None:
-        tenant = self._tenants.get(namespace.tenant)
-        return None if tenant is None else tenant.trees.get(namespace)
-
-    def _resident_tree(self, namespace: Namespace, key: bytes, stop: int) -> NamespaceTree | None:
-        """Where most of ``key[:stop]`` is resident; None if nothing is, or its tenant has had no request yet.
-
-        The tree may not be registered.
-        """
-        tree, tenant = self._tree(namespace), self._tenants.get(namespace.tenant)
-        if tenant is None or tenant.bases is None or not self._admits(namespace.tenant):
-            return tree
-        return self._tree_for(namespace, tree, key, stop)
-
-    def _tree_for(
-        self, namespace: Namespace, own: NamespaceTree | None, key: bytes, stop: int
-    ) -> NamespaceTree:
-        """Where a request for ``key`` belongs: most of ``key[:stop]`` is resident there. It may not be registered."""
-        tenant = self._tenants.get(namespace.tenant) if own is None else own.tenant
-        if tenant is None or not self._admits(namespace.tenant):
-            own = self._new_tree(namespace)  # or a refusal
-            tenant = own.tenant
-        if tenant.bases is not None:
-            own = longest(tenant, namespace, own, key, stop, self._block_bytes)
-        return own or NamespaceTree(namespace, tenant, self._block_bytes)
-
-    def _admits(self, tenant_id: str) -> bool:
-        """Whether a tenant may have requests: it was added, or those that weren't may."""
-        tenant = self._tenants.get(tenant_id)
-        return self._config.default_tenant is not None or (tenant is not None and tenant.is_added)
-
-    def _new_tree(self, namespace: Namespace) -> NamespaceTree:
-        """An empty tree that is not registered yet, so that a refusal leaves nothing behind."""
-        tenant, default = self._tenants.get(namespace.tenant), self._config.default_tenant
-        if not self._admits(namespace.tenant):
-            raise NamespaceError(
-                f"tenant {namespace.tenant!r} is not known: allowed are those that were added"
-            )
-        if tenant is None:
-            assert default is not None
-            tenant = self._new_state(replace(default, id=namespace.tenant))
-        return NamespaceTree(namespace, tenant, self._block_bytes)
-
-    def _new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
-        label = self._new_label(settings)
-        state = TenantState(settings, self._new_policy(settings), is_added=is_added, label=label)
-        state.bases = self._bases.readable_by(settings.id)
-        return state
-
-    def _new_label(self, settings: Tenant) -> int:
-        """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
-        return 0 if self._scrubber is None else self._scrubber.new_label(is_strict=settings.mode == "strict")
-
-    def _new_policy(self, settings: Tenant) -> Policy:
-        """A policy for a tenant, of its own kind or of the cache's. Raises ArgumentError for what makes none."""
-        config, wanted = self._config, settings.policy
-        if isinstance(wanted, str) and wanted not in POLICIES:
-            raise ArgumentError("policy", wanted, f"one of {', '.join(POLICIES)}")
-        factory: Any = (
-            POLICIES[wanted or config.policy] if wanted is None or isinstance(wanted, str) else wanted
-        )
-        policy = factory(
-            config.num_blocks,
-            self._clock,
-            config.seed,
-            block_size=config.block_size,
-            segment_blocks=config.segment_blocks,
-        )
-        if not isinstance(policy, Policy):
-            raise ArgumentError(
-                "policy", wanted, "a name, or what makes a Policy of the arguments that Policy takes"
-            )
-        if self._clock is monotonic and type(policy).maintain is not Policy.maintain:
-            self._upkeep.start()
-        return policy
-
-    def _follow_policy(self, tenant: TenantState, settings: Tenant) -> None:
-        """Give a tenant the policy that it is to have; a new one takes over its nodes, in the order of the old one.
-
-        Uses that the old one counted are forgotten, ghosts too. O(nodes), under the lock: the rare act of an
-        operator, and a policy that knew half of the nodes would name the wrong victims.
-        """
-        config = self._config
-        if (settings.policy or config.policy) == (tenant.settings.policy or config.policy):
-            return
-        policy = self._new_policy(settings)
-        nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
-        evictable = [node for node in nodes if not node.uses]
-        tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, len(evictable)))
-        self._recorder.follow(tenant)
-        for sequence in self._sequences:
-            if sequence._tree.tenant is tenant:
-                sequence._hints = None  # what the old one made of them
-
-    def _register_tree(self, tree: NamespaceTree) -> None:
-        """Make a tree reachable, for it is about to hold something."""
-        self._tenants.setdefault(tree.namespace.tenant, tree.tenant)
-        if tree.base is not None:
-            tree.base.trees.add(tree)
-        tree.tenant.trees[tree.place] = tree
-
     # --- pending blocks: who is computing what
 
     def _await_pending(
@@ -533,7 +442,7 @@ class PrefixCache:
         """Whether a running sequence computes the first block that a request for ``key`` would miss. O(sequences)."""
         size = self._block_bytes
         usable = max(len(key) - 1, 0) // size * size
-        tree = self._resident_tree(namespace, key, usable)
+        tree = self._registry.resident_tree(namespace, key, usable)
         if tree is None:
             return False
         node, at, child, _ = tree.walk(key, usable, bytearray())
@@ -875,7 +784,7 @@ class PrefixCache:
             try:
                 self._pool.check_claim(blocks)
                 key = key[: len(blocks) * size]
-                tree = self._tree_for(namespace, self._tree(namespace), key, len(key))
+                tree = self._registry.tree_for(namespace, self._registry.tree(namespace), key, len(key))
                 node, at, child, common = tree.walk(key, len(key), bytearray())
                 resident = (at + common) // size
                 if resident < len(blocks):
@@ -883,7 +792,7 @@ class PrefixCache:
                     self._evictor.end_due_pins(tree.tenant, len(blocks))
                     protected = self._newly_protected(node, child, common)
                     self._evictor.require(len(blocks) - resident, tree.tenant, protected, lent)
-                    self._register_tree(tree)
+                    self._registry.register(tree)
                     self._insert(tree, self._lease_end(tree, node, child, common), key, blocks)
                 return resident * self._block_size
             except BaseException as error:
@@ -986,12 +895,12 @@ class PrefixCache:
             try:
                 state = self._tenants.get(tenant.id)
                 if state is None:
-                    state = self._new_state(tenant, is_added=True)
+                    state = self._registry.new_state(tenant, is_added=True)
                 self._evictor.end_due_pins(state, tenant.guaranteed_blocks)
-                self._require_promise(tenant, state)
+                self._registry.require_promise(tenant, state)
                 self._follow_policy(state, tenant)
                 if state.settings.mode != tenant.mode:
-                    state.label = self._new_label(tenant)
+                    state.label = self._registry.new_label(tenant)
                 self._tenants[tenant.id] = state
                 state.is_added = True
                 state.set(tenant)
@@ -1001,23 +910,23 @@ class PrefixCache:
                 mend(self, error)
                 raise
 
-    def _require_promise(self, tenant: Tenant, state: TenantState) -> None:
-        others = [each for each in self._tenants.values() if each is not state]
-        left = self._config.num_blocks - sum(each.guaranteed_blocks for each in others)
-        wanted = tenant.guaranteed_blocks
-        if wanted > left:
-            allowed = f"at most {left}: the guarantees would exceed the pool by {wanted - left} blocks"
-            raise ArgumentError("guaranteed_blocks", wanted, allowed)
-        held = state.protected_blocks
-        counted = max(held, state.guaranteed_blocks) if tenant.id in self._tenants else 0
-        if tenant.limit is not None and held > tenant.limit:
-            raise ArgumentError(
-                "max_blocks", tenant.limit, f"at least {held}, which its sequences and pins hold"
-            )
-        short = max(wanted, held) - counted - self._evictor.spare_blocks
-        if short > 0:
-            allowed = f"{short} fewer while running sequences, pins and bases hold the rest of the pool"
-            raise ArgumentError("guaranteed_blocks", wanted, allowed)
+    def _follow_policy(self, tenant: TenantState, settings: Tenant) -> None:
+        """Give a tenant the policy that it is to have; a new one takes over its nodes, in the order of the old one.
+
+        Uses that the old one counted are forgotten, ghosts too. O(nodes), under the lock: the rare act of an
+        operator, and a policy that knew half of the nodes would name the wrong victims.
+        """
+        config = self._config
+        if (settings.policy or config.policy) == (tenant.settings.policy or config.policy):
+            return
+        policy = self._registry.new_policy(settings)
+        nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
+        evictable = [node for node in nodes if not node.uses]
+        tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, len(evictable)))
+        self._recorder.follow(tenant)
+        for sequence in self._sequences:
+            if sequence._tree.tenant is tenant:
+                sequence._hints = None  # what the old one made of them
 
     def remove_tenant(self, tenant: str) -> None:
         """Take back a tenant's guarantee and limit and forget all that it has; what runs goes on undisturbed.
@@ -1045,7 +954,7 @@ class PrefixCache:
         self._follow_policy(state, settings)
         state.is_added = False
         if state.settings.mode != settings.mode:
-            state.label = self._new_label(settings)
+            state.label = self._registry.new_label(settings)
         state.set(settings)
         self._evictor.settle_promises(self._tenants.values())
         self._evictor.keep_limit(state, 0)
@@ -1090,7 +999,7 @@ class PrefixCache:
                 state = self._tenants.get(namespace.tenant)
                 if state is None:
                     return 0
-                own = self._tree(namespace)
+                own = self._registry.tree(namespace)
                 trees = [own] if own is not None else []
                 if state.bases is not None:
                     trees = [tree for tree in state.trees.values() if tree.namespace == namespace]
@@ -1128,7 +1037,7 @@ class PrefixCache:
                 trees = list(state.trees.values())
                 forgotten = sum(tree.num_blocks for tree in trees)
                 state.generation += 1
-                state.label = self._new_label(state.settings)
+                state.label = self._registry.new_label(state.settings)
                 if self._journal is not None:
                     for namespace in state.namespaces:
                         self._journal.cleared(namespace)
@@ -1218,7 +1127,7 @@ class PrefixCache:
     def _shortfall(self, namespace: Namespace, key: bytes) -> int:
         """Blocks that the pool lacks for a base, beside what is promised."""
         with self._lock:
-            tree, table = self._tree(namespace) or self._new_tree(namespace), bytearray()
+            tree, table = self._registry.tree(namespace) or self._registry.new_tree(namespace), bytearray()
             node, _, child, common = tree.walk(key, len(key) - 1, table)
             needed = (len(key) // self._block_bytes) - len(table) // ID_BYTES
             needed += self._newly_protected(node, child, common)

@@ -346,7 +346,7 @@ class _Books:
             tenant.evictable_blocks = sum(node.num_blocks for node in evictable)
             tenant.protected_blocks = num_used - tenant.evictable_blocks
             tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED
-            policy = self.cache._new_policy(tenant.settings)
+            policy = self.cache._registry.new_policy(tenant.settings)
             most = self.cache._config.num_blocks
             tenant.follow(taken_over(policy, tenant.policy, its_nodes, evictable, most))
         evictor = self.cache._evictor

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from radixkv.errors import QuotaExceeded
 from radixkv.eviction import Evictor
 from radixkv.pins import Pins
 from radixkv.plan import WaitingCopies
+from radixkv.registry import Registry
 from radixkv.runs import Runs
 from radixkv.sequence import Sequence
 from radixkv.tenants import TenantState
@@ -69,24 +71,24 @@ def tenant_left_out(patch: pytest.MonkeyPatch) -> None:
     """The tree is looked up by model, adapter and salt alone."""
 
     def lookup(self: Any, namespace: Any) -> Any:
-        trees = (tree for state in self._tenants.values() for tree in state.trees.values())
+        trees = (tree for state in self.tenants.values() for tree in state.trees.values())
         return next((tree for tree in trees if tree.namespace[1:] == namespace[1:]), None)
 
-    patch.setattr(PrefixCache, "_tree", lookup)
+    patch.setattr(Registry, "tree", lookup)
 
 
 def unframed_namespace(patch: pytest.MonkeyPatch) -> None:
     """The fields of a namespace are joined without frames: adapter "s" and salt "s" meet."""
 
     def lookup(self: Any, namespace: Any) -> Any:
-        tenant = self._tenants.get(namespace.tenant)
+        tenant = self.tenants.get(namespace.tenant)
         joined = "".join(field or "" for field in namespace)
         trees = tenant.trees.values() if tenant else ()
         return next(
             (tree for tree in trees if "".join(field or "" for field in tree.namespace) == joined), None
         )
 
-    patch.setattr(PrefixCache, "_tree", lookup)
+    patch.setattr(Registry, "tree", lookup)
 
 
 def copy_skipped(patch: pytest.MonkeyPatch) -> None:
@@ -382,22 +384,23 @@ def ages_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shared(patch: pytest.MonkeyPatch, state: str | None) -> None:
-    """What the first policy of a cache has under this name, all of its policies have; each knows its cache."""
+    """What the first policy of a cache has under this name, all of its policies have; each knows its cache's."""
+    caches: dict[Any, SimpleNamespace] = {}
 
     def made(original: Any, self: Any, settings: Any) -> Any:
-        cache = self
+        cache = caches.setdefault(self, SimpleNamespace())
         if state is None:
             patch.setattr(LFU, "_cache", cache, raising=False)
         policy = original(self, settings)
         if state is None:
             policy._cache = cache
         else:
-            first = next(iter(self._tenants.values()), None)
+            first = next(iter(self.tenants.values()), None)
             if first is not None:
                 setattr(policy, state, getattr(first.policy, state))
         return policy
 
-    _wrap(patch, PrefixCache, "_new_policy", made)
+    _wrap(patch, Registry, "new_policy", made)
 
 
 def pin_without_lease(patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache, RequestHints, audit
 from radixkv import cache as cache_module
 from radixkv.clock import ManualClock
+from radixkv.registry import Registry
 from radixkv_policies import POLICIES
 from tests.model import resident_prefixes
 
@@ -26,10 +27,18 @@ class Recorded(PrefixCache):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
+        self._registry = _Noting(self._registry)
+        self.told = self._registry.told
+
+
+class _Noting(Registry):
+    def __init__(self, original: Registry) -> None:
+        for name in Registry.__slots__:
+            setattr(self, name, getattr(original, name))
         self.told: list[tuple[Any, ...]] = []
 
-    def _new_policy(self, settings: Any) -> Any:
-        policy = super()._new_policy(settings)
+    def new_policy(self, settings: Any) -> Any:
+        policy = super().new_policy(settings)
         for name in ("touched", "opened"):
             setattr(policy, name, self._noting(name, getattr(policy, name)))
         policy.hook = lambda name: (  # type: ignore[method-assign]
