@@ -33,6 +33,7 @@ READ = (
     "config",
     "errors",
     "gathering",
+    "lending",
     "pins",
     "recovery",
     "scrubbing",

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.plan import StepPlan
 from radixkv.storage.layout import KVLayout
-from radixkv_kernels import InputError, fork_blocks, scrub
+from radixkv_kernels import InputError, Pool, fork_blocks, scrub
 
 MAX_NUM_BLOCKS = 2**31 - 1
 
@@ -41,6 +41,7 @@ class DeviceStorage:
         self.num_launches = 0
         self.num_copied_blocks = 0
         self.data = _allocate(layout, num_blocks, block_size, _usable_device(device))
+        self.pool = Pool.of(self.data)
 
     @property
     def device(self) -> torch.device:
