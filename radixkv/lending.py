@@ -91,10 +91,10 @@ class LentBeams:
         """Beam i goes on from beam ``parents[i]`` and gets a row for ``token_ids[i]``: ``reorder``, then ``append``.
 
         ``parents``: int32, ``token_ids``: int32 or int64, ``[num_beams]``, contiguous, on the storage's device.
-        Enqueues three launches on the current stream, and waits for nothing: a graph may capture it, to be replayed after the
-        tensors were filled anew. Values are checked on the device: a step that can't be made changes nothing, nor do
-        those after it, until ``lend_more`` or ``clear``; ``state`` tells. Raises ArgumentError for tensors of another
-        form, KernelError, LeaseError once taken back, StaleGeneration once purged.
+        Enqueues three launches on the current stream and waits for nothing, so that a graph may capture it, to be
+        replayed after the tensors were filled anew. Values are checked on the device: a step that can't be made
+        changes nothing, nor do those after it, until ``lend_more`` or ``clear``; ``state`` tells. Raises ArgumentError
+        for tensors of another form, KernelError, LeaseError once taken back, StaleGeneration once purged.
         """
         self._on_device().step(parents, token_ids)
 
