@@ -60,6 +60,7 @@ def step(beams: LentBeams, engine: Engine, ids: list[list[int]], parents: list[i
     """One step on the device, and the KV of its rows; ``ids``: what each beam stands for, brought up to date."""
     beams.step(torch.tensor(parents, dtype=torch.int32), torch.tensor(new))
     ids[:] = [[*ids[parent], token_id] for parent, token_id in zip(parents, new, strict=True)]
+    assert not any(beams.state()[2:])
     blocks, rows = beams.slots()
     for beam, sequence in enumerate(beams.sequences):
         states = chain(sequence.namespace, ids[beam])
@@ -292,9 +293,8 @@ def test_no_more_steps_than_there_is_room_for() -> None:
     """At least ``max_steps``; then a flag, also where blocks would be left."""
     cache, engine = stored(block_size=1)
     beams = cache.lend([computed(cache, engine, [1])], 4, num_blocks=30)
-    ids = [[1]]
     while not beams.state().table_full:
-        step(beams, engine, ids, [0], [7])
+        beams.step(torch.zeros(1, dtype=torch.int32), torch.tensor([7]))
     assert 4 <= beams.reconcile().num_steps <= 8
     audit.check(cache)
 
