@@ -65,9 +65,11 @@ def reorder(
 
 def _check(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], beams: Beams) -> None:
     """Raises InputError unless it is a contiguous tensor ``[num_beams]`` on the beams' device."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes or not tensor.is_contiguous():
-        allowed = "contiguous " + " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InputError(name, getattr(tensor, "dtype", type(tensor).__name__), allowed)
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InputError(name, getattr(tensor, "dtype", type(tensor).__name__), f"contiguous {allowed}")
+    if not tensor.is_contiguous():
+        raise InputError(f"{name}.stride()", tensor.stride(), "a contiguous tensor")
     if tuple(tensor.shape) != (beams.num_beams,):
         raise InputError(f"{name}.shape", tuple(tensor.shape), f"({beams.num_beams},)")
     if name != "parents" and tensor.device != beams.device:
