@@ -37,7 +37,11 @@ class BeamMachine(CacheMachine):
         super().start(*args)
         self.lendings: list[Lent] = []
 
-    @precondition(lambda self: self.runs and len(self.lendings) < 2 and self.cache.storage is not None)
+    @property
+    def _can_lend(self) -> bool:
+        return self.cache.storage is not None and hasattr(self.cache, "lend")
+
+    @precondition(lambda self: self.runs and len(self.lendings) < 2 and self._can_lend)
     @rule(
         mask=st.integers(1, 2**MAX_OPEN - 1),
         width=st.integers(0, 3),
