@@ -38,6 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixkv_kernels.checks import Ids, InputError, block_list, check_distinct
+from radixkv_kernels.launch import upload
 
 OUT_OF_BLOCKS, TABLE_FULL, BAD_PARENT, BAD_TOKEN, HISTORY_FULL, CLOSED = (1 << bit for bit in range(6))
 NUM_FREE, STATUS, NUM_COPIES, LEFT, NUM_STEPS, NUM_COPIED, MAX_STEPS = range(7)
@@ -172,7 +173,7 @@ class Beams:
         new = block_list("block_ids", block_ids, len(self.refs))
         check_distinct("block_ids", new, "each block once")
         places = self.counters[NUM_FREE] + torch.arange(len(new), device=self.device)
-        self.free.index_copy_(0, places, torch.tensor(new, dtype=torch.int32, device=self.device))
+        self.free.index_copy_(0, places, upload([new], self.device)[:, 0])
         self.counters[NUM_FREE] += len(new)
         self.num_lent += len(new)
 
