@@ -36,8 +36,6 @@ from radixkv_kernels.beams import (
     OUT_OF_BLOCKS,
     TABLE_FULL,
     Beams,
-    BooksOnHost,
-    Lineage,
 )
 from radixkv_kernels.checks import InputError
 from radixkv_kernels.fences import Fences
@@ -53,12 +51,10 @@ __all__ = [
     "BAD_PARENT",
     "BAD_TOKEN",
     "Beams",
-    "BooksOnHost",
     "CLOSED",
     "Fences",
     "HISTORY_FULL",
     "InputError",
-    "Lineage",
     "OUT_OF_BLOCKS",
     "Pool",
     "Quantized",

@@ -5,6 +5,7 @@ All on a CPU: the reference of the kernels makes the steps. ``tests/kernels/test
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -541,6 +542,83 @@ def test_others_live_on_while_beams_are_lent() -> None:
         beam.commit(13)
         beam.release()
     assert cache.stats().free_blocks == 48
+
+
+def test_beams_of_two_namespaces() -> None:
+    """A beam that goes on from one of another namespace of its tenant belongs there from then on."""
+    cache, engine = stored()
+    there = Namespace("a", "m", None, "salt")
+    one, two = computed(cache, engine, range(6), 6), computed(cache, engine, range(7), 7, there)
+    beams = cache.lend([one, two], 4)
+    beams.step(torch.tensor([1, 1], dtype=torch.int32), torch.tensor([8, 9]))
+    beams.reconcile()
+    assert one.namespace == two.namespace == there
+    assert one.token_ids.tolist() == [*range(7), 8] and two.token_ids.tolist() == [*range(7), 9]
+    audit.check(cache)
+    for sequence in (one, two):
+        sequence.release()
+    assert cache.stats().sequence_blocks == 0
+    audit.check(cache)
+
+
+def test_beams_behind_a_base() -> None:
+    """The base's blocks are a prefix that nobody counts, and stay the operator's."""
+    cache, engine = stored()
+    base = Namespace("op", "m")
+    with cache.publish("base", base, range(8), ["a"]) as sequence:
+        engine.write(sequence.block_table, 0, chain(base, range(8)))
+        sequence.commit(8)
+    parent = cache.open(NS, range(14))
+    assert parent.num_cached_tokens == 8
+    parent.commit(12)
+    used = cache.tenant_stats("op").used_blocks
+    with cache.lend([parent, *parent.fork(2)], 8) as beams:
+        for at in range(6):
+            beams.step(torch.tensor([at % 3, 0, 1], dtype=torch.int32), torch.tensor([at, 1, 2]))
+            audit.check(cache)
+        cache.unpublish("base")
+        audit.check(cache)
+    for beam in beams.sequences:
+        assert beam.num_tokens == 20 and beam.block_table[:2].tolist() == sequence.block_table.tolist()
+        beam.commit(20)
+        beam.release()
+    audit.check(cache)
+    assert cache.tenant_stats("op").used_blocks == used and cache.tenant_stats("a").used_blocks == 0
+
+
+def test_searches_and_requests_in_several_threads() -> None:
+    """Each thread lends and takes back its own, two release beams of the same; audits read between."""
+    cache, _ = stored(400)
+    failures: list[BaseException] = []
+
+    def search(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(12):
+                parent = cache.open(Namespace("a" if seed % 2 else "b", "m"), rng.integers(0, 2, 9))
+                parent.commit(9)
+                sequences = [parent, *parent.fork(2)]
+                beams = cache.lend(sequences, 6)
+                for _ in range(5):
+                    parents = torch.from_numpy(rng.integers(0, 3, 3, dtype=np.int32))
+                    beams.step(parents, torch.from_numpy(rng.integers(0, 3, 3)))
+                enders = [threading.Thread(target=sequence.release) for sequence in sequences]
+                for ender in enders:
+                    ender.start()
+                for ender in enders:
+                    ender.join()
+                assert beams.is_over and not any(sequence.is_open for sequence in sequences)
+        except BaseException as error:  # noqa: BLE001 - told in the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=search, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        audit.check(cache)
+    assert failures == []
+    audit.check(cache)
+    assert cache.stats().sequence_blocks == 0 and cache.stats().num_sequences == 0
 
 
 def test_a_device_that_fails_as_it_gets_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
