@@ -176,12 +176,12 @@ def lend(
     max_steps, families = _at_least("max_steps", max_steps, 1), _groups(groups, len(sequences))
     with cache._lock:
         try:
-            beams = _begin(cache, sequences, max_steps, num_blocks)
+            beams, private = _begin(cache, sequences, max_steps, num_blocks)
         except BaseException as error:
             mend(cache, error, sequences)
             raise
     try:
-        beams._device = _on_device(beams, max_steps, families)
+        beams._device = _on_device(beams, private, max_steps, families)
         return beams
     except BaseException:
         take_back(beams)
@@ -206,8 +206,8 @@ def take_back(beams: LentBeams) -> None:
 
 def _begin(
     cache: PrefixCache, sequences: list[Any], max_steps: int, num_blocks: SupportsIndex | None
-) -> LentBeams:
-    """Take the blocks and note who is lent; the host's side of it."""
+) -> tuple[LentBeams, NDArray[np.int32]]:
+    """Take the blocks and note who is lent: the host's side of it; and the blocks that are the sequences' alone."""
     _check(cache, sequences)
     tenant = sequences[0]._tree.tenant
     if num_blocks is None:
@@ -219,7 +219,7 @@ def _begin(
     cache._lendings.add(beams)
     for sequence in sequences:
         sequence._is_open, sequence._lent = False, beams
-    return beams
+    return beams, _private_blocks(beams.sequences)
 
 
 def _check(cache: PrefixCache, sequences: list[Any]) -> None:
@@ -238,8 +238,13 @@ def _most_blocks(sequences: list[Sequence], max_steps: int, block_size: int) -> 
     return len(sequences) * (-(-rows // block_size) + 1)
 
 
-def _on_device(beams: LentBeams, max_steps: int, groups: list[int]) -> DeviceBeams:
-    """The books on the device. Sizes are powers of two, so that few kernels are compiled for beams of all lengths."""
+def _on_device(
+    beams: LentBeams, private: NDArray[np.int32], max_steps: int, groups: list[int]
+) -> DeviceBeams:
+    """The books on the device. Sizes are powers of two, so that few kernels are compiled for beams of all lengths.
+
+    Not under the lock: tables of lent sequences don't change.
+    """
     from radixkv.storage.beams import DeviceBeams
 
     sequences, storage = beams.sequences, beams._cache._storage
@@ -248,7 +253,7 @@ def _on_device(beams: LentBeams, max_steps: int, groups: list[int]) -> DeviceBea
     lengths = [sequence.num_tokens for sequence in sequences]
     prefixes = _prefixes(tables, lengths, groups, storage.block_size)
     behind = np.concatenate([table[start:] for table, start in zip(tables, prefixes, strict=True)])
-    held = np.unique(behind[np.isin(behind, _private_blocks(sequences), invert=True)])
+    held = np.unique(behind[np.isin(behind, private, invert=True)])
     columns = -(-(max(lengths) + max_steps) // storage.block_size)
     return DeviceBeams(
         storage.pool,

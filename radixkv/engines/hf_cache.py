@@ -47,7 +47,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 
 from radixkv.cache import PrefixCache
-from radixkv.errors import CapacityError, ConfigError
+from radixkv.errors import CapacityError, ConfigError, KernelError
 from radixkv.lending import LentBeams
 from radixkv.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
@@ -210,8 +210,8 @@ class PagedCache(Cache):
         """Beams that are on the device come back: every row's sequence is on the host what it is there."""
         beams, parents = self._beams, self._parents
         self._beams = self._parents = None
-        if beams is not None:
-            beams.reconcile()
+        if beams is not None and any((state := beams.reconcile())[2:]):
+            raise KernelError(f"a beam step couldn't be made, so what came after it is void: {state}")
         if parents is not None:
             self._permute(parents.tolist())
 

@@ -6,7 +6,8 @@ asked. Nothing here waits for the device but ``state`` and ``read``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -79,11 +80,10 @@ class DeviceBeams:
     def step(self, parents: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Enqueues one step. Raises ArgumentError for tensors of another form, KernelError if the launch failed."""
         try:
-            reorder(self._pool, self.books, parents, token_ids)
+            with self._working():
+                reorder(self._pool, self.books, parents, token_ids)
         except InputError as error:
             raise ArgumentError(error.argument, error.value, error.allowed) from None
-        except RuntimeError as error:
-            raise KernelError(f"a beam step on {self._pool.device} failed: {error}") from error
 
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each beam's newest row goes: block ids and rows in them, int64 ``[num_beams]``; enqueued."""
@@ -105,8 +105,9 @@ class DeviceBeams:
         self.books.close()
 
     def state(self) -> BeamsState:
-        """How far the beams are, and what stopped them. Waits for the device."""
-        num_free, status, _, _, num_steps, *_ = self.books.counters.tolist()
+        """How far the beams are, and what stopped them. Waits for the device. Raises KernelError if that failed."""
+        with self._working():
+            num_free, status, _, _, num_steps, *_ = self.books.counters.tolist()
         return BeamsState(
             num_steps,
             num_free,
@@ -117,8 +118,16 @@ class DeviceBeams:
         )
 
     def read(self) -> BeamsReading:
-        """All of the books. Waits for the device."""
-        books, lineage = self.books.read(), self.books.lineage()
+        """All of the books. Waits for the device. Raises KernelError if that failed."""
+        with self._working():
+            books, lineage = self.books.read(), self.books.lineage()
         return BeamsReading(
             books.tables, books.lengths, books.free, books.num_steps, books.num_copied, *lineage
         )
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise KernelError(f"beams on {self._pool.device}: {error}") from error

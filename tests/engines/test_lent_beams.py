@@ -13,7 +13,7 @@ import torch
 from radixkv import audit
 from radixkv.cache import PrefixCache
 from radixkv.engines.hf_cache import PagedCache
-from radixkv.errors import CapacityError
+from radixkv.errors import CapacityError, KernelError
 from radixkv.lending import LentBeams
 from tests.engines.support import ARCHITECTURES, engine_over, model_of, prompt_of, stock
 from tests.engines.test_same_tokens import MODES
@@ -155,6 +155,17 @@ def test_an_error_in_the_middle_releases_all(steps: list[LentBeams]) -> None:
         with pytest.raises(ZeroDivisionError):
             engine.generate(engine.namespace("a"), prompt_of(15), 50, eos_token_id=-1, num_beams=3, stop=stop)
     assert steps[0].is_over
+
+
+def test_a_step_that_was_not_made_is_no_silent_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device refuses an id that is none: an error in the end, and nothing stays open."""
+    step = LentBeams.step
+    monkeypatch.setattr(LentBeams, "step", lambda self, parents, ids: step(self, parents, ids - 1000))
+    with (
+        engine_over(model_of(), lends_beams=True) as engine,
+        pytest.raises(KernelError, match="bad_token=True"),
+    ):
+        engine.generate(engine.namespace("acme"), prompt_of(13), 3, eos_token_id=-1, num_beams=3)
 
 
 def test_only_beams_of_a_gpu_are_lent_if_nothing_is_said(steps: list[LentBeams]) -> None:

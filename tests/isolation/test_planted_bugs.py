@@ -548,9 +548,9 @@ def lent_for_nothing(patch: pytest.MonkeyPatch) -> None:
     original = lending._begin
 
     def begin(cache: Any, *args: Any) -> Any:
-        beams = original(cache, *args)
+        beams, private = original(cache, *args)
         cache._evictor._discharge(beams.tenant, len(beams.block_ids) // 4)
-        return beams
+        return beams, private
 
     patch.setattr(lending, "_begin", begin)
 
@@ -559,10 +559,10 @@ def lent_and_still_used(patch: pytest.MonkeyPatch) -> None:
     """A sequence that is lent appends and commits as if it were not."""
 
     def begin(original: Any, *args: Any) -> Any:
-        beams = original(*args)
+        beams, private = original(*args)
         for sequence in beams.sequences:
             sequence._is_open = True
-        return beams
+        return beams, private
 
     original = lending._begin
     patch.setattr(lending, "_begin", lambda *args: begin(original, *args))
