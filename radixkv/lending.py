@@ -21,7 +21,8 @@ the beams are taken back.
 
 **Reconcile** asks the device where each beam comes from, which ids it appended and which blocks it has. A beam keeps
 its ancestor's whole blocks, as a child of it would; the blocks behind those are a tree of common beginnings, whose
-edges become runs. What nobody holds then is free. O(beams × (steps + blocks behind the prefix)).
+edges become runs. What nobody holds then is free. Reading is O(beams × (steps + columns)), outside the lock; under it,
+with 64 steps to take back: 0.25 ms for 4 beams, 0.7 to 1 ms for 64, one core, compiled.
 
 An interruption of a call that works on one of the sequences costs all that were lent together, since nobody knows
 any more what their blocks hold.
@@ -331,12 +332,11 @@ def _take_back(cache: PrefixCache, beams: LentBeams, reading: BeamsReading | Non
 
 
 def _is_sound(
-    ids: NDArray[np.int32], is_taken: NDArray[np.bool_], taken: NDArray[np.int32], free: list[int]
+    ids: NDArray[np.int32], is_taken: NDArray[np.bool_], taken: NDArray[np.int32], free: NDArray[np.int32]
 ) -> bool:
     """Whether what the device took, and has free, are blocks that it was lent, each once."""
-    left = ids[~is_taken]
-    has_one_place = len(np.unique(ids)) == len(ids) and len(set(free)) == len(free)
-    return bool(has_one_place and is_taken.sum() == len(taken) and np.isin(free, left).all())
+    has_one_place = len(np.unique(ids)) == len(ids) and len(np.unique(free)) == len(free)
+    return bool(has_one_place and is_taken.sum() == len(taken) and np.isin(free, ids[~is_taken]).all())
 
 
 def _heirs(
@@ -352,7 +352,8 @@ def _heirs(
         ancestor = sequences[origin]
         whole = ancestor.num_tokens // cache._block_size
         _check_reading(ancestor, members, whole, reading)
-        rows = np.array([reading.tables[beam][whole:] for beam in members], np.int32)
+        size = -(-(ancestor.num_tokens + reading.num_steps) // cache._block_size)
+        rows = reading.tables[members, whole:size]
         family = _children(cache, ancestor, whole, len(members))
         _share(family, rows, whole)
         for beam, heir in zip(members, family, strict=True):
@@ -364,8 +365,9 @@ def _heirs(
 
 
 def _check_reading(ancestor: Sequence, members: list[int], whole: int, reading: BeamsReading) -> None:
-    begins, length = unpack(bytes(ancestor._table)).tolist()[:whole], ancestor.num_tokens + reading.num_steps
-    if any(reading.tables[beam][:whole] != begins or reading.lengths[beam] != length for beam in members):
+    begins, length = unpack(bytes(ancestor._table))[:whole], ancestor.num_tokens + reading.num_steps
+    is_another = bool((reading.tables[members, :whole] != begins).any())
+    if is_another or any(reading.lengths[beam] != length for beam in members):
         raise IntegrityError("a lent beam doesn't go on from the sequence that it comes from")
 
 

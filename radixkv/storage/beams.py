@@ -32,13 +32,13 @@ from radixkv_kernels import (
 class BeamsReading(NamedTuple):
     """What became of the beams: the books, and of each beam the one it was at first and the ids that it appended.
 
-    ``tables``: block ids of each beam; ``lengths``: its rows; ``free``: ids that no beam holds; ``token_ids``: uint32
-    ``[num_beams, num_steps]``.
+    ``tables``: int32 ``[num_beams, columns]``, anything behind a beam's rows; ``lengths``: its rows; ``free``: int32
+    ids that no beam holds; ``token_ids``: uint32 ``[num_beams, num_steps]``.
     """
 
-    tables: list[list[int]]
+    tables: NDArray[np.int32]
     lengths: list[int]
-    free: list[int]
+    free: NDArray[np.int32]
     num_steps: int
     num_copied: int
     origins: list[int]
@@ -120,10 +120,11 @@ class DeviceBeams:
     def read(self) -> BeamsReading:
         """All of the books. Waits for the device. Raises KernelError if that failed."""
         with self._working():
-            books, lineage = self.books.read(), self.books.lineage()
-        return BeamsReading(
-            books.tables, books.lengths, books.free, books.num_steps, books.num_copied, *lineage
-        )
+            num_free, _, _, _, num_steps, num_copied, _ = self.books.counters.tolist()
+            tables, free = self.books.tables.cpu().numpy(), self.books.free[:num_free].cpu().numpy()
+            return BeamsReading(
+                tables, self.books.lengths.tolist(), free, num_steps, num_copied, *self.books.lineage()
+            )
 
     @contextmanager
     def _working(self) -> Iterator[None]:
