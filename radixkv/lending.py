@@ -254,7 +254,7 @@ def _on_device(
     lengths = [sequence.num_tokens for sequence in sequences]
     prefixes = _prefixes(tables, lengths, groups, storage.block_size)
     behind = np.concatenate([table[start:] for table, start in zip(tables, prefixes, strict=True)])
-    held = np.unique(behind[np.isin(behind, private, invert=True)])
+    is_held = np.isin(behind, private, invert=True) | np.isin(behind, _in_several(tables, groups))
     columns = -(-(max(lengths) + max_steps) // storage.block_size)
     return DeviceBeams(
         storage.pool,
@@ -262,7 +262,7 @@ def _on_device(
         lengths,
         prefixes,
         unpack(bytes(beams.block_ids)),
-        held=held,
+        held=np.unique(behind[is_held]),
         groups=groups,
         max_columns=_power_of_two(columns),
         max_steps=_power_of_two(max_steps),
@@ -281,6 +281,19 @@ def _prefixes(
         differs = before[:size] != whole[:size]
         shared[group] = whole[: int(differs.argmax()) if differs.any() else size]
     return [len(shared[group]) for group in groups]
+
+
+def _in_several(tables: list[NDArray[np.int32]], groups: list[int]) -> NDArray[np.int32]:
+    """Ids of the blocks that beams of more than one group have."""
+    members: dict[int, list[NDArray[np.int32]]] = {}
+    for table, group in zip(tables, groups, strict=True):
+        members.setdefault(group, []).append(table)
+    if len(members) == 1:
+        return np.zeros(0, np.int32)
+    ids, counts = np.unique(
+        np.concatenate([np.unique(np.concatenate(its)) for its in members.values()]), return_counts=True
+    )
+    return ids[counts > 1]
 
 
 def _private_blocks(sequences: tuple[Sequence, ...]) -> NDArray[np.int32]:

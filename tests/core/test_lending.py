@@ -544,6 +544,41 @@ def test_others_live_on_while_beams_are_lent() -> None:
     assert cache.stats().free_blocks == 48
 
 
+@pytest.mark.parametrize("groups", [[0, 1, 1], [0, 1, 0], [0, 1, 2]])
+def test_groups_that_share_blocks_which_are_nobody_elses(groups: list[int]) -> None:
+    """One counts a block as its prefix that another could free: then nobody frees it."""
+    cache, engine = stored()
+    parent = computed(cache, engine, range(5))
+    beams = parent.fork(2)
+    beams[1].extend(range(9))
+    engine.write(beams[1].block_table, 5, chain(NS, beams[1].token_ids.tolist())[5:])
+    lent = cache.lend([parent, *beams], 12, groups=groups)
+    ids = [sequence.token_ids.tolist() for sequence in lent.sequences]
+    for at in range(12):
+        parents = [max(other for other in range(3) if groups[other] == group) for group in groups]
+        step(lent, engine, ids, parents if at % 3 == 0 else [0, 1, 2], [at, 20 + at, 40 + at])
+        assert beams_read(lent, engine, ids)
+        audit.check(cache)
+    lent.reconcile()
+    assert [sequence.token_ids.tolist() for sequence in lent.sequences] == ids
+    assert all(reads(engine, sequence) for sequence in lent.sequences)
+    audit.check(cache)
+    for sequence in lent.sequences:
+        sequence.release()
+    assert cache.stats().free_blocks == 64
+
+
+def test_beams_of_no_tokens() -> None:
+    cache, engine = stored(block_size=2)
+    ids: list[list[int]] = [[], []]
+    with cache.lend([cache.open(NS, []), cache.open(NS, [])], 4) as beams:
+        for at in range(4):
+            step(beams, engine, ids, [1, 1], [at, 9])
+    assert [sequence.token_ids.tolist() for sequence in beams.sequences] == ids
+    assert all(reads(engine, sequence) for sequence in beams.sequences)
+    audit.check(cache)
+
+
 def test_beams_of_two_namespaces() -> None:
     """A beam that goes on from one of another namespace of its tenant belongs there from then on."""
     cache, engine = stored()
