@@ -19,7 +19,8 @@ changed nothing. One that is interrupted while it changes something costs the se
 (``recovery.mend``); whatever it is about to return is known where it is mended, and registered last.
 
 The lock is held for microseconds; ``evict``, ``clear`` and ``snapshot_in_slices`` give it up between slices. The
-exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
+exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything; and
+taking back lent beams, which is some 10 µs for each, 60 µs for a few.
 """
 
 from __future__ import annotations
