@@ -1,10 +1,10 @@
-"""A beam step on the device: reorder over paged blocks beside index_select of the whole cache.
+"""A beam step on the device: beams lent to it, over paged blocks, beside index_select of the whole cache.
 
     python examples/beam_step.py [--device cuda] [--beams 4] [--prompt 1000] [--steps 64]
 
 Beams over one long prompt take random parents, step by step, and write a row of KV each, as a decoder would. Once
-paged: the prompt's whole blocks are shared, a step moves tables and copies tail blocks (radixkv_kernels.reorder). Once
-as stock beam search keeps it: a contiguous cache of each beam, picked anew by index_select, layer by layer, and copied
+paged: the prompt's whole blocks are shared, a step moves tables and copies tail blocks (PrefixCache.lend). Once as
+stock beam search keeps it: a contiguous cache of each beam, picked anew by index_select, layer by layer, and copied
 once more for its new row. In the end both hold the same bytes, or the script fails. On a GPU the shape is
 Llama-3-8B's, on a CPU a small one.
 """
@@ -17,42 +17,44 @@ from collections.abc import Callable
 
 import torch
 
-from radixkv_kernels import Beams, backend, reorder
+from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, audit
+from radixkv_kernels import backend
 
 BLOCK_SIZE = 16
 SHAPES = {"cuda": (32, 8, 128), "cpu": (8, 2, 64)}  # layers, KV heads, head_dim
 
 
 class Paged:
-    """Blocks in a pool; the prompt's are shared by all beams."""
+    """Sequences of a prefix cache that share the prompt's blocks, and are lent to the device."""
 
     def __init__(self, prompt: torch.Tensor, num_beams: int, steps: int) -> None:
         layers, _, length, heads, dim = prompt.shape
-        whole, held = length // BLOCK_SIZE, -(-length // BLOCK_SIZE)
-        columns = -(-(length + steps) // BLOCK_SIZE)
-        spare = num_beams * (columns - whole + 1)
-        self.storage = prompt.new_zeros(held + spare, layers, 2, BLOCK_SIZE, heads, dim)
-        for block in range(held):
-            rows = prompt[:, :, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+        num_blocks = -(-length // BLOCK_SIZE) + num_beams * (-(-steps // BLOCK_SIZE) + 2)
+        layout = KVLayout(layers, heads, dim, "float16")
+        self.cache = PrefixCache(CacheConfig(num_blocks, BLOCK_SIZE, layout, str(prompt.device)))
+        self.storage = self.cache.storage.data
+        first = self.cache.open(Namespace("example", "random"), range(length))
+        for at, block in enumerate(first.block_table.tolist()):
+            rows = prompt[:, :, at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
             self.storage[block, :, :, : rows.shape[2]] = rows
-        self.beams = Beams(
-            [range(held)] * num_beams, [length] * num_beams, [whole] * num_beams, range(held, held + spare),
-            num_blocks=held + spare, block_size=BLOCK_SIZE, max_columns=columns, device=prompt.device,
-        )  # fmt: skip
+        first.commit(length)
+        self.sequences = [first, *first.fork(num_beams - 1)]
+        self.beams = self.cache.lend(self.sequences, steps)
 
-    def step(self, parents: torch.Tensor, rows: torch.Tensor) -> None:
-        """rows: ``[num_beams, layers, 2, heads, dim]``, written where reorder made room; waits for nothing."""
-        reorder(self.storage, self.beams, parents)
-        last = (self.beams.lengths - 1).long()
-        blocks = self.beams.tables.gather(1, (last // BLOCK_SIZE)[:, None])[:, 0].long()
-        self.storage[blocks, :, :, last % BLOCK_SIZE] = rows
+    def step(self, parents: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """rows: ``[num_beams, layers, 2, heads, dim]``, written where the step made room; waits for nothing."""
+        self.beams.step(parents, token_ids)
+        blocks, offsets = self.beams.slots()
+        self.storage[blocks, :, :, offsets] = rows
 
     def read(self) -> list[torch.Tensor]:
-        """``[layers, 2, length, heads, dim]`` of each beam."""
-        books = self.beams.read()
+        """``[layers, 2, length, heads, dim]`` of each beam, by the tables that came back to the host."""
+        self.beams.reconcile()
         return [
-            self.storage[table].permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :length]
-            for table, length in zip(books.tables, books.lengths, strict=True)
+            self.storage[sequence.block_table.tolist()]
+            .permute(1, 2, 0, 3, 4, 5)
+            .flatten(2, 3)[:, :, : sequence.num_tokens]
+            for sequence in self.sequences
         ]
 
 
@@ -67,7 +69,7 @@ class Contiguous:
         for side, rows in zip(self.sides, prompt.flatten(0, 1), strict=True):
             side[:, :length] = rows
 
-    def step(self, parents: torch.Tensor, rows: torch.Tensor) -> None:
+    def step(self, parents: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
         """index_select of all that the beams have, and a row more."""
         for index, side in enumerate(self.sides):
             side[:, : self.length] = side[:, : self.length].index_select(0, parents)
@@ -80,15 +82,13 @@ class Contiguous:
         return list(whole.unbind(2))
 
 
-def timed(
-    step: Callable[[torch.Tensor, torch.Tensor], None], work: list[tuple[torch.Tensor, torch.Tensor]]
-) -> float:
+def timed(step: Callable[..., None], work: list[tuple[torch.Tensor, ...]]) -> float:
     """Median seconds of a step; on a GPU each is waited for, so the host's share is in it."""
     seconds = []
-    for parents, rows in work:
+    for tensors in work:
         start = time.perf_counter()
-        step(parents, rows)
-        if parents.is_cuda:
+        step(*tensors)
+        if tensors[0].is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return sorted(seconds)[len(seconds) // 2]
@@ -112,6 +112,7 @@ def main() -> None:
     work = [
         (
             torch.randint(0, options.beams, (options.beams,), dtype=torch.int32).to(options.device),
+            torch.randint(0, 32_000, (options.beams,)).to(options.device),
             torch.randn(options.beams, layers, 2, heads, dim, dtype=torch.float16).to(options.device),
         )
         for _ in range(options.steps)
@@ -122,17 +123,17 @@ def main() -> None:
     same = all(torch.equal(ours, theirs) for ours, theirs in zip(paged.read(), stock.read(), strict=True))
     if not same:
         raise SystemExit("the two caches differ")
-    paged.beams.check()
-    books = paged.beams.read()
-    held = len({block_id for table in books.tables for block_id in table})
+    audit.check(paged.cache)
+    held = len({block_id for sequence in paged.sequences for block_id in sequence.block_table.tolist()})
+    num_rows = paged.sequences[0].num_tokens
     token_bytes = layers * 2 * heads * dim * 2
     print(
         f"{options.beams} beams over {options.prompt} tokens, {options.steps} steps, {token_bytes:,} bytes a token"
     )
     print(f"path: {backend(paged.storage)} on {options.device}; the same KV in the end")
-    rows = {"paged, reorder": held * BLOCK_SIZE, "contiguous, index_select": options.beams * books.lengths[0]}
-    for (name, num_rows), median in zip(rows.items(), seconds, strict=True):
-        print(f"{name:26}{median * 1e3:8.3f} ms a step, {num_rows * token_bytes / 2**20:8.1f} MiB held")
+    rows = {"paged, lent beams": held * BLOCK_SIZE, "contiguous, index_select": options.beams * num_rows}
+    for (name, size), median in zip(rows.items(), seconds, strict=True):
+        print(f"{name:26}{median * 1e3:8.3f} ms a step, {size * token_bytes / 2**20:8.1f} MiB held")
     print(f"times faster: {seconds[1] / seconds[0]:.1f}")
 
 

@@ -39,18 +39,20 @@ from radixkv.errors import (
     PinBudgetExceeded,
     QuotaExceeded,
     RadixKVError,
+    SequenceLent,
     StaleEpoch,
     StaleGeneration,
     StoreUnavailable,
     TokenError,
 )
 from radixkv.leases import Lease, Match
+from radixkv.lending import LentBeams
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin
 from radixkv.plan import StepPlan
 from radixkv.sequence import Sequence
 from radixkv.storage.layout import KVLayout
-from radixkv.types import CacheStats, Journal, TenantStats
+from radixkv.types import BeamsState, CacheStats, Journal, TenantStats
 
 if TYPE_CHECKING:
     from radixkv import audit as audit
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
     "COMPILED",
     "ArgumentError",
+    "BeamsState",
     "CacheConfig",
     "CacheStats",
     "CapacityError",
@@ -71,6 +74,7 @@ __all__ = [
     "KernelError",
     "Lease",
     "LeaseError",
+    "LentBeams",
     "Match",
     "Namespace",
     "NamespaceError",
@@ -84,6 +88,7 @@ __all__ = [
     "RadixKVError",
     "RequestHints",
     "Sequence",
+    "SequenceLent",
     "StaleEpoch",
     "StaleGeneration",
     "StepPlan",

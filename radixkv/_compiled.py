@@ -46,6 +46,7 @@ READ = (
     "config",
     "errors",
     "gathering",
+    "lending",
     "pins",
     "recovery",
     "scrubbing",

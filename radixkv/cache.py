@@ -7,6 +7,7 @@ The life of a request, and what each step touches:
     append    take a block, or copy-on-write a shared tail, for a whole batch at once
     fork      count one more owner of the last run; copy nothing
     reorder   fork and release at once, for a beam step
+    lend      let the device make beam steps by itself (lending)
     release   give up the lease, free what is private
 
 The index decides, storage executes: the copies that ``append`` and ``extend`` decide leave as one StepPlan, which the
@@ -18,7 +19,8 @@ changed nothing. One that is interrupted while it changes something costs the se
 (``recovery.mend``); whatever it is about to return is known where it is mended, and registered last.
 
 The lock is held for microseconds; ``evict``, ``clear`` and ``snapshot_in_slices`` give it up between slices. The
-exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything.
+exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything; and
+taking back lent beams, 0.25 ms for 4 of them and up to 1 ms for 64.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
 
-from radixkv import gathering, snapshots
+from radixkv import gathering, lending, snapshots
 from radixkv._compiled import mypyc_attr
 from radixkv.bases import MAX_BASE_ID_BYTES, Base, Bases, Publication, detach
 from radixkv.blocks import BlockPool
@@ -45,10 +47,12 @@ from radixkv.errors import (
     LeaseError,
     OutOfBlocks,
     PendingError,
+    SequenceLent,
     StaleGeneration,
 )
 from radixkv.eviction import Evictor
 from radixkv.leases import Lease, Match
+from radixkv.lending import LentBeams
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan, WaitingCopies
@@ -126,6 +130,7 @@ class PrefixCache:
         self._journal = journal
         self._sequences: set[Sequence] = set()
         self._leases: set[Lease] = set()
+        self._lendings: set[LentBeams] = set()
         self._bases = Bases(self._block_bytes)
         self._publishing = self._bases.publishing
         self._runs = Runs(
@@ -698,6 +703,25 @@ class PrefixCache:
                 mend(self, error, [*inputs, *result])
                 raise
 
+    def lend(
+        self,
+        sequences: Iterable[Sequence],
+        max_steps: SupportsIndex,
+        *,
+        num_blocks: SupportsIndex | None = None,
+        groups: Iterable[SupportsIndex] | None = None,
+    ) -> LentBeams:
+        """Let the device make beam steps by itself: at least ``max_steps`` of them, each ``reorder`` and ``append``.
+
+        ``num_blocks`` are lent for them, charged to the tenant until they are taken back: None for as many as no choice
+        of parents can exceed, fewer if ``lend_more`` may follow. ``groups``: a number for each sequence; a beam goes on
+        from one of its own group, whose common whole blocks are never looked at. Until ``reconcile`` the sequences
+        refuse everything but ``release``. Raises LeaseError, ArgumentError (a sequence twice, of another
+        cache, of several tenants, or that publishes), ConfigError without storage, QuotaExceeded and OutOfBlocks, and
+        changes nothing. O(sequences × (their blocks + max_steps)).
+        """
+        return lending.lend(self, list(sequences), max_steps, num_blocks, groups)
+
     def read_sequence(self, sequence: Sequence) -> bytes:
         """The key of a sequence."""
         with self._lock:
@@ -705,6 +729,8 @@ class PrefixCache:
 
     def release_sequence(self, sequence: Sequence) -> None:
         """See Sequence.release."""
+        if not sequence._is_open and (beams := getattr(sequence, "_lent", None)) is not None:
+            lending.take_back(beams)
         with self._lock:
             try:
                 if not sequence._is_open:
@@ -1243,6 +1269,7 @@ class PrefixCache:
                 self._runs.num_copied_blocks,
                 self._pins,
                 self._bases,
+                sum(len(beams.block_ids) // ID_BYTES for beams in self._lendings),
             )
 
     def tenant_stats(self, tenant: str) -> TenantStats:
@@ -1279,6 +1306,8 @@ class PrefixCache:
                 raise LeaseError("this sequence was closed when a call that worked on it was interrupted")
             if getattr(sequence, "_is_stale", False):
                 raise StaleGeneration("this sequence's tenant was purged: release it")
+            if sequence.is_lent:
+                raise SequenceLent("this sequence is lent to the device: reconcile its beams, or release it")
             raise LeaseError("this sequence is released or was consumed by reorder")
 
     def _require_batch(self, sequences: list[Any]) -> None:

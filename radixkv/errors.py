@@ -11,6 +11,7 @@
     │   └── PinBudgetExceeded the tenant may not pin so much
     ├── LeaseError            a lease, match or sequence that isn't valid any more
     │   ├── StaleGeneration   its tenant was purged meanwhile
+    │   ├── SequenceLent      it is lent to the device, which moves it on by itself
     │   └── NotResident       a prefix that is to be pinned isn't resident as a whole
     ├── PendingError          another sequence computes the prefix, and the caller would not wait longer
     ├── CoordinationError     the metadata store or another replica
@@ -104,6 +105,10 @@ class LeaseError(RadixKVError):
 
 class StaleGeneration(LeaseError):
     """The tenant was purged while this sequence ran."""
+
+
+class SequenceLent(LeaseError):
+    """The sequence is lent to the device (``PrefixCache.lend``): reconcile first, or release it."""
 
 
 class NotResident(LeaseError):

@@ -39,6 +39,7 @@ from radixkv.types import (
     BaseSnapshot,
     BlockIds,
     LeaseSnapshot,
+    LendingSnapshot,
     NodeSnapshot,
     PinSnapshot,
     RunSnapshot,
@@ -166,6 +167,7 @@ class _SequenceState(NamedTuple):
     base: bytes
     base_size: int
     tail: bytes
+    is_lent: bool
 
 
 class _RunState(NamedTuple):
@@ -189,6 +191,7 @@ class _End(NamedTuple):
     leases: list[tuple[Node, bytes]]
     pins: list[tuple[str, Node, bytes, float]]
     bases: dict[Base, tuple[frozenset[str], bool]]
+    lendings: tuple[LendingSnapshot, ...]
     tenants: tuple[TenantSnapshot, ...]
 
 
@@ -327,6 +330,7 @@ class Gathering:
         trees = [tree for tenant in tenants for tree in (*tenant.trees.values(), *tenant.detached)]
         unseen = {tree.root for tree in trees if tree.root not in self._states}
         self._reread(changed | self._holders() | unseen, removed)
+        place = {sequence: at for at, sequence in enumerate(cache._sequences)}
         self._end = _End(
             free_ids=pool.free_ids(),
             lent_ids=tuple(pool.lent),
@@ -345,6 +349,16 @@ class Gathering:
                 for held in own.by_id.values()
             ],
             bases={base: (base.readers, base.is_over) for base in cache._bases.held()},
+            lendings=tuple(
+                [
+                    LendingSnapshot(
+                        beams.tenant.tenant_id,
+                        tuple([place.get(sequence, -1) for sequence in beams.sequences]),
+                        bytes(beams.block_ids),
+                    )
+                    for beams in cache._lendings
+                ]
+            ),
             tenants=tuple(
                 [_tenant_snapshot(tenant, cache._pins.num_blocks(tenant.tenant_id)) for tenant in tenants]
             ),
@@ -418,6 +432,7 @@ class Gathering:
                 BaseSnapshot(base.base_id, where[base.node], base.key, base.block_ids, readers, is_over)
                 for base, (readers, is_over) in end.bases.items()
             ),
+            lendings=end.lendings,
         )
 
     def _tree_snapshot(
@@ -501,6 +516,7 @@ def _sequence_state(sequence: Sequence) -> _SequenceState:
         sequence._base,
         sequence._base_size,
         bytes(sequence._tail),
+        sequence.is_lent,
     )
 
 
@@ -536,4 +552,5 @@ def _sequence_snapshot(
         num_cached_tokens=state.num_cached,
         num_committed_tokens=state.num_committed,
         key=key,
+        is_lent=state.is_lent,
     )

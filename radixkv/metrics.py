@@ -57,6 +57,7 @@ _TEXTS = {
     "declined_blocks": "Blocks given up at the end of their use, not admitted by the policy",
     "pinned_blocks": "Blocks kept by pins",
     "num_pins": "Pins that hold",
+    "device_blocks": "Blocks lent to the device for beam steps, beside those that the sequences had",
     "num_bases": "Bases that are published or computed",
     "base_blocks": "Blocks that bases hold; resident ones",
 }

@@ -8,12 +8,14 @@ exception goes on. It keeps what is certain, and makes everything else anew from
     certain                                             made anew
     which nodes hang below a root, and their blocks     parents, depths, uses, counts of a tree
     block table, ids and leased node of a sequence      its runs and who owns them
-    leases; blocks lent; copies that wait               counts of tenants, policies' orders, the free list
+    leases; blocks lent, also to the device             counts of tenants, policies' orders, the free list
+    copies that wait
     pins, by the leases that they hold                  what they hold in all, and which ends first
     bases that are published                            who reads them, which others are still held
 
 - **An interrupted call costs the sequences that it was working on**: they are closed. A sequence that it was
-  about to return never was. Every other sequence keeps its blocks and doesn't notice.
+  about to return never was. Every other sequence keeps its blocks and doesn't notice, but for those that were lent to
+  the device with one of them: they are closed too.
 - What a call made resident stays if it is whole: its KV exist. Blocks that nobody certain owns are free.
 - A split or a growth that was cut short is finished or cut back (``_finish``). A cleared tree gives up what nobody
   uses, as ``clear`` would have.
@@ -93,8 +95,7 @@ def _mend(
 ) -> None:
     for sequence in sequences:
         if isinstance(sequence, Sequence) and sequence._index is cache:
-            sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
-            cache._sequences.discard(sequence)
+            _close(cache, sequence)
     for lease in leases:
         if lease is not None:
             lease._is_open = False
@@ -103,6 +104,12 @@ def _mend(
     cache._pool.lent.difference_update(unpack(bytes(lent)).tolist())
     _Books(cache).rebuild()
     cache._progress.notify_all()
+
+
+def _close(cache: PrefixCache, sequence: Sequence) -> None:
+    sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
+    sequence._lent = None
+    cache._sequences.discard(sequence)
 
 
 class _Books:
@@ -123,6 +130,7 @@ class _Books:
         for tree in trees:
             self._relink(tree)
         self._close_what_lost_its_node()
+        self._keep_lent()
         self.cache._pins.settle()
         self._share_blocks()
         self._keep_for_plan()
@@ -214,12 +222,24 @@ class _Books:
         for sequence in list(cache._sequences):
             depth = sequence._num_committed // cache._config.block_size
             if sequence._node not in linked or sequence._node.depth != depth:
-                sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
-                cache._sequences.discard(sequence)
+                _close(cache, sequence)
         for lease in list(cache._leases):
             if lease._node is not None and lease._node not in linked:
                 lease._is_open = False
                 cache._leases.discard(lease)
+
+    def _keep_lent(self) -> None:
+        """Blocks lent to the device stay their tenant's while all sequences are there for which they were lent."""
+        cache = self.cache
+        for beams in list(cache._lendings):
+            if cache._sequences.issuperset(beams.sequences):
+                self.private_to[unpack(bytes(beams.block_ids))] = self.tenants.index(beams.tenant)
+                self.num_private[beams.tenant] += len(beams.block_ids) // ID_BYTES
+                continue
+            for sequence in beams.sequences:
+                _close(cache, sequence)
+            cache._lendings.discard(beams)
+            beams.end()
 
     def _share_blocks(self) -> None:
         """Make the runs of all sequences anew: the edges of the tree that their sorted tables are."""

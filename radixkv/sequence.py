@@ -34,6 +34,7 @@ from radixkv.tree import Node
 from radixkv.types import ID_BYTES, Key
 
 if TYPE_CHECKING:
+    from radixkv.lending import LentBeams
     from radixkv.namespaces import Namespace
     from radixkv.tenants import NamespaceTree
     from radixkv.types import BlockIds
@@ -95,8 +96,8 @@ class Sequence:
 
     The first ``num_cached_tokens`` tokens' KV are there already; the engine computes the rest into the blocks
     of ``block_table`` and says so with ``commit``. Every method but ``release`` raises LeaseError once the sequence
-    is released or consumed, StaleGeneration once its tenant was purged. Safe to use from several threads, one call
-    at a time taking effect.
+    is released or consumed, StaleGeneration once its tenant was purged, SequenceLent while the device moves it on.
+    Safe to use from several threads, one call at a time taking effect.
     """
 
     __slots__ = (
@@ -107,6 +108,7 @@ class Sequence:
         "_is_interrupted",
         "_is_open",
         "_is_stale",
+        "_lent",
         "_node",
         "_num_cached",
         "_num_committed",
@@ -119,6 +121,7 @@ class Sequence:
     )
     _is_interrupted: bool  # set only once an interrupted call has closed it
     _is_stale: bool  # set only once its tenant was purged: true until it is released
+    _lent: LentBeams | None  # set only once it was lent to the device, when it isn't open: None afterwards
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class Sequence:
         self._hints: object = None  # what the policy wants to be told with what it computes
 
     def __repr__(self) -> str:
-        state = "open" if self._is_open else "released"
+        state = "lent" if self.is_lent else "open" if self._is_open else "released"
         return f"<Sequence {state}: {self.num_tokens} tokens ({self._num_committed} committed)>"
 
     # --- what it is
@@ -163,7 +166,12 @@ class Sequence:
     @property
     def is_open(self) -> bool:
         """False once released or consumed, or its tenant purged."""
-        return self._is_open
+        return self._is_open or (self.is_lent and not getattr(self, "_is_stale", False))
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the device moves it on; what is said of it here is as it was when it was lent."""
+        return not self._is_open and getattr(self, "_lent", None) is not None
 
     @property
     def num_tokens(self) -> int:
@@ -234,7 +242,8 @@ class Sequence:
     def release(self) -> None:
         """Give up the lease and free what is private; what was committed stays resident.
 
-        A second call raises LeaseError. O(nodes on the path).
+        If it is lent to the device, all that were lent together are taken back first, which waits for the device. A
+        second call raises LeaseError. O(nodes on the path).
         """
         self._index.release_sequence(self)
 
@@ -244,7 +253,7 @@ class Sequence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_open or getattr(self, "_is_stale", False):
+        if self._is_open or getattr(self, "_is_stale", False) or self.is_lent:
             self._index.release_sequence(self)
 
     # --- for the cache, under its lock
@@ -293,6 +302,13 @@ class Sequence:
         if twin._run is not None:
             twin._run.owners += 1
         return twin
+
+    def become(self, other: Sequence) -> None:
+        """Be what the other one is, which nobody knows of, and hold what it holds."""
+        self._tree, self._node, self._run, self._hints = other._tree, other._node, other._run, other._hints
+        self._base, self._base_size, self._tail = other._base, other._base_size, other._tail
+        self._size, self._table, self._own = other._size, other._table, other._own
+        self._num_cached, self._num_committed = other._num_cached, other._num_committed
 
     def cut_key(self, size: int) -> None:
         """Forget key bytes from ``size`` on. O(1)."""

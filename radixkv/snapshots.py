@@ -20,6 +20,7 @@ def stats_of(
     num_copied_blocks: int,
     pins: Pins,
     bases: Bases,
+    num_device_blocks: int,
 ) -> CacheStats:
     """See PrefixCache.stats."""
     states = list(tenants.values())
@@ -47,6 +48,7 @@ def stats_of(
         pinned_blocks=pins.num_blocks(),
         num_pins=pins.num_pins(),
         num_bases=len(bases.published) + len(bases.under_way()),
+        device_blocks=num_device_blocks,
         base_blocks=len(set(unpack(b"".join(base.block_ids for base in bases.held())).tolist())),
     )
 

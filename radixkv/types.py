@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,26 @@ class CacheStats:
     num_pins: int
     num_bases: int
     """Published, computed or not."""
+    device_blocks: int
+    """Lent to the device for beam steps, besides those that the sequences had; part of ``sequence_blocks``."""
     base_blocks: int
     """Held by bases that are published, or were and are still read; resident ones, charged to who publishes."""
+
+
+class BeamsState(NamedTuple):
+    """How far lent beams are, and what keeps their steps from being made, if something does.
+
+    ``out_of_blocks``: a step needed more free blocks than there were (``lend_more``); ``table_full``: there is no
+    column for a further one, or no memory of it; ``bad_parent``: a parent that is no beam of the group; ``bad_token``:
+    an id that is none.
+    """
+
+    num_steps: int
+    num_free_blocks: int
+    out_of_blocks: bool
+    table_full: bool
+    bad_parent: bool
+    bad_token: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +188,8 @@ class SequenceSnapshot:
     num_cached_tokens: int
     num_committed_tokens: int
     key: bytes
+    is_lent: bool = False
+    """To the device: the sequence is as it was when it was lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +241,15 @@ class BaseSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class LendingSnapshot:
+    """Sequences that are lent to the device, as indices, their tenant, and the blocks that were lent besides."""
+
+    tenant: str
+    sequences: tuple[int, ...]
+    block_ids: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything the audit needs, taken at one moment. In-process only: labels are token ids.
 
@@ -239,3 +268,4 @@ class Snapshot:
     tenants: tuple[TenantSnapshot, ...]
     pins: tuple[PinSnapshot, ...] = ()
     bases: tuple[BaseSnapshot, ...] = ()
+    lendings: tuple[LendingSnapshot, ...] = ()

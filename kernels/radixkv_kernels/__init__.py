@@ -28,7 +28,15 @@ from __future__ import annotations
 
 from radixkv_kernels import reference
 from radixkv_kernels.backend import backend
-from radixkv_kernels.beams import BAD_PARENT, OUT_OF_BLOCKS, TABLE_FULL, Beams
+from radixkv_kernels.beams import (
+    BAD_PARENT,
+    BAD_TOKEN,
+    CLOSED,
+    HISTORY_FULL,
+    OUT_OF_BLOCKS,
+    TABLE_FULL,
+    Beams,
+)
 from radixkv_kernels.checks import InputError
 from radixkv_kernels.fences import Fences
 from radixkv_kernels.fork import fork_blocks
@@ -41,8 +49,11 @@ from radixkv_kernels.scrub import scrub
 
 __all__ = [
     "BAD_PARENT",
+    "BAD_TOKEN",
     "Beams",
+    "CLOSED",
     "Fences",
+    "HISTORY_FULL",
     "InputError",
     "OUT_OF_BLOCKS",
     "Pool",

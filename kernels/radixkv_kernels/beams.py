@@ -3,13 +3,18 @@
     tables    int32 [num_beams, max_columns]   block ids; column c holds rows [c × block_size, (c + 1) × block_size)
     lengths   int32 [num_beams]                rows that a beam has, its prefix included
     refs      int32 [num_blocks]               beams that hold a block, in columns from the prefix on
-    free      int32 [max_free]                 a stack of block ids: free[:num_free]
-    counters  int32 [4]                        num_free, status, and what one launch tells the next
+    free      int32 [num_blocks]               a stack of block ids: free[:num_free]
+    history   int32 [max_steps, 2, num_beams]  of each step the parents, and the ids of the tokens that it appended
+    counters  int32 [7]                        num_free, status, what one launch tells the next, steps, copies, limit
 
 A beam belongs to a group (one request); the beams of a group begin with the same ``num_prefix_blocks`` blocks,
-which somebody else owns: they are never counted, moved, written or freed. All other blocks are *lent*: until the
-host takes the books back, each is free, or held by as many beams as ``refs`` says. ``read`` brings the books to
-the host, ``check`` proves this law.
+which somebody else owns: they are never counted, moved, written or freed. Blocks behind the prefix that somebody else
+holds too (``held``) count one holder more, and so are never written or freed either. All other blocks are *lent*:
+until the host takes the books back, each is free, or held by as many beams as ``refs`` says. ``read`` brings the
+books to the host, ``check`` proves this law.
+
+With ``max_steps`` the books remember what a step was told, so that the host can find out later which tokens a beam's
+rows stand for: ``lineage``.
 
 A step that can't be made sets a bit of ``status`` and changes nothing else; so do all steps after it, until
 ``clear_status``. The host may look whenever it likes, since nothing is lost in the meantime:
@@ -17,6 +22,9 @@ A step that can't be made sets a bit of ``status`` and changes nothing else; so 
     OUT_OF_BLOCKS   more blocks needed than free ones; blocks that the step itself frees don't count yet
     TABLE_FULL      a beam's next row has no column
     BAD_PARENT      a parent that is no beam, or one of another group
+    BAD_TOKEN       an id that isn't one: below 0, or 2³² and above
+    HISTORY_FULL    more steps than ``max_steps``
+    CLOSED          the host has taken the books back for good: ``close``
 """
 
 from __future__ import annotations
@@ -25,23 +33,36 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixkv_kernels.checks import Ids, InputError, block_list, check_distinct
+from radixkv_kernels.launch import upload
 
-OUT_OF_BLOCKS, TABLE_FULL, BAD_PARENT = 1, 2, 4
-NUM_FREE, STATUS, NUM_COPIES, LEFT = range(4)
-"""Places in ``counters``; LEFT is what is free once a step has taken its blocks."""
+OUT_OF_BLOCKS, TABLE_FULL, BAD_PARENT, BAD_TOKEN, HISTORY_FULL, CLOSED = (1 << bit for bit in range(6))
+NUM_FREE, STATUS, NUM_COPIES, LEFT, NUM_STEPS, NUM_COPIED, MAX_STEPS = range(7)
+"""Places in ``counters``; LEFT is what is free once a step has taken its blocks, NUM_COPIED the copies of all steps."""
 MAX_NUM_BEAMS = 1024
+MAX_TOKEN_ID = 2**32 - 1
 
 
 class BooksOnHost(NamedTuple):
-    """The books at one moment: each beam's block ids, its rows, the free ids in order, and the status."""
+    """The books at one moment: each beam's block ids, its rows, the free ids in order, the status, steps and copies."""
 
     tables: list[list[int]]
     lengths: list[int]
     free: list[int]
     status: int
+    num_steps: int
+    num_copied: int
+
+
+class Lineage(NamedTuple):
+    """The beam that each was at first, and the ids that it appended since, uint32 ``[num_beams, steps]``."""
+
+    origins: list[int]
+    token_ids: NDArray[np.uint32]
 
 
 class Beams:
@@ -50,8 +71,9 @@ class Beams:
     tables: block ids of each beam, ``ceil(length / block_size)`` of them. lengths: rows of each beam.
     num_prefix_blocks: how many blocks at the front of each table are the group's shared prefix; whole ones.
     free: ids lent besides. groups: a number for each beam, one group if left out. max_columns: most blocks of
-    a beam. Raises InputError, naming what is wrong. Cost: tensors of the sizes above, and two of the size of
-    ``tables`` for the step's own use.
+    a beam. held: ids of the tables that somebody else holds too. max_steps: steps that are remembered; with 0 none
+    are, and there may be any number. Raises InputError, naming what is wrong. Cost: tensors of the sizes above, and
+    two of the size of ``tables`` for the step's own use.
     """
 
     def __init__(
@@ -65,6 +87,8 @@ class Beams:
         block_size: int,
         max_columns: int,
         groups: Sequence[int] | None = None,
+        held: Ids = (),
+        max_steps: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         num_beams = len(tables)
@@ -80,22 +104,28 @@ class Beams:
                 raise InputError(f"len({name})", len(column), f"one for each beam: {num_beams}")
         rows = [block_list(f"tables[{beam}]", table, num_blocks) for beam, table in enumerate(tables)]
         free_ids = block_list("free", free, num_blocks)
+        self.held = frozenset(block_list("held", held, num_blocks))
         counts = _held(rows, num_prefix_blocks)
         _check_tables(rows, lengths, num_prefix_blocks, block_size, max_columns)
-        _check_groups(rows, num_prefix_blocks, groups)
+        _check_groups(rows, num_prefix_blocks, groups, self.held)
         _check_free(free_ids, rows)
         self.num_beams, self.max_columns, self.block_size = num_beams, max_columns, block_size
-        self.num_lent = len(free_ids) + len(counts)
+        self.max_steps = max_steps
+        self.num_lent = len(free_ids) + len(counts.keys() - self.held)
 
-        def on_device(values: Sequence[object]) -> torch.Tensor:
+        def on_device(values: Sequence[object] | NDArray[np.int32]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         self.tables = on_device([row + [-1] * (max_columns - len(row)) for row in rows])
         self.lengths, self.groups = on_device(lengths), on_device(groups)
         self.num_prefix_blocks = on_device(num_prefix_blocks)
-        self.refs = on_device([counts[block_id] for block_id in range(num_blocks)])
-        self.free = on_device(free_ids + [-1] * (self.num_lent - len(free_ids)) or [-1])
-        self.counters = on_device([len(free_ids), 0, 0, 0])
+        refs = np.zeros(num_blocks, np.int32)
+        refs[list(counts)] = list(counts.values())
+        refs[list(self.held)] += 1
+        self.refs = on_device(refs)
+        self.free = on_device(free_ids + [-1] * (num_blocks - len(free_ids)))
+        self.history = torch.zeros((max_steps, 2, num_beams), dtype=torch.int32, device=device)
+        self.counters = on_device([len(free_ids), 0, 0, 0, 0, 0, max_steps])
         self.taken = on_device([-1] * num_beams)
         self.copies = on_device([[0, 0, 0]] * num_beams)
         width = tile_columns(num_beams)
@@ -115,11 +145,37 @@ class Beams:
             table[: -(-length // self.block_size)]
             for table, length in zip(self.tables.tolist(), lengths, strict=True)
         ]
-        return BooksOnHost(tables, lengths, self.free[: counters[NUM_FREE]].tolist(), counters[STATUS])
+        free = self.free[: counters[NUM_FREE]].tolist()
+        return BooksOnHost(tables, lengths, free, counters[STATUS], counters[NUM_STEPS], counters[NUM_COPIED])
+
+    def lineage(self) -> Lineage:
+        """Where the beams come from, if steps are remembered. Waits for the device. O(beams × steps)."""
+        num_steps = min(int(self.counters[NUM_STEPS]), self.max_steps)
+        history = self.history[:num_steps].cpu().numpy()
+        origins = np.arange(self.num_beams)
+        token_ids = np.empty((self.num_beams, num_steps), np.uint32)
+        for step in range(num_steps - 1, -1, -1):
+            parents, ids = history[step]
+            token_ids[:, step] = ids.view(np.uint32)[origins]
+            origins = parents[origins]
+        return Lineage(origins.tolist(), token_ids)
 
     def clear_status(self) -> None:
-        """Lets steps go on after one that couldn't be made; enqueued."""
-        self.counters[STATUS].zero_()
+        """Lets steps go on after one that couldn't be made, unless the books are closed; enqueued."""
+        self.counters[STATUS] &= CLOSED
+
+    def close(self) -> None:
+        """No step is made any more, nor by a graph that was captured before; enqueued."""
+        self.counters[STATUS].fill_(CLOSED)
+
+    def lend(self, block_ids: Ids) -> None:
+        """More free blocks, none of them here already; enqueued, for the steps after it. Raises InputError."""
+        new = block_list("block_ids", block_ids, len(self.refs))
+        check_distinct("block_ids", new, "each block once")
+        places = self.counters[NUM_FREE] + torch.arange(len(new), device=self.device)
+        self.free.index_copy_(0, places, upload([new], self.device)[:, 0])
+        self.counters[NUM_FREE] += len(new)
+        self.num_lent += len(new)
 
     def check(self) -> None:
         """Raises AssertionError unless every lent block is free once, or held by as many beams as counted."""
@@ -127,11 +183,11 @@ class Beams:
         counts = _held(books.tables, self.num_prefix_blocks.tolist())
         assert len(set(books.free)) == len(books.free), f"free twice: {books.free}"
         assert not set(books.free) & set(counts), f"free and held: {set(books.free) & set(counts)}"
-        assert len(books.free) + len(counts) == self.num_lent, (books, self.num_lent)
-        refs = self.refs.tolist()
+        assert len(books.free) + len(counts.keys() - self.held) == self.num_lent, (books, self.num_lent)
+        counts.update(self.held)
         wrong = {
             block_id: (count, counts[block_id])
-            for block_id, count in enumerate(refs)
+            for block_id, count in enumerate(self.refs.tolist())
             if count != counts[block_id]
         }
         assert not wrong, f"(counted, held) of blocks: {wrong}"
@@ -166,19 +222,22 @@ def _check_tables(
         check_distinct(f"tables[{beam}]", table, "each block once")
 
 
-def _check_groups(tables: list[list[int]], num_prefix_blocks: Sequence[int], groups: Sequence[int]) -> None:
+def _check_groups(
+    tables: list[list[int]], num_prefix_blocks: Sequence[int], groups: Sequence[int], held: frozenset[int]
+) -> None:
     prefixes: dict[int, list[int]] = {}
-    columns: dict[int, tuple[int, int]] = {}
+    columns: dict[int, tuple[int | None, int]] = {}
     shared = {
         block_id for table, count in zip(tables, num_prefix_blocks, strict=True) for block_id in table[:count]
-    }
+    } - held
     for beam, (table, count, group) in enumerate(zip(tables, num_prefix_blocks, groups, strict=True)):
         if prefixes.setdefault(group, table[:count]) != table[:count]:
             raise InputError(
                 f"tables[{beam}]", table[:count], f"the prefix of group {group}: {prefixes[group]}"
             )
         for column, block_id in enumerate(table[count:], start=count):
-            if block_id in shared or columns.setdefault(block_id, (group, column)) != (group, column):
+            place = (None if block_id in held else group, column)
+            if block_id in shared or columns.setdefault(block_id, place) != place:
                 raise InputError(f"tables[{beam}][{column}]", block_id, "a block of one group and one column")
 
 

@@ -13,7 +13,12 @@ import torch
 
 from radixkv_kernels.beams import (
     BAD_PARENT,
+    BAD_TOKEN,
+    HISTORY_FULL,
+    MAX_TOKEN_ID,
+    NUM_COPIED,
     NUM_FREE,
+    NUM_STEPS,
     OUT_OF_BLOCKS,
     STATUS,
     TABLE_FULL,
@@ -141,12 +146,14 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
     return torch.cat((codes & 15, codes >> 4), dim=-1)
 
 
-def reorder(pool: PoolLike, beams: Beams, parents: torch.Tensor) -> None:
+def reorder(
+    pool: PoolLike, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None = None
+) -> None:
     """One step of ``beams``, as ``reorder.reorder`` describes it: the same ids, in the same order."""
     books = beams.read()
     if books.status:
         return
-    step = _plan(books, beams, parents.tolist())
+    step = _plan(books, beams, parents.tolist(), [] if token_ids is None else token_ids.tolist())
     if isinstance(step, int):
         beams.counters[STATUS] = step
         return
@@ -170,6 +177,11 @@ def reorder(pool: PoolLike, beams: Beams, parents: torch.Tensor) -> None:
         beams.tables[beam, : len(table)] = torch.tensor(table, dtype=torch.int32)
     beams.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
     beams.counters[NUM_FREE] = len(free)
+    if token_ids is not None:
+        beams.history[books.num_steps, 0] = parents
+        beams.history[books.num_steps, 1] = token_ids.to(torch.int32)
+    beams.counters[NUM_STEPS] += 1
+    beams.counters[NUM_COPIED] += len(copies)
     if copies:
         fork_blocks(pool, *zip(*copies, strict=True))
 
@@ -177,7 +189,7 @@ def reorder(pool: PoolLike, beams: Beams, parents: torch.Tensor) -> None:
 Step = tuple[list[list[int]], list[int], int, list[tuple[int, int, int]]]
 
 
-def _plan(books: BooksOnHost, beams: Beams, parents: list[int]) -> Step | int:
+def _plan(books: BooksOnHost, beams: Beams, parents: list[int], token_ids: list[int]) -> Step | int:
     """New tables and lengths, how many blocks are taken, and copies; or the bits of what makes the step impossible."""
     groups, size = beams.groups.tolist(), beams.block_size
     is_bad = any(
@@ -201,9 +213,12 @@ def _plan(books: BooksOnHost, beams: Beams, parents: list[int]) -> Step | int:
             kept.add(tail)
         else:
             needs.append((beam, tail))
-    is_full = any(lengths[beam] // size >= beams.max_columns for beam, _ in needs)
-    if is_full or len(needs) > len(books.free):
-        return TABLE_FULL * is_full | OUT_OF_BLOCKS * (len(needs) > len(books.free))
+    status = OUT_OF_BLOCKS * (len(needs) > len(books.free))
+    status |= TABLE_FULL * any(lengths[beam] // size >= beams.max_columns for beam, _ in needs)
+    status |= BAD_TOKEN * any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in token_ids)
+    status |= HISTORY_FULL * (0 < beams.max_steps <= books.num_steps)
+    if status:
+        return status
     for rank, (beam, tail) in enumerate(needs):
         block_id = books.free[len(books.free) - 1 - rank]
         if tail is None:

@@ -2,7 +2,7 @@
 
 Beam i goes on from beam ``parents[i]``. Afterwards
 
-    lengths[i]   is its parent's, and one row more: the one that the engine writes next
+    lengths[i]   is its parent's, and one row more: the one that the engine writes next, for ``token_ids[i]``
     tables[i]    is its parent's, and the block of that row is held by nobody else
     refs, free   are those of the new tables: blocks that no beam holds any more are free again
 
@@ -29,18 +29,23 @@ from radixkv_kernels.checks import InputError
 from radixkv_kernels.pool import PoolLike, as_pool
 
 
-def reorder(pool: PoolLike, beams: Beams, parents: torch.Tensor) -> None:
+def reorder(
+    pool: PoolLike, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None = None
+) -> None:
     """One step of ``beams``, whose blocks are in ``pool``; ``parents``: int32 ``[num_beams]`` on their device.
 
-    Whether parents make sense is seen on the device (``Beams.counters``). Raises InputError, with nothing
-    changed, for tensors of other forms. Enqueues and returns. Cost: columns behind the prefix read and
-    written once, times beams compared with each other; the copied rows; three launches.
+    ``token_ids``: int32 or int64 ``[num_beams]``, what the new rows stand for; wanted by beams that remember their
+    steps, and by no others. Whether parents and ids make sense is seen on the device (``Beams.counters``). Raises
+    InputError, with nothing changed, for tensors of other forms. Enqueues and returns. Cost: columns behind the
+    prefix read and written once, times beams compared with each other; the copied rows; three launches.
     """
     pool = as_pool(pool)
-    if not isinstance(parents, torch.Tensor) or parents.dtype != torch.int32 or not parents.is_contiguous():
-        raise InputError("parents", getattr(parents, "dtype", type(parents).__name__), "contiguous int32")
-    if tuple(parents.shape) != (beams.num_beams,):
-        raise InputError("parents.shape", tuple(parents.shape), f"({beams.num_beams},)")
+    _check("parents", parents, (torch.int32,), beams)
+    if (token_ids is not None) != (beams.max_steps > 0):
+        allowed = "ids of tokens, since these beams remember" if beams.max_steps else "none without max_steps"
+        raise InputError("token_ids", "None" if token_ids is None else "ids", allowed)
+    if token_ids is not None:
+        _check("token_ids", token_ids, (torch.int32, torch.int64), beams)
     if not parents.device == beams.device == pool.device:
         devices = (str(parents.device), str(beams.device), str(pool.device))
         raise InputError("devices of parents, beams, pool", devices, "one and the same")
@@ -53,6 +58,19 @@ def reorder(pool: PoolLike, beams: Beams, parents: torch.Tensor) -> None:
     if backend(pool) == "triton":
         from radixkv_kernels import reorder_triton
 
-        reorder_triton.reorder(pool, beams, parents)
+        reorder_triton.reorder(pool, beams, parents, token_ids)
     else:
-        reference.reorder(pool, beams, parents)
+        reference.reorder(pool, beams, parents, token_ids)
+
+
+def _check(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], beams: Beams) -> None:
+    """Raises InputError unless it is a contiguous tensor ``[num_beams]`` on the beams' device."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InputError(name, getattr(tensor, "dtype", type(tensor).__name__), f"contiguous {allowed}")
+    if not tensor.is_contiguous():
+        raise InputError(f"{name}.stride()", tensor.stride(), "a contiguous tensor")
+    if tuple(tensor.shape) != (beams.num_beams,):
+        raise InputError(f"{name}.shape", tuple(tensor.shape), f"({beams.num_beams},)")
+    if name != "parents" and tensor.device != beams.device:
+        raise InputError(f"{name}.device", str(tensor.device), f"the beams', {beams.device}")

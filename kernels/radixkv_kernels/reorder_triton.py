@@ -25,7 +25,10 @@ from radixkv_kernels.pool import Pool
 NUM_FREE, STATUS = tl.constexpr(books.NUM_FREE), tl.constexpr(books.STATUS)
 NUM_COPIES, LEFT = tl.constexpr(books.NUM_COPIES), tl.constexpr(books.LEFT)
 OUT_OF_BLOCKS, TABLE_FULL = tl.constexpr(books.OUT_OF_BLOCKS), tl.constexpr(books.TABLE_FULL)
-BAD_PARENT = tl.constexpr(books.BAD_PARENT)
+BAD_PARENT, BAD_TOKEN = tl.constexpr(books.BAD_PARENT), tl.constexpr(books.BAD_TOKEN)
+HISTORY_FULL, MAX_TOKEN_ID = tl.constexpr(books.HISTORY_FULL), tl.constexpr(books.MAX_TOKEN_ID)
+NUM_STEPS, NUM_COPIED = tl.constexpr(books.NUM_STEPS), tl.constexpr(books.NUM_COPIED)
+MAX_STEPS = tl.constexpr(books.MAX_STEPS)
 PROGRAMS_PER_SM = 8
 INTERPRETED_PROGRAMS = 3
 """Few, so that a test's copies take more than one turn of the loop."""
@@ -33,9 +36,10 @@ INTERPRETED_PROGRAMS = 3
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plan_kernel(
-    parents: tl.tensor,  # pointers, all to int32
+    parents: tl.tensor,  # pointers, all to int32, but for token_ids: int32 or int64
     tables: tl.tensor,
     lengths: tl.tensor,
+    token_ids: tl.tensor,
     groups: tl.tensor,
     refs: tl.tensor,
     free: tl.tensor,
@@ -46,6 +50,7 @@ def plan_kernel(
     NUM_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BEAMS: tl.constexpr,  # NUM_BEAMS rounded up to a power of two
+    REMEMBERS: tl.constexpr,
 ) -> None:
     beam = tl.arange(0, BEAMS)
     is_beam = beam < NUM_BEAMS
@@ -85,6 +90,11 @@ def plan_kernel(
     any_bad = tl.max(is_bad.to(tl.int32), axis=0)
     any_full = tl.max((needs & (length // BLOCK_SIZE >= NUM_COLUMNS)).to(tl.int32), axis=0)
     status = any_full * TABLE_FULL + (num_needed > num_free).to(tl.int32) * OUT_OF_BLOCKS
+    if REMEMBERS:
+        token_id = tl.load(token_ids + beam, mask=is_beam, other=0).to(tl.int64)
+        any_bad_id = tl.max(((token_id < 0) | (token_id > MAX_TOKEN_ID)).to(tl.int32), axis=0)
+        is_forgotten = tl.load(counters + NUM_STEPS) >= tl.load(counters + MAX_STEPS)
+        status += any_bad_id * BAD_TOKEN + is_forgotten.to(tl.int32) * HISTORY_FULL
     status = tl.where(any_bad > 0, BAD_PARENT, status)
     earlier = tl.load(counters + STATUS)
     if earlier == 0:
@@ -168,8 +178,10 @@ def permute_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def finish_kernel(
-    parents: tl.tensor,  # pointers to int32, but for planes
+    parents: tl.tensor,  # pointers to int32, but for planes and token_ids
     lengths: tl.tensor,
+    token_ids: tl.tensor,
+    history: tl.tensor,
     free: tl.tensor,
     counters: tl.tensor,
     copies: tl.tensor,
@@ -178,6 +190,7 @@ def finish_kernel(
     planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
     NUM_BEAMS: tl.constexpr,
     BEAMS: tl.constexpr,
+    REMEMBERS: tl.constexpr,
     TILE: tl.constexpr,  # cells of a tile of permute, rounded up to a power of two
     TILE_CELLS: tl.constexpr,
     NUM_TILES: tl.constexpr,
@@ -216,8 +229,17 @@ def finish_kernel(
                 is_beam = beam < NUM_BEAMS
                 parent = tl.load(parents + beam, mask=is_beam, other=0)
                 length = tl.load(lengths + parent, mask=is_beam, other=0)
+                num_steps = tl.load(counters + NUM_STEPS)
+                num_copied = tl.load(counters + NUM_COPIED) + tl.load(counters + NUM_COPIES)
                 tl.debug_barrier()  # all threads have read; from here on they write
                 tl.store(lengths + beam, length + 1, mask=is_beam)
+                tl.store(counters + NUM_STEPS, num_steps + 1)
+                tl.store(counters + NUM_COPIED, num_copied)
+                if REMEMBERS:
+                    token_id = tl.load(token_ids + beam, mask=is_beam, other=0)
+                    at = history + num_steps * (2 * NUM_BEAMS) + beam
+                    tl.store(at, parent, mask=is_beam)
+                    tl.store(at + NUM_BEAMS, token_id.to(tl.int32), mask=is_beam)
         num_chunks: tl.constexpr = (NUM_ROWS * RUN + CHUNK - 1) // CHUNK
         num_items = tl.load(counters + NUM_COPIES) * (NUM_PLANES * NUM_LANES * num_chunks)
         for item in range(program, num_items, NUM_PROGRAMS):
@@ -242,12 +264,19 @@ def plan_constants(beams: Beams) -> dict[str, Any]:
         "NUM_COLUMNS": beams.max_columns,
         "BLOCK_SIZE": beams.block_size,
         "BEAMS": triton.next_power_of_2(beams.num_beams),
+        "REMEMBERS": beams.max_steps > 0,
     }
 
 
 def permute_constants(beams: Beams) -> dict[str, Any]:
     """What ``permute_kernel`` is compiled with."""
-    return plan_constants(beams) | {"COLUMNS": tile_columns(beams.num_beams)}
+    return {
+        "NUM_BEAMS": beams.num_beams,
+        "NUM_COLUMNS": beams.max_columns,
+        "BLOCK_SIZE": beams.block_size,
+        "BEAMS": triton.next_power_of_2(beams.num_beams),
+        "COLUMNS": tile_columns(beams.num_beams),
+    }
 
 
 def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, Any]:
@@ -257,6 +286,7 @@ def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, A
     return {
         "NUM_BEAMS": beams.num_beams,
         "BEAMS": triton.next_power_of_2(beams.num_beams),
+        "REMEMBERS": beams.max_steps > 0,
         "TILE": triton.next_power_of_2(cells),
         "TILE_CELLS": cells,
         "NUM_TILES": num_tiles,
@@ -267,13 +297,14 @@ def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, A
     }
 
 
-def reorder(pool: Pool, beams: Beams, parents: torch.Tensor) -> None:
+def reorder(pool: Pool, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None) -> None:
     """Enqueues one step: three launches, whose grids depend on shapes alone."""
+    token_ids = parents if token_ids is None else token_ids  # not read then
     num_programs = max(_num_tiles(beams), _num_copying_programs(pool))
     common = (parents, beams.tables, beams.lengths)
     with launch.on_device(pool.device):
         plan_kernel[(1,)](
-            *common, beams.groups, beams.refs, beams.free, beams.counters, beams.taken, beams.copies,
+            *common, token_ids, beams.groups, beams.refs, beams.free, beams.counters, beams.taken, beams.copies,
             **plan_constants(beams), num_warps=1 if beams.num_beams <= 32 else 4,
         )  # fmt: skip
         permute_kernel[(_num_tiles(beams),)](
@@ -281,8 +312,8 @@ def reorder(pool: Pool, beams: Beams, parents: torch.Tensor) -> None:
             **permute_constants(beams), num_warps=4,
         )  # fmt: skip
         finish_kernel[(num_programs,)](
-            parents, beams.lengths, beams.free, beams.counters, beams.copies, beams.dead, beams.num_dead,
-            launch.addresses(pool), **finish_constants(beams, pool, num_programs), num_warps=4,
+            parents, beams.lengths, token_ids, beams.history, beams.free, beams.counters, beams.copies, beams.dead,
+            beams.num_dead, launch.addresses(pool), **finish_constants(beams, pool, num_programs), num_warps=4,
         )  # fmt: skip
 
 

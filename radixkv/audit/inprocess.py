@@ -129,7 +129,7 @@ class InProcess:
         )
         if planted.ok:
             return Verdict.BLIND, "a planted leak was not found", {"examples": planted.examples}
-        return self._attacked(properties.CacheMachine, "burst")
+        return self._attacked(properties.BeamMachine, "burst")
 
     def two_runs(self) -> Found:
         """A alone or among others: contents always, everything where there is room for all."""

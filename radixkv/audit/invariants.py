@@ -9,6 +9,7 @@ sequence.
 The laws, as named in a report:
 
     conservation       free + trees + private runs + lent == num_blocks, every id once and in range
+    lendings           a sequence that is lent to the device is in one lending, of its tenant, and others in none
     reference-counts   a private run's owners are the sequences and the runs that end with it, at least one
     one-namespace      a tree's blocks are reached from its namespace only, a base's from its readers' of its model too
     prefix-closure     a node's parent is resident, and depths add up from it
@@ -174,6 +175,7 @@ def _counts(snapshot: Snapshot) -> dict[str, int]:
         "leases": len(snapshot.leases),
         "tenants": len(snapshot.tenants),
         "pins": len(snapshot.pins),
+        "lendings": len(snapshot.lendings),
     }
 
 
@@ -201,6 +203,7 @@ class _Audit:
         yield from self._committed()
         yield from self._tables()
         yield from self._bases()
+        yield from self._lendings()
         yield from self._usage()
         yield from self._pins()
 
@@ -234,6 +237,8 @@ class _Audit:
         yield "the free list", self.snapshot.free_ids
         yield "the lent blocks", np.array(self.snapshot.lent_ids, dtype=np.int32)
         yield "the held blocks", self.snapshot.held_ids
+        for at, lending in enumerate(self.snapshot.lendings):
+            yield f"lending {at}", _ids(lending.block_ids)
         for at, tree in enumerate(self.snapshot.trees):
             yield f"tree {at}", _ids(b"".join(node.block_ids for node in tree.nodes))
         for at, run in enumerate(self.snapshot.runs):
@@ -481,6 +486,20 @@ class _Audit:
                 "tables", f"{name} has a block table that isn't its path and its runs, at {where}"
             )
 
+    def _lendings(self) -> Iterator[Violation]:
+        snapshot = self.snapshot
+        lent: Counter[int] = Counter()
+        for at, lending in enumerate(snapshot.lendings):
+            lent.update(lending.sequences)
+            there = [sequence for sequence in lending.sequences if 0 <= sequence < len(snapshot.sequences)]
+            tenants = {snapshot.sequences[sequence].namespace.tenant for sequence in there}
+            if len(there) < len(lending.sequences) or tenants != {lending.tenant}:
+                yield Violation("lendings", f"lending {at} has sequences that don't run, or another tenant's")
+        for at, sequence in enumerate(snapshot.sequences):
+            if lent[at] != sequence.is_lent:
+                said = "is lent" if sequence.is_lent else "isn't lent"
+                yield Violation("lendings", f"sequence {at} {said}, and {lent[at]} lendings name it")
+
     # Counts.
 
     def _usage(self) -> Iterator[Violation]:
@@ -498,6 +517,8 @@ class _Audit:
             unprotected[tenant] += sum(not node.uses for node in tree.nodes)
         for tenant, at in self._private_runs():
             used[tenant] += len(snapshot.runs[at].block_ids) // ID_BYTES
+        for lending in snapshot.lendings:
+            used[lending.tenant] += len(lending.block_ids) // ID_BYTES
         held = sum(counted.held_blocks for counted in snapshot.tenants)
         if held != len(snapshot.held_ids):
             yield Violation("usage", f"tenants count {held} held blocks, {len(snapshot.held_ids)} are there")

@@ -137,7 +137,8 @@ class HFEngine:
     """Prefill and generation of one transformers model over one PrefixCache with storage.
 
     ``chunk_tokens``: prefill runs in chunks of this many tokens, each committed when computed. ``tokenizer_digest``:
-    SHA-256 of the tokenizer's files, part of the fingerprint. Raises ConfigError when the cache has no
+    SHA-256 of the tokenizer's files, part of the fingerprint. ``lends_beams``: whether the device makes the steps of
+    beam searches by itself (``PrefixCache.lend``); None for where it is a GPU. Raises ConfigError when the cache has no
     storage, or one of another layout, or the model can't be served (see ``layout_of``).
     """
 
@@ -149,6 +150,7 @@ class HFEngine:
         tokenizer_digest: str = "",
         chunk_tokens: int = 512,
         clock: Clock = monotonic,
+        lends_beams: bool | None = None,
     ) -> None:
         if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
             raise ConfigError("chunk_tokens", chunk_tokens, "an integer ≥ 1")
@@ -160,6 +162,7 @@ class HFEngine:
             raise ConfigError("cache.config.layout", cache.config.layout, f"the model's: {layout}")
         if storage.device != model.device:
             raise ConfigError("cache.config.device", cache.config.device, f"the model's: {model.device}")
+        self._lends_beams = storage.device.type == "cuda" if lends_beams is None else bool(lends_beams)
         self.model, self.cache = model, cache
         self._storage, self._chunk_tokens, self._clock = storage, chunk_tokens, clock
         self.fingerprint = fingerprint(model, tokenizer_digest, cache.config.block_size)
@@ -245,8 +248,15 @@ class HFEngine:
     ) -> PagedCache:
         # Beams that end leave the running ones, so among those an end-of-sequence token ends nothing.
         eos = request.eos_token_ids if request is not None and request.num_beams == 1 else frozenset[int]()
+        is_search = self._lends_beams and fanout > 1 and request is not None and request.num_beams > 1
         return PagedCache(
-            self.cache, self._storage, sequences, num_computed, fanout=fanout, eos_token_ids=eos
+            self.cache,
+            self._storage,
+            sequences,
+            num_computed,
+            fanout=fanout,
+            eos_token_ids=eos,
+            beam_steps=request.max_new_tokens if request is not None and is_search else 0,
         )
 
     # Generation -----------------------------------------------------------------------------------------------
@@ -342,6 +352,7 @@ class HFEngine:
                 stopping_criteria=StoppingCriteriaList([watcher]),
                 **self._settings(request),
             )
+        paged.settle()
         rows = [_until_end(row, request.eos_token_ids) for row in output[:, input_ids.shape[1] :].tolist()]
         _commit_outputs(paged, request, rows)
         return rows

@@ -23,6 +23,11 @@ step after the prompt's last token, the rows of a group are one sequence, whose 
 writes; then it is forked. A row whose newest token ends it (``eos_token_ids``) is finished: transformers goes on
 feeding it padding until the others end too, and none of that enters its sequence or takes a block.
 
+With ``beam_steps`` the rows are lent to the device once they are forked, a group for each prompt: a beam step is then a
+``LentBeams.step``, and neither parents nor tokens come to the host. Since a step takes a block a row at most, it is
+known without a look for how many steps there are blocks; when those are over, more are lent. Where there is no room for
+that, the beams come back and go on by ``reorder`` and ``append``, which take exactly what they need.
+
 ``layout_of`` says what KV a model has: measured by running one token through it with transformers' own cache, not
 guessed from the names in a configuration. A model whose KV of a prefix is not a plain run of per-token keys
 and values is refused with the reason.
@@ -33,7 +38,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,13 +47,18 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 
 from radixkv.cache import PrefixCache
-from radixkv.errors import ConfigError
+from radixkv.errors import CapacityError, ConfigError, KernelError
+from radixkv.lending import LentBeams
 from radixkv.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
 from radixkv.storage.layout import KVLayout
 
 _GROWTH_COLUMNS = 256
 """The rectangle grows by this many columns: a copy every 256 decode steps, at most 256 columns unused."""
+
+
+_STEPS_AHEAD = (16, 4, 1)
+"""Beam steps for which blocks are lent at once, as many as there is room for."""
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -87,20 +97,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class _Slots:
+class _Slots(NamedTuple):
     """Where a step's KV goes: token ``i`` is ``(row, column)`` of the step and ``(block, offset)`` of the storage."""
 
-    __slots__ = ("blocks", "columns", "offsets", "rows")
-
-    def __init__(self, table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> None:
-        self.rows, self.columns, self.blocks, self.offsets = torch.from_numpy(table).to(device).unbind(0)
+    rows: Tensor
+    columns: Tensor
+    blocks: Tensor
+    offsets: Tensor
 
 
 class PagedCache(Cache):
     """The KV of some sequences, for ``forward`` and ``generate`` of a transformers model.
 
     ``sequences``: one for each group of ``fanout`` rows; the cache takes charge of them. ``num_computed[i]`` of
-    their tokens are in the blocks already. ``width`` is what transformers calls the sequence length.
+    their tokens are in the blocks already. ``width`` is what transformers calls the sequence length. ``beam_steps``:
+    the most steps of a beam search, if the device is to make them.
     """
 
     def __init__(
@@ -112,6 +123,7 @@ class PagedCache(Cache):
         *,
         fanout: int = 1,
         eos_token_ids: frozenset[int] = frozenset(),
+        beam_steps: int = 0,
     ) -> None:
         self._prefix_cache, self._storage = prefix_cache, storage
         self._block_size = prefix_cache.config.block_size
@@ -123,6 +135,10 @@ class PagedCache(Cache):
         self._pads = [self.width - length for length in num_computed]
         self._finished = [False] * len(sequences)
         self._is_decoding = False
+        self._beam_steps = beam_steps
+        self._beams: LentBeams | None = None
+        self._parents: Tensor | None = None  # of the next beam step, on the device
+        self._steps_ahead = 0  # beam steps for which there are blocks
         self._num_step_tokens = 0
         self._slots: _Slots | None = None
         self._tables: list[Tensor] = []
@@ -154,10 +170,14 @@ class PagedCache(Cache):
         if not self._is_decoding and self._has_no_room(0):
             self._start_decoding()
         rows_each = rows // len(self.sequences)
+        self._num_step_tokens = num_tokens
+        if self._has_beams():
+            self._step_beams(input_ids[:, 0])
+            return
         if num_tokens == 1:
             self._append(input_ids[::rows_each, 0].tolist())
-        self._num_step_tokens = num_tokens
-        self._slots = _Slots(self._place(num_tokens, rows_each), self._storage.device)
+        slots = torch.from_numpy(self._place(num_tokens, rows_each)).to(self._storage.device)
+        self._slots = _Slots(*slots.unbind(0))
         self._tables = self._tables_to_gather() if self._rectangle[0] is None else []
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,6 +205,15 @@ class PagedCache(Cache):
         for sequence in self.sequences:
             if sequence.is_open:
                 sequence.release()
+
+    def settle(self) -> None:
+        """Beams that are on the device come back: every row's sequence is on the host what it is there."""
+        beams, parents = self._beams, self._parents
+        self._beams = self._parents = None
+        if beams is not None and any((state := beams.reconcile())[2:]):
+            raise KernelError(f"a beam step couldn't be made, so what came after it is void: {state}")
+        if parents is not None:
+            self._permute(parents.tolist())
 
     def drop_working_copy(self) -> None:
         """Forget the rectangle; the next step gathers it from the blocks."""
@@ -275,7 +304,11 @@ class PagedCache(Cache):
         """A beam step: row ``i`` continues what row ``beam_idx[i]`` was. Copies nothing; the next step does."""
         if not self._is_decoding:
             self._start_decoding()
-        self._permute(beam_idx.tolist())
+        if self._beams is None:
+            self._permute(beam_idx.tolist())
+            return
+        self._parents = beam_idx if self._parents is None else self._parents[beam_idx]
+        self.drop_working_copy()
 
     def _start_decoding(self) -> None:
         """The prompts are computed to the end: commit them, and give every row a sequence of its own."""
@@ -283,6 +316,8 @@ class PagedCache(Cache):
         if self.fanout > 1:
             self._fork()
         self._is_decoding = True
+        if self._beam_steps:
+            self._lend()
 
     def _fork(self) -> None:
         rows: list[Sequence] = []
@@ -296,6 +331,47 @@ class PagedCache(Cache):
         groups = [index for index in range(len(self.sequences)) for _ in range(self.fanout)]
         self.sequences = rows
         self._take(groups)
+
+    # Beams on the device --------------------------------------------------------------------------------------
+
+    def _lend(self) -> None:
+        """Lend all rows, without blocks for a first step yet."""
+        groups = [row // self.fanout for row in range(len(self.sequences))]
+        self._beams = self._prefix_cache.lend(self.sequences, self._beam_steps, num_blocks=0, groups=groups)
+
+    def _has_beams(self) -> bool:
+        """Whether the next step is the device's: there are beams, and blocks for it whatever it does."""
+        if self._beams is not None and self._steps_ahead == 0:
+            self._steps_ahead = self._secured_steps(self._beams)
+            if self._steps_ahead == 0:
+                self.settle()
+        return self._beams is not None
+
+    def _secured_steps(self, beams: LentBeams) -> int:
+        """Steps for which the device has blocks, lent now as far as there is room."""
+        rows, free = len(self.sequences), beams.state().num_free_blocks
+        for steps in _STEPS_AHEAD:
+            if free >= steps * rows:
+                return steps
+            try:
+                beams.lend_more(steps * rows - free)
+            except CapacityError:
+                continue
+            return steps
+        return 0
+
+    def _step_beams(self, token_ids: Tensor) -> None:
+        """Each row goes on from its parent, with one token more; nothing of it comes to the host."""
+        beams = self._beams
+        assert beams is not None
+        rows = torch.arange(len(self.sequences), device=self._storage.device)
+        parents = rows if self._parents is None else self._parents
+        beams.step(parents.to(torch.int32).contiguous(), token_ids.contiguous())
+        self._parents, self._steps_ahead = None, self._steps_ahead - 1
+        self._slots = _Slots(rows, torch.zeros_like(rows), *beams.slots())
+        self._tables = [
+            beams.tables[row, : -(-length // self._block_size)] for row, length in enumerate(self.lengths)
+        ]
 
     def _permute(self, parents: list[int]) -> None:
         self.sequences = self._prefix_cache.reorder(self.sequences, parents)

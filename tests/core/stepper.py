@@ -31,6 +31,7 @@ import radixkv_policies
 
 _OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
 _NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])
+_WITH_LOCK = ("with self._lock:", "with cache._lock:")
 _NOT_THE_CACHE = f"{_OURS[0]}audit/"
 
 
@@ -90,7 +91,7 @@ class Stepper:
         if line is None:  # an instruction that stands for no source
             return
         text = _text(filename, line)
-        if text == "try:" or (text == "with self._lock:" and self._lock.locked()):
+        if text == "try:" or (text in _WITH_LOCK and self._lock.locked()):
             return
         self.num_steps += 1
         if self.num_steps == self._stop:

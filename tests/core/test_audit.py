@@ -14,7 +14,7 @@ import pytest
 
 from radixkv import IntegrityError, Namespace, PrefixCache, Tenant, audit
 from radixkv.audit import invariants
-from radixkv.types import Snapshot
+from radixkv.types import LendingSnapshot, Snapshot
 from tests.core.support import NS, compute, make_cache
 
 
@@ -112,6 +112,38 @@ BROKEN: dict[str, tuple[str, Callable[[Snapshot], Snapshot]]] = {
     "a block lent and free": (
         "conservation",
         lambda s: replace(s, lent_ids=(*s.lent_ids, int(s.free_ids[0]))),
+    ),
+    "a block lent to the device and free": (
+        "conservation",
+        lambda s: replace(s, lendings=(LendingSnapshot("a", (0,), s.free_ids[:1].tobytes()),)),
+    ),
+    "a block lent to the device and not counted": (
+        "usage",
+        lambda s: replace(
+            s,
+            free_ids=s.free_ids[1:],
+            lendings=(LendingSnapshot("a", (0,), s.free_ids[:1].tobytes()),),
+        ),
+    ),
+    "a sequence lent by nobody": (
+        "lendings",
+        lambda s: replace(s, sequences=_first(s.sequences, _any, is_lent=True)),
+    ),
+    "a lending of what isn't lent": (
+        "lendings",
+        lambda s: replace(s, lendings=(LendingSnapshot("a", (0,), b""),)),
+    ),
+    "a lending of what doesn't run": (
+        "lendings",
+        lambda s: replace(s, lendings=(LendingSnapshot("a", (99,), b""),)),
+    ),
+    "a lending of somebody else's": (
+        "lendings",
+        lambda s: replace(
+            s,
+            sequences=_first(s.sequences, _any, is_lent=True),
+            lendings=(LendingSnapshot("b", (0,), b""),),
+        ),
     ),
     "an id out of range": ("conservation", lambda s: replace(s, lent_ids=(*s.lent_ids, 64))),
     "a negative id": ("conservation", lambda s: replace(s, lent_ids=(*s.lent_ids, -1))),

@@ -105,10 +105,11 @@ def engine_over(
     num_blocks: int = 512,
     chunk_tokens: int = 512,
     kind: type[PrefixCache] = PrefixCache,
+    lends_beams: bool | None = None,
 ) -> Iterator[HFEngine]:
     """An engine over a cache of its own; afterwards nothing is open, and the audit finds nothing."""
     cache = kind(CacheConfig(num_blocks=num_blocks, block_size=block_size, layout=layout_of(model)))
-    yield HFEngine(model, cache, chunk_tokens=chunk_tokens)
+    yield HFEngine(model, cache, chunk_tokens=chunk_tokens, lends_beams=lends_beams)
     assert cache.stats().num_sequences == 0
     assert cache.stats().sequence_blocks == 0
     audit.check(cache)

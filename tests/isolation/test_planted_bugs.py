@@ -14,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from radixkv import PrefixCache, bases
+from radixkv import PrefixCache, bases, lending
 from radixkv import cache as cache_module
 from radixkv import tree as tree_module
 from radixkv.audit import properties
@@ -27,8 +28,10 @@ from radixkv.plan import WaitingCopies
 from radixkv.registry import Registry
 from radixkv.runs import Runs
 from radixkv.sequence import Sequence
+from radixkv.storage.beams import DeviceBeams
 from radixkv.tenants import TenantState
 from radixkv.tree import RadixTree
+from radixkv_kernels import reference
 from radixkv_policies.lfu import LFU
 
 pytestmark = pytest.mark.pure
@@ -491,6 +494,82 @@ def read_counts_told(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, PrefixCache, "tenant_stats", told)
 
 
+def reconcile_forgets_an_owner(patch: pytest.MonkeyPatch) -> None:
+    """What beams share when they come back counts one sequence too few."""
+    original = lending._share
+
+    def share(family: list[Any], rows: Any, at: int) -> None:
+        original(family, rows, at)
+        run = family[0]._run
+        if run is not None and run.owners > 1:
+            run.owners -= 1
+
+    patch.setattr(lending, "_share", share)
+
+
+def reconcile_loses_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that were lent, and that no beam took, don't come back."""
+    original = lending._take_back
+
+    def lossy(cache: Any, beams: Any, reading: Any) -> None:
+        given = cache._evictor.give
+        patch.setattr(Evictor, "give", lambda self, ids, tenant: self._discharge(tenant, len(ids) // 4))
+        original(cache, beams, reading)
+        patch.setattr(Evictor, "give", given.__func__)
+
+    patch.setattr(lending, "_take_back", lossy)
+
+
+def reconcile_mistakes_the_ancestor(patch: pytest.MonkeyPatch) -> None:
+    """A beam that comes back continues itself, whoever it went on from."""
+    original = DeviceBeams.read
+
+    def read(self: Any) -> Any:
+        reading = original(self)
+        return reading._replace(origins=list(range(len(reading.origins))))
+
+    patch.setattr(DeviceBeams, "read", read)
+
+
+def shared_blocks_lent(patch: pytest.MonkeyPatch) -> None:
+    """The device takes blocks for the beams' own that somebody shares who isn't lent."""
+
+    def all_of_them(sequences: Any) -> Any:
+        return np.concatenate([sequence.block_table for sequence in sequences])
+
+    patch.setattr(lending, "_private_blocks", all_of_them)
+
+
+def beam_copies_skipped(patch: pytest.MonkeyPatch) -> None:
+    """A beam step on the device takes a block for a tail, and copies nothing into it."""
+    patch.setattr(reference, "fork_blocks", lambda *_: None)
+
+
+def lent_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are lent to the device and charged to nobody."""
+    original = lending._begin
+
+    def begin(cache: Any, *args: Any) -> Any:
+        beams, private = original(cache, *args)
+        cache._evictor._discharge(beams.tenant, len(beams.block_ids) // 4)
+        return beams, private
+
+    patch.setattr(lending, "_begin", begin)
+
+
+def lent_and_still_used(patch: pytest.MonkeyPatch) -> None:
+    """A sequence that is lent appends and commits as if it were not."""
+
+    def begin(original: Any, *args: Any) -> Any:
+        beams, private = original(*args)
+        for sequence in beams.sequences:
+            sequence._is_open = True
+        return beams, private
+
+    original = lending._begin
+    patch.setattr(lending, "_begin", lambda *args: begin(original, *args))
+
+
 _WRONG = "never committed|other KV|A observes|A is served|counts, names or bytes"
 
 BUGS = {
@@ -565,6 +644,19 @@ BUGS = {
     "append half done": Bug(append_half_done, "changed by a call|but the facts"),
     "truncate keeps blocks": Bug(truncate_keeps_blocks, "tables|blocks"),
     "shared run adopted": Bug(shared_run_adopted, "tables|reference-counts|wrong KV"),
+    "reconcile forgets an owner": Bug(reconcile_forgets_an_owner, "reference-counts", properties.BeamMachine),
+    "reconcile loses blocks": Bug(reconcile_loses_blocks, "conservation", properties.BeamMachine),
+    "reconcile mistakes the ancestor": Bug(
+        reconcile_mistakes_the_ancestor,
+        "doesn't go on|other token ids|books of lent beams",
+        properties.BeamMachine,
+    ),
+    "shared blocks lent": Bug(shared_blocks_lent, "wrong KV|books of lent beams", properties.BeamMachine),
+    "beam copies skipped": Bug(beam_copies_skipped, "wrong KV", properties.BeamMachine),
+    "lent for nothing": Bug(lent_for_nothing, "usage", properties.BeamMachine),
+    "lent and still used": Bug(
+        lent_and_still_used, "lendings|SequenceLent|Lent|of Mirror", properties.BeamMachine
+    ),
     "stale match leased": Bug(stale_match_leased, "other blocks than its match|wrong KV"),
 }
 

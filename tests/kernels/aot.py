@@ -121,9 +121,9 @@ def quantisers() -> Iterator[Configuration]:
 
 
 def reorders() -> Iterator[Configuration]:
-    """A step of four beams of a short search, and of 64 beams of 32k tokens."""
+    """A step of four beams of a short search, and of 64 beams of 32k tokens, remembered or not."""
     pool = Pool.of(meta(9, 32, 2, 16, 8, 128))
-    for num_beams, columns in ((4, 80), (64, 2064)):
+    for num_beams, columns, max_steps in ((4, 80, 0), (4, 80, 256), (64, 2064, 0), (64, 2064, 4096)):
         beams = Beams(
             [[]] * num_beams,
             [0] * num_beams,
@@ -132,8 +132,9 @@ def reorders() -> Iterator[Configuration]:
             num_blocks=9,
             block_size=16,
             max_columns=columns,
+            max_steps=max_steps,
         )
-        shape = f"{num_beams}x{columns}"
+        shape = f"{num_beams}x{columns}" + "-remembered" * (max_steps > 0)
         finish = reorder_triton.finish_constants(beams, pool, 1056)
         for name, kernel, constants, warps, wide in (
             ("plan", reorder_triton.plan_kernel, reorder_triton.plan_constants(beams), 4, None),
@@ -143,6 +144,8 @@ def reorders() -> Iterator[Configuration]:
             arguments = {name: "*i32" for name in kernel.arg_names if name.islower()}
             if "planes" in arguments:
                 arguments["planes"] = "*i64"
+            if max_steps and "token_ids" in arguments:
+                arguments["token_ids"] = "*i64"
             yield Configuration(f"{name}/{shape}", kernel, arguments, constants, warps, wide)
 
 

@@ -13,10 +13,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv_kernels import BAD_PARENT, OUT_OF_BLOCKS, TABLE_FULL, Beams, InputError, Pool, reference, reorder
+from radixkv_kernels import (
+    BAD_PARENT,
+    BAD_TOKEN,
+    CLOSED,
+    HISTORY_FULL,
+    OUT_OF_BLOCKS,
+    TABLE_FULL,
+    Beams,
+    InputError,
+    Pool,
+    reference,
+    reorder,
+)
+from radixkv_kernels.beams import NUM_COPIED, NUM_FREE, NUM_STEPS, STATUS
 from tests.kernels.pools import DEVICES, IS_INTERPRETING, examples
 
-FIELDS = ("tables", "lengths", "refs", "free", "counters")
+FIELDS = ("tables", "lengths", "refs", "free", "history")
+COUNTERS = (NUM_FREE, STATUS, NUM_STEPS, NUM_COPIED)
+"""Those that mean something between steps."""
 
 
 class Search:
@@ -32,6 +47,8 @@ class Search:
         spare: int,
         columns: int,
         device: str,
+        held: tuple[int, ...] = (),
+        max_steps: int = 0,
     ) -> None:
         self.block_size = block_size
         num_prompt = -(-prompt // block_size)
@@ -44,6 +61,7 @@ class Search:
         self.beams = Beams(
             tables, [prompt] * len(groups), [prefix] * len(groups), list(range(used, used + spare)),
             num_blocks=num_blocks, block_size=block_size, max_columns=columns, groups=groups, device=device,
+            held=held, max_steps=max_steps,
         )  # fmt: skip
         self.written: list[list[int]] = [[] for _ in groups]
         self.last = 0
@@ -53,9 +71,10 @@ class Search:
                 self.written[beam].append(1000 * start + row)
                 self._write(start + row // block_size, row % block_size, 1000 * start + row)
 
-    def step(self, parents: list[int]) -> None:
+    def step(self, parents: list[int], token_ids: torch.Tensor | None = None) -> None:
         """reorder, and a row that each beam then writes where it may."""
-        reorder(self.pool, self.beams, torch.tensor(parents, dtype=torch.int32, device=self.beams.device))
+        parents_there = torch.tensor(parents, dtype=torch.int32, device=self.beams.device)
+        reorder(self.pool, self.beams, parents_there, token_ids)
         books = self.beams.read()
         if books.status:
             return
@@ -88,6 +107,8 @@ def searches(draw: st.DrawFn) -> dict[str, object]:
         "block_size": block_size,
         "spare": draw(st.integers(0, 40)),
         "columns": -(-prompt // block_size) + draw(st.integers(0, 4)),
+        "held": draw(st.sets(st.integers(0, -(-prompt // block_size) - 1)).map(tuple)),
+        "max_steps": draw(st.sampled_from((0, 0, 3, 8))),
     }
 
 
@@ -104,17 +125,26 @@ def test_every_beam_reads_what_it_and_its_ancestors_wrote(
         parents = [data.draw(st.sampled_from(family)) for family in members]
         before = _snapshot(search.beams)
         twin, twin_pool = _twin(search)
-        reference.reorder(twin_pool, twin, torch.tensor(parents, dtype=torch.int32))
-        search.step(parents)
+        token_ids = _token_ids(search, data) if search.beams.max_steps else None
+        reference.reorder(twin_pool, twin, torch.tensor(parents, dtype=torch.int32), token_ids)
+        search.step(parents, token_ids)
         _assert_same_books(search.beams, twin)
         status = search.beams.read().status
         search.beams.check()
         assert search.read() == search.written
         if status:
-            assert status & ~(OUT_OF_BLOCKS | TABLE_FULL) == 0
+            assert status & ~(OUT_OF_BLOCKS | TABLE_FULL | HISTORY_FULL) == 0
             assert _differing(before, _snapshot(search.beams)) == {"counters"}
             search.beams.clear_status()
             assert _differing(before, _snapshot(search.beams)) == set()
+
+
+def _token_ids(search: Search, data: st.DataObject) -> torch.Tensor:
+    """One for each beam: of both types, up to the largest."""
+    dtype = data.draw(st.sampled_from((torch.int32, torch.int64)))
+    most = 2**31 - 1 if dtype == torch.int32 else 2**32 - 1
+    ids = [data.draw(st.sampled_from((0, 7, most))) for _ in range(search.beams.num_beams)]
+    return torch.tensor(ids, dtype=dtype, device=search.beams.device)
 
 
 def _twin(search: Search) -> tuple[Beams, Pool]:
@@ -126,16 +156,78 @@ def _twin(search: Search) -> tuple[Beams, Pool]:
 
 
 def _snapshot(beams: Beams) -> dict[str, torch.Tensor]:
-    return {name: getattr(beams, name).clone() for name in FIELDS}
+    counters = {"counters": beams.counters[list(COUNTERS)]}
+    return counters | {name: getattr(beams, name).clone() for name in FIELDS}
 
 
 def _differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name in FIELDS if not torch.equal(left[name], right[name])}
+    return {name for name in left if not torch.equal(left[name], right[name])}
 
 
 def _assert_same_books(left: Beams, right: Beams) -> None:
     assert left.read() == right.read()
-    assert torch.equal(left.refs, right.refs)
+    assert torch.equal(left.refs, right.refs) and torch.equal(left.history, right.history)
+    origins, token_ids = left.lineage()
+    assert origins == right.lineage().origins and (token_ids == right.lineage().token_ids).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_lineage_of_beams(device: str) -> None:
+    """Which beam each was at first, and what it appended since, ids up to 2³² − 1; what isn't one is refused."""
+    search = Search([3], 4, 1, block_size=4, spare=20, columns=4, device=device, max_steps=3)
+    written: list[tuple[int, list[int]]] = [(beam, []) for beam in range(3)]
+    for parents, new in (([2, 2, 0], [5, 2**32 - 1, 7]), ([1, 0, 0], [2**31, 1, 2]), ([2, 0, 1], [3, 4, 5])):
+        for wrong in ([0, 2**32, 0], [0, 0, -1]):
+            search.step(parents, torch.tensor(wrong, device=device))
+            assert search.beams.read().status == BAD_TOKEN
+            search.beams.clear_status()
+        search.step(parents, torch.tensor(new, device=device))
+        written = [
+            (written[parent][0], [*written[parent][1], token_id])
+            for parent, token_id in zip(parents, new, strict=True)
+        ]
+    origins, token_ids = search.beams.lineage()
+    assert list(zip(origins, token_ids.tolist(), strict=True)) == written
+    search.step([0, 1, 2], torch.tensor([1, 1, 1], device=device))
+    assert search.beams.read().status == HISTORY_FULL
+    assert search.beams.read()[4:] == (3, 1)  # steps, copies
+    assert search.read() == search.written
+    search.beams.check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_somebody_else_holds_is_neither_written_nor_freed(device: str) -> None:
+    """A held tail is copied by all, a held block that no beam has any more stays out of the free stack."""
+    search = Search([2], 6, 0, block_size=4, spare=8, columns=4, device=device, held=(1,))
+    content = search.pool.plane(0, 0)[1].clone()
+    for _ in range(4):
+        search.step([0, 0])
+        search.beams.check()
+    assert 1 not in search.beams.read().free and search.beams.refs[1] == 1
+    assert torch.equal(search.pool.plane(0, 0)[1], content) and search.read() == search.written
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_blocks_are_lent_and_closed_books_stay_closed(device: str) -> None:
+    search = Search([2], 4, 0, block_size=4, spare=1, columns=4, device=device)
+    search.step([0, 1])
+    assert search.beams.read().status == OUT_OF_BLOCKS
+    for wrong, argument in (([2, 2], "block_ids[1]"), ([9], "block_ids[0]")):
+        with pytest.raises(InputError) as caught:
+            search.beams.lend(wrong)
+        assert caught.value.argument == argument
+    search.beams.lend([3])
+    search.beams.clear_status()
+    search.step([0, 1])
+    assert [table[1] for table in search.beams.read().tables] == [3, 1]
+    search.beams.check()
+    before = _snapshot(search.beams)
+    search.beams.close()
+    for _ in range(2):
+        search.step([0, 0])
+        search.beams.clear_status()
+    assert search.beams.read().status == CLOSED
+    assert _differing(before, _snapshot(search.beams)) == {"counters"} and search.read() == search.written
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -279,3 +371,20 @@ def test_parents_of_another_form_are_named(parents: object, argument: str) -> No
     assert caught.value.argument == argument
     with pytest.raises(InputError, match="block_size"):
         reorder(torch.zeros(6, 1, 2, 3, 1, 1), Beams(**GOOD), torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "token_ids", "argument"),
+    [
+        (0, torch.zeros(2, dtype=torch.int64), "token_ids"),
+        (2, None, "token_ids"),
+        (2, torch.zeros(2), "token_ids"),
+        (2, torch.zeros(3, dtype=torch.int64), "token_ids.shape"),
+        (2, torch.zeros(2, dtype=torch.int64, device="meta"), "token_ids.device"),
+    ],
+)
+def test_ids_of_another_form_are_named(max_steps: int, token_ids: object, argument: str) -> None:
+    beams = Beams(**GOOD, max_steps=max_steps)
+    with pytest.raises(InputError) as caught:
+        reorder(torch.zeros(6, 1, 2, 2, 1, 1), beams, torch.zeros(2, dtype=torch.int32), token_ids)
+    assert caught.value.argument == argument

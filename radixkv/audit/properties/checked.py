@@ -45,6 +45,7 @@ class CheckedCache(RuleBasedStateMachine):
         self.block_size = config.block_size
         self.oracle = Oracle(config.block_size)
         self.runs: list[Mirror] = []
+        self.away: list[Mirror] = []  # running, and nobody may use them now
         self.held: list[Held] = []
         self.lent: list[int] = []
         self.pinned: dict[tuple[Namespace, tuple[int, ...]], tuple[Any, float]] = {}  # the pin, and its end
@@ -70,6 +71,8 @@ class CheckedCache(RuleBasedStateMachine):
         behind = self.engine.is_behind
         for run in self.runs:
             self._agrees(run, behind)
+        for run in self.away:
+            self._agrees(run, True)
         for held in self.held:
             if held.lease is not None:
                 self._reads(held.lease.block_ids, chain(held.namespace, held.ids[: held.lease.num_tokens]))
@@ -85,7 +88,8 @@ class CheckedCache(RuleBasedStateMachine):
         stats = self.cache.stats()
         parts = (stats.resident_blocks, stats.sequence_blocks, stats.quarantined_blocks, stats.lent_blocks)
         expect(stats.free_blocks + sum(parts) == stats.num_blocks and min(parts) >= 0, stats)
-        expect(stats.num_sequences == len(self.runs) and stats.lent_blocks == len(self.lent), stats)
+        num_running = len(self.runs) + len(self.away)
+        expect(stats.num_sequences == num_running and stats.lent_blocks == len(self.lent), stats)
         for tenant, counts in self.counts.items():
             seen = self.cache.tenant_stats(tenant)
             counted = (seen.requests, seen.hit_tokens, seen.missed_tokens)
@@ -118,7 +122,7 @@ class CheckedCache(RuleBasedStateMachine):
             not hasattr(self, "cache") or sys.exc_info()[0] is not None
         ):  # an example that failed, or was cut off
             return
-        for run in self.runs:
+        for run in (*self.runs, *self.away):
             run.sequence.release()
         for held in self.held:
             if held.lease is not None:
@@ -234,7 +238,7 @@ class CheckedCache(RuleBasedStateMachine):
             and run.ids[:stop] == head
             and run.num_committed < stop
             and (not certainly or (cached <= run.num_committed and stop <= run.num_prompt))
-            for run in self.runs
+            for run in (*self.runs, *self.away)
         )
 
     def _append(self, batch: list[Mirror], ids: tuple[int, int]) -> None:
@@ -275,7 +279,7 @@ class CheckedCache(RuleBasedStateMachine):
     def _expected_copies(self, runs: list[Mirror], snapshot: Any) -> int:
         """Σ over shared partial tails written in: writers − 1 if every owner writes, otherwise writers."""
         owners: Counter[int] = Counter()
-        for run in self.runs:
+        for run in (*self.runs, *self.away):
             owners.update(run.sequence.block_table.tolist())
         for tree in snapshot.trees:
             for node in tree.nodes:
@@ -287,7 +291,7 @@ class CheckedCache(RuleBasedStateMachine):
 
     def _owns_tail(self, run: Mirror) -> None:
         tail = int(run.sequence.block_table[-1])
-        others = [other for other in self.runs if other is not run]
+        others = [other for other in (*self.runs, *self.away) if other is not run]
         expect(
             not any(tail in other.sequence.block_table for other in others),
             f"block {tail} was written and is shared",

@@ -363,11 +363,15 @@ class CacheMachine(CheckedCache):
         namespace = NAMESPACES[where % len(NAMESPACES)]
         self.cache.clear(namespace)
         self.oracle.clear(namespace)
-        for run in self.runs:
-            run.forgotten |= run.namespace == namespace
+        self._forget(namespace)
         self.pinned = {key: pinned for key, pinned in self.pinned.items() if key[0] != namespace}
         for prompt in ((0,) * 8, (1,) * 8):
             expect(self.cache.match(namespace, prompt).num_tokens == 0, "a cleared namespace matches")
+
+    def _forget(self, namespace: Namespace) -> None:
+        """What runs in it is served to nobody any more."""
+        for run in self.runs:
+            run.forgotten |= run.namespace == namespace
 
     @rule(where=where_to, prompt=prompts)
     def insert(self, where: int, prompt: tuple[int, ...]) -> None:

@@ -1,0 +1,138 @@
+"""An exception between any two steps of a call while beams are lent to the device; see ``test_interrupted``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from radixkv import LeaseError, LentBeams, SequenceLent
+from tests.core.test_interrupted import SCENARIOS as OTHERS
+from tests.core.test_interrupted import ZEROS, A, Call, Scenario, World, _holds, _steps
+from tests.core.test_lending import beams_read, reads, step
+
+
+class BeamWorld(World):
+    """The world, with three beams on the device that went two steps, and share blocks with who stays on the host."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parent = self.open(A, (*ZEROS[:4], 2, 1, 2))
+        children = parent.sequence.fork(3)
+        self.beams: LentBeams | None = self.cache.lend(children, 8, num_blocks=8)
+        self.ids = [list(parent.ids)] * 3
+        step(self.beams, self.engine, self.ids, [0, 1, 2], [1, 2, 0])
+        step(self.beams, self.engine, self.ids, [2, 0, 0], [2, 2, 1])
+
+    def check(self) -> None:
+        """Also of the beams: lent, and what they were on the device; or sequences that are it; or closed, all."""
+        super().check()
+        if self.beams is None:
+            return
+        sequences = self.beams.sequences
+        if not self.beams.is_over:
+            assert all(sequence.is_lent for sequence in sequences)
+            assert beams_read(self.beams, self.engine, self.ids)
+            self.beams._device.books.check()
+            return
+        for sequence, ids in zip(sequences, self.ids, strict=True):
+            assert not sequence.is_lent
+            if sequence.is_open:
+                assert sequence.token_ids.tolist() == ids and reads(self.engine, sequence)
+        self.beams._device.step(
+            self.beams._device.books.tables.new_tensor([0] * 3), self.beams._device.books.lengths
+        )
+
+    def go_on(self) -> None:
+        """Also the beams, which come back."""
+        self.come_back()
+        super().go_on()
+
+    def come_back(self) -> None:
+        """The beams go a step more, if they still can; then they are taken back, read, and released."""
+        if self.beams is None:
+            return
+        beams, self.beams = self.beams, None
+        if not beams.is_over:
+            step(beams, self.engine, self.ids, [1, 1, 0], [0, 1, 2])
+            beams.reconcile()
+        for sequence, ids in zip(beams.sequences, self.ids, strict=True):
+            if sequence.is_open:
+                assert sequence.token_ids.tolist() == ids and reads(self.engine, sequence)
+                sequence.release()
+
+
+def _lend(world: World) -> Call:
+    """Some that share a tail, and one that shares nothing."""
+    parent = world.open(A, (2, *ZEROS[:4]))
+    children = [world.add(child, parent.ids) for child in parent.sequence.fork(1)]
+    runs = [parent, *children, world.open(A, (2, 2, 2))]
+
+    def keep(beams: LentBeams) -> None:
+        for sequence in beams.sequences:
+            sequence.release()
+
+    return Call(lambda: world.cache.lend([run.sequence for run in runs], 4, num_blocks=4), runs, keep)
+
+
+def _with_beams(call: Callable[[LentBeams], Callable[[], Any]]) -> Scenario:
+    """A call on the world's own beams: afterwards each is lent, taken back or closed, and the same for all."""
+
+    def scenario(world: World) -> Call:
+        assert isinstance(world, BeamWorld) and world.beams is not None
+        beams, sequences = world.beams, world.beams.sequences
+
+        def after() -> None:
+            closed = [sequence for sequence in sequences if not sequence.is_open]
+            if beams.is_over and len(closed) == len(sequences):
+                with pytest.raises(LeaseError):
+                    sequences[0].append(1)
+            else:
+                assert len(closed) <= 1  # the one that was released
+
+        return Call(call(beams), after=after)
+
+    return scenario
+
+
+def _refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(SequenceLent):
+        call()
+
+
+CALLS: dict[str, Scenario] = {
+    "lend": _lend,
+    "lend more": _with_beams(lambda beams: lambda: beams.lend_more(2)),
+    "reconcile": _with_beams(lambda beams: beams.reconcile),
+    "release one": _with_beams(lambda beams: beams.sequences[1].release),
+    "leave with": _with_beams(lambda beams: lambda: beams.__exit__(None, None, None)),
+    "refuse": _with_beams(lambda beams: lambda: _refused(lambda: beams.sequences[0].extend([1]))),
+}
+
+
+@pytest.mark.pure
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_exception_between_any_two_steps(name: str) -> None:
+    """Of the calls that have to do with beams."""
+    for at, (world, _, stepper) in enumerate(_steps(CALLS[name], "lru", stored=True, make=BeamWorld)):
+        _holds(world, stepper, goes_on=at % 4 == 0 or stepper.where == "")
+    assert stepper.where == "" and stepper.num_steps > 5
+
+
+@pytest.mark.pure
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", ["open, evicting", "commit between forks", "append", "fork", "reorder", "evict", "clear"]
+)
+def test_beams_are_bystanders(name: str) -> None:
+    """Of calls that have nothing to do with them: they stay lent, and don't notice."""
+    for world, call, stepper in _steps(OTHERS[name], "lfu", stored=True, stride=5, make=BeamWorld):
+        for run in call.involved:
+            if run in world.runs:
+                run.ids = run.sequence.token_ids.tolist()
+        assert isinstance(world, BeamWorld) and world.beams is not None and not world.beams.is_over
+        _holds(world, stepper, goes_on=False)
+        world.come_back()
+        _holds(world, stepper, goes_on=False)

@@ -1,0 +1,61 @@
+"""The machine that lends beams to the device: it finds nothing, and its lives come to something."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from radixkv import PrefixCache
+from radixkv.audit import properties
+from tests.core.test_interrupted import Mended
+
+SEED = 20_261_122
+
+
+class Reached(properties.BeamMachine):
+    """The machine, counting what its lives came to."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def laws(self) -> None:
+        """The laws, and what there is to see."""
+        super().laws()
+        for lent in self.lendings:
+            books = lent.beams._device.books.read()
+            lent.beams._device.books.check()
+            held = {block for table in books.tables for block in table}
+            besides = set(np.frombuffer(bytes(lent.beams.block_ids), np.int32).tolist())
+            private = {block for run in self.runs for block in run.sequence.block_table.tolist()}
+            self.seen.update(
+                {
+                    "steps": books.num_steps > 3,
+                    "copies": books.num_copied > 3,
+                    "out of blocks": not books.free,
+                    "blocks that sequences had are free": bool(set(books.free) - besides),
+                    "shared with who stays": bool(held & private),
+                    "several tenants": len(self.counts) > 1 and bool(self.runs),
+                    "two lendings": len(self.lendings) > 1,
+                    "cleared": any(run.forgotten for run in lent.now),
+                    "held": bool(lent.beams._device.books.held),
+                }
+            )
+
+
+@pytest.mark.timeout(300)
+def test_lives_with_beams() -> None:
+    """Every law, every beam's KV, and what the host says of it, over lives in which all of that happened."""
+    Reached.seen = Counter()
+    report = properties.run(PrefixCache, 250, 50, seed=SEED, machine=Reached, with_storage=[True])
+    assert report.ok, report.failure
+    rare = {what: count for what, count in Reached.seen.items() if count < 10}
+    assert not rare, Reached.seen
+
+
+@pytest.mark.timeout(300)
+def test_mended_while_beams_are_lent() -> None:
+    """A cache that is mended again and again: nothing that is lent notices."""
+    report = properties.run(Mended, 60, 40, seed=SEED, machine=properties.BeamMachine, with_storage=[True])
+    assert report.ok, report.failure
