@@ -55,7 +55,7 @@ from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan, WaitingCopies
 from radixkv.recovery import mend, taken_over
 from radixkv.scrubbing import make_scrubber
-from radixkv.segments import segment_keys
+from radixkv.segments import SegmentKeys
 from radixkv.sequence import Run, Sequence
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
@@ -640,7 +640,7 @@ class PrefixCache:
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
         keys = None
         if tree.tenant.uses_ghost_keys and resident // self._segment_blocks < new // self._segment_blocks:
-            keys = self._ghost_keys(tree, sequence.key_between(0, new * size), resident, new)
+            keys = self._ghost_keys(sequence, resident, new)
         if (
             node.uses > 1
             or node.children
@@ -659,10 +659,12 @@ class PrefixCache:
         if self._journal is not None and self._evictor.reports(tree, resident, new):
             self._evictor.report_stored(tree, sequence.key_to(new * size), resident, new)
 
-    def _ghost_keys(self, tree: NamespaceTree, key: bytes, start: int, stop: int) -> list[int]:
-        """Keys of the segments that end within blocks ``[start, stop)`` of a prefix."""
-        size = self._block_bytes
-        return segment_keys(tree.namespace, key, start * size, stop * size, self._segment_blocks * size)
+    def _ghost_keys(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
+        """Keys of the segments that end within blocks ``[start, stop)`` of a sequence."""
+        size, keys = self._block_bytes, sequence._segment_keys
+        if keys is None:
+            keys = sequence._segment_keys = SegmentKeys(sequence._tree.namespace, self._segment_blocks * size)
+        return keys.between(start * size, stop * size, sequence.key_between)
 
     def _follow(
         self, sequence: Sequence, node: Node, key: bytes, start: int, stop: int
@@ -1117,7 +1119,10 @@ class PrefixCache:
         evictor.keep_limit(tree.tenant, len(blocks) - resident)
         evictor.charge(tree.tenant, len(blocks) - resident)
         at = resident * self._block_bytes
-        keys = self._ghost_keys(tree, key, resident, len(blocks)) if tree.tenant.uses_ghost_keys else None
+        keys = None
+        if tree.tenant.uses_ghost_keys:
+            named = SegmentKeys(tree.namespace, self._segment_blocks * self._block_bytes)
+            keys = named.between(at, len(key), lambda start, stop: key[start:stop])
         node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
         # only now: until a tree has them they are whose they were
         self._pool.claim(blocks[resident:], tree.tenant.label)

@@ -35,6 +35,7 @@ from radixkv.types import ID_BYTES, Key
 
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
+    from radixkv.segments import SegmentKeys
     from radixkv.tenants import NamespaceTree
     from radixkv.types import BlockIds
 
@@ -112,6 +113,7 @@ class Sequence:
         "_num_committed",
         "_own",
         "_run",
+        "_segment_keys",
         "_size",
         "_table",
         "_tail",
@@ -148,6 +150,7 @@ class Sequence:
         self._run: Run | None = None  # the last of the runs before that
         self._is_open = True
         self._hints: object = None  # what the policy wants to be told with what it computes
+        self._segment_keys: SegmentKeys | None = None  # of what is committed, where the policy wants them
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "released"

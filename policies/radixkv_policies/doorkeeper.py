@@ -26,8 +26,9 @@ from __future__ import annotations
 from collections import deque
 from itertools import count
 from math import exp, inf, log
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.lrfu import HalfLife
 from radixkv_policies.policy import Handle
@@ -57,6 +58,11 @@ class Known(Piece):
     def __init__(self, is_known: bool) -> None:
         self.is_known, self.stamp = is_known, 0
         self.ended_s: float | None = None
+
+    def twin(self) -> Known:
+        twin = Known(self.is_known)
+        twin.ended_s, twin.stamp = self.ended_s, self.stamp
+        return twin
 
 
 class Record:
@@ -92,10 +98,11 @@ class Record:
         return self.won >= -TOLERANCE * self._capacity
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Doorkeeper(LeafPolicy[Known]):
     """LRU with a door."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from itertools import count
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -22,7 +23,11 @@ class Inserted(Piece):
     def __init__(self, stamp: int) -> None:
         self.stamp = stamp
 
+    def twin(self) -> Inserted:
+        return Inserted(self.stamp)
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FIFO(LeafPolicy[Inserted]):
     """First in, first out."""
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -42,12 +43,18 @@ class Costed(Piece):
     def __init__(self, num_uses: int) -> None:
         self.num_uses, self.inflation, self.rank, self.stamp = num_uses, 0.0, 0.0, 0
 
+    def twin(self) -> Costed:
+        twin = Costed(self.num_uses)
+        twin.inflation, twin.rank, twin.stamp = self.inflation, self.rank, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GDSF(LeafPolicy[Costed]):
     """Greedy dual, size and frequency, with prefill seconds as the cost."""
 
-    uses_ghost_keys = True
-    ranks_by_depth = True
+    uses_ghost_keys: ClassVar[bool] = True
+    ranks_by_depth: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()

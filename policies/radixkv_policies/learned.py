@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.facts import Facts, labels_of
 from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
 from radixkv_policies.leaves import LeafPolicy, Piece
@@ -63,11 +64,17 @@ class Returning(Piece):
         self.num_uses, self.facts = num_uses, facts
         self.number, self.group, self.ended_s = -1, 0, 0.0
 
+    def twin(self) -> Returning:
+        twin = Returning(self.num_uses, self.facts)
+        twin.ended_s, twin.group, twin.number = self.ended_s, self.group, self.number
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Learned(LeafPolicy[Returning]):
     """Hits per block-second, by a hazard learned online."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
@@ -76,7 +83,8 @@ class Learned(LeafPolicy[Returning]):
         self._types: dict[object, int] = {None: 0}
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
-        self._last: tuple[Facts | None, int, float, int] = (None, 0, 0.0, 0)
+        self._last_facts: Facts | None = None
+        self._last_group, self._last_s, self._last_number = 0, 0.0, 0
         self._leaves = Leaves(self._model.rank)
         self._counted_s = self._fitted_s = self._started_s = self._clock()
 
@@ -118,9 +126,10 @@ class Learned(LeafPolicy[Returning]):
         if group is None:
             group = facts.groups[place] = self._group(place, facts)
         piece.group = group
-        if self._last[:3] != (facts, group, now_s):
-            self._last = (facts, group, now_s, next(self._numbers))
-        piece.number = self._last[3]
+        if facts is not self._last_facts or group != self._last_group or now_s != self._last_s:
+            self._last_facts, self._last_group, self._last_s = facts, group, now_s
+            self._last_number = next(self._numbers)
+        piece.number = self._last_number
         self._model.log.append((piece.number, now_s, group, piece.num_blocks / self._segment_blocks))
 
     def memory(self, piece: Returning) -> object:
@@ -198,8 +207,8 @@ def _features(key: _Key, kind: int) -> list[float]:
     return [*numbers, *products, *map(float, flags), *(float(kind == i) for i in range(1, MAX_TYPES + 1))]
 
 
-_Entry = tuple[float, float, int, Handle, int]
-"""Rank, when the use ended, a serial, the leaf, its class."""
+_Entry = tuple[Any, ...]
+"""Rank, when the use ended, a serial, the leaf, its class; one object in the dict and in the heap."""
 
 
 class Leaves:
@@ -246,7 +255,8 @@ class Leaves:
             entry = heap[0]
             found = entries.get(entry[3])
             if found is not None and found[2] == entry[2]:
-                return entry[3]
+                node: Handle = entry[3]
+                return node
             heappop(heap)
         return None
 

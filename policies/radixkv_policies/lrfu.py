@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from itertools import count
 from math import exp, inf, log, log2
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -67,11 +68,17 @@ class Decayed(Piece):
         self.score, self.ended_s = score, ended_s
         self.num_uses, self.stamp = 1, 0
 
+    def twin(self) -> Decayed:
+        twin = Decayed(self.score, self.ended_s)
+        twin.num_uses, twin.stamp = self.num_uses, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LRFU(LeafPolicy[Decayed]):
     """Least recently and frequently used, with a learned half-life and a memory."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import GhostKeys, Handle
+from radixkv_policies._mypyc import mypyc_attr
+from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Handle
 
 
 class Written(Piece):
@@ -24,7 +25,13 @@ class Written(Piece):
     def __init__(self, is_prompt: bool) -> None:
         self.is_prompt, self.stamp = is_prompt, 0
 
+    def twin(self) -> Written:
+        twin = Written(self.is_prompt)
+        twin.stamp = self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixFirst(LeafPolicy[Written]):
     """Prompt blocks outlive generated ones."""
 
@@ -59,7 +66,7 @@ class PrefixFirst(LeafPolicy[Written]):
         node = self._generated.first()
         return self._prompts.first() if node is None else node
 
-    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[Written]:
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: Keys) -> list[Written]:
         start = depth - num_blocks
         if not isinstance(hints, int) or not start < hints < depth:
             return [self._new(start, num_blocks, hints, keys, None)]

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import DEFAULT_PRIORITY, RequestHints
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece, State
-from radixkv_policies.policy import GhostKeys, Handle
+from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece, State
+from radixkv_policies.policy import Handle
 
 
 class Prioritised(Piece):
@@ -30,7 +31,13 @@ class Prioritised(Piece):
         self.ends_s: float | None = None
         self.stamp = self.rank = 0
 
+    def twin(self) -> Prioritised:
+        twin = Prioritised(self.priority, self.duration_s)
+        twin.ends_s, twin.rank, twin.stamp = self.ends_s, self.rank, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Priority(LeafPolicy[Prioritised]):
     """Given priorities, then recency."""
 
@@ -113,7 +120,7 @@ class Priority(LeafPolicy[Prioritised]):
             return DEFAULT_PRIORITY, None
         return hints.priority, hints.duration_s
 
-    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[Prioritised]:
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: Keys) -> list[Prioritised]:
         at, pieces = depth - num_blocks, []
         for stop in [*self._cuts(at, depth, hints), depth]:
             pieces.append(self._new(at, stop - at, hints, (), None))

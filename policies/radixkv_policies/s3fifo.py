@@ -15,8 +15,9 @@ young end uses up a use. Ghosts as in ``leaves``, at most one a segment of capac
 from __future__ import annotations
 
 from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -37,11 +38,17 @@ class Queued(Piece):
     def __init__(self, is_main: bool, stamp: int) -> None:
         self.is_main, self.stamp, self.num_uses = is_main, stamp, 0
 
+    def twin(self) -> Queued:
+        twin = Queued(self.is_main, self.stamp)
+        twin.num_uses = self.num_uses
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class S3FIFO(LeafPolicy[Queued]):
     """Simple, scalable: three FIFO queues."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()

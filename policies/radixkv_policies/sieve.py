@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from itertools import count
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -27,7 +28,13 @@ class Marked(Piece):
     def __init__(self, stamp: int) -> None:
         self.stamp, self.is_used = stamp, False
 
+    def twin(self) -> Marked:
+        twin = Marked(self.stamp)
+        twin.is_used = self.is_used
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SIEVE(LeafPolicy[Marked]):
     """The hand and the marks."""
 

@@ -19,8 +19,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.facts import Facts, labels_of
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.lrfu import HalfLife
@@ -77,11 +78,17 @@ class Living(Piece):
         self.event: Event | None = None
         self.stamp = 0
 
+    def twin(self) -> Living:
+        twin = Living(self.num_uses, self.facts)
+        twin.event, twin.stamp = self.event, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Survival(LeafPolicy[Living]):
     """The chance to return, by class."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()

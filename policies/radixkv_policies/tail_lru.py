@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -37,11 +38,17 @@ class Reaching(Piece):
     def __init__(self) -> None:
         self.in_budget, self.reach, self.stamp = False, 0, 0
 
+    def twin(self) -> Reaching:
+        twin = Reaching()
+        twin.in_budget, twin.reach, twin.stamp = self.in_budget, self.reach, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TailLRU(LeafPolicy[Reaching]):
     """LRU that spends the budget of the time-to-first-token objective first."""
 
-    ranks_by_depth = True
+    ranks_by_depth: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()

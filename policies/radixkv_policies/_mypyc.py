@@ -1,0 +1,13 @@
+"""What classes say to the compiler, where the policies are compiled; nothing as pure Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mypy_extensions import mypyc_attr as mypyc_attr
+else:
+
+    def mypyc_attr(**_):
+        """What a class is to be when it is compiled."""
+        return lambda cls: cls
