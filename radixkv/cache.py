@@ -664,7 +664,8 @@ class PrefixCache:
         size, keys = self._block_bytes, sequence._segment_keys
         if keys is None:
             keys = sequence._segment_keys = SegmentKeys(sequence._tree.namespace, self._segment_blocks * size)
-        return keys.between(start * size, stop * size, sequence.key_between)
+        base, base_size, tail = sequence._base, sequence._base_size, sequence._tail
+        return keys.between(start * size, stop * size, base, base_size, tail)
 
     def _follow(
         self, sequence: Sequence, node: Node, key: bytes, start: int, stop: int
@@ -1122,7 +1123,7 @@ class PrefixCache:
         keys = None
         if tree.tenant.uses_ghost_keys:
             named = SegmentKeys(tree.namespace, self._segment_blocks * self._block_bytes)
-            keys = named.between(at, len(key), lambda start, stop: key[start:stop])
+            keys = named.between(at, len(key), key, len(key), bytearray())
         node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
         # only now: until a tree has them they are whose they were
         self._pool.claim(blocks[resident:], tree.tenant.label)

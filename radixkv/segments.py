@@ -8,7 +8,6 @@ and only when a segment ends within them. Each byte of a prefix is hashed once, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +32,19 @@ class SegmentKeys:
         self._state: Any = xxh3_64(seed=_seed(namespace))
         self._at = 0  # so many bytes are hashed
 
-    def between(self, start: int, stop: int, read: Callable[[int, int], bytes]) -> tuple[int, ...]:
-        """Keys of the segments that end within bytes ``(start, stop]``, shallowest first.
+    def between(self, start: int, stop: int, base: bytes, base_size: int, tail: bytearray) -> tuple[int, ...]:
+        """Keys of the segments that end within bytes ``(start, stop]`` of ``base[:base_size] + tail``, in order.
 
-        ``start``: not before the last ``stop``. ``read(a, b)``: bytes ``[a, b)`` of the prefix.
-        O(bytes since the last time).
+        ``start``: not before the last ``stop``. O(bytes since the last time).
         """
         at, size, state, keys = self._at, self._segment_bytes, self._state, []
+        update, digest = state.update, state.intdigest
         for end in range(start - start % size + size, stop + 1, size):
-            state.update(read(at, end))
-            keys.append(state.intdigest())
+            if at < base_size:
+                update(base[at : min(end, base_size)])
+            if end > base_size:
+                update(tail[max(at - base_size, 0) : end - base_size])
+            keys.append(digest())
             at = end
         self._at = at
         return tuple(keys)

@@ -24,7 +24,7 @@ class Facts:
         self.labels, self._slack = labels, slack
         self.end, self.num_new, self.number, self.gap_s = 0, 0, 1, 0.0
         self._seen = 0
-        self.groups: dict[int, int] = {}
+        self.groups: dict[int, object] = {}
 
     def found(self, end: int, earlier: Facts, gap_s: float) -> None:
         """Blocks up to ``end`` were last used by ``earlier``, ``gap_s`` ago; told shallowest first."""

@@ -123,7 +123,7 @@ class Learned(LeafPolicy[Returning]):
         facts = piece.facts
         place = _PLACE_OF_USES[piece.num_uses] if piece.num_uses <= _USES[-1] else len(_USES)
         group = facts.groups.get(place)
-        if group is None:
+        if not isinstance(group, int):
             group = facts.groups[place] = self._group(place, facts)
         piece.group = group
         if facts is not self._last_facts or group != self._last_group or now_s != self._last_s:

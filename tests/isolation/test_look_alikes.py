@@ -78,7 +78,7 @@ def test_no_two_namespaces_share_a_frame_or_a_digest(found: list[Namespace]) -> 
     assert len(set(seen)) == len(seen) == 6 * len(found)
     tenants = {one.tenant for one in found}
     assert len({KEYS.tenant(tenant) for tenant in tenants}) == len(tenants)
-    keys = [SegmentKeys(one, 8).between(0, 8, lambda start, stop: b"\0" * (stop - start)) for one in found]
+    keys = [SegmentKeys(one, 8).between(0, 8, b"\0" * 8, 8, bytearray()) for one in found]
     assert len(set(keys)) == len(found)
 
 
