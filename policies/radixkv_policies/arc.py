@@ -22,6 +22,7 @@ from radixkv_policies.leaves import Ghosts, Keys, LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Aged(Piece):
     """``is_frequent``: used again (T2). ``stamp``: when its last use ended."""
 

@@ -50,6 +50,7 @@ FEWEST: Final = log(50)
 """As few newcomers of a kind are admitted at least, in terms of e."""
 
 
+@mypyc_attr(acyclic=True)
 class Known(Piece):
     """``is_known``: used again, or remembered. ``ended_s``: when its last use ended, None in its first."""
 

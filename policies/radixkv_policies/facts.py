@@ -10,9 +10,11 @@ that one; then its turn is one more. Otherwise it opens a conversation, whatever
 
 from __future__ import annotations
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
 
 
+@mypyc_attr(acyclic=True)
 class Facts:
     """A request. ``end``: blocks so far. ``num_new``: those nobody had sent before. ``turn``: from 1.
     ``groups``: for a policy to note what it makes of them.

@@ -15,6 +15,7 @@ from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Inserted(Piece):
     """``stamp``: when it was inserted."""
 

@@ -35,6 +35,7 @@ and
 4 × layers × width for each position it attends to. Only the ratio matters for the order."""
 
 
+@mypyc_attr(acyclic=True)
 class Costed(Piece):
     """``num_uses``: in all. ``inflation``: when its last use ended. ``rank``: of the leaf that ends with it."""
 

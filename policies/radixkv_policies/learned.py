@@ -53,6 +53,7 @@ _PLACE_OF_USES: Final = [bisect_left(_USES, num_uses) for num_uses in range(_USE
 _EDGES_S: Final[list[float]] = EDGES_S.tolist()
 
 
+@mypyc_attr(acyclic=True)
 class Returning(Piece):
     """``num_uses``: in all. ``facts``: of the last request. ``number``, ``group``: of the use that ended, −1 while
     in use.

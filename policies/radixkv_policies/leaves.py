@@ -103,7 +103,7 @@ def _num_equal(run: Keys, keys: Keys, at: int) -> int:
     return next(i for i, key in enumerate(run) if at + i == len(keys) or keys[at + i] != key)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+@mypyc_attr(allow_interpreted_subclasses=True, acyclic=True)
 class Piece:
     """Blocks of a node with one history.
 

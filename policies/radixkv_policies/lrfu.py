@@ -59,6 +59,7 @@ class HalfLife:
         self.seconds = HALF_LIFE_PER_GAP * exp(self._log_gap)
 
 
+@mypyc_attr(acyclic=True)
 class Decayed(Piece):
     """``score``: log2 of the decayed sum plus the virtual time. ``num_uses``: running ones, not counted yet."""
 

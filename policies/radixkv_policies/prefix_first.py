@@ -17,6 +17,7 @@ from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Written(Piece):
     """``is_prompt``: somebody sent it. ``stamp``: when its last use ended."""
 

@@ -21,6 +21,7 @@ from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece, State
 from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Prioritised(Piece):
     """``priority`` until ``ends_s``, None for ever. ``stamp``: when its last use ended."""
 

@@ -28,6 +28,7 @@ MAX_USES: Final = 3
 """What a use counter holds."""
 
 
+@mypyc_attr(acyclic=True)
 class Queued(Piece):
     """``is_main``: in the main queue. ``stamp``: its place in the queue. ``num_uses``: since it got there, at most
     3.

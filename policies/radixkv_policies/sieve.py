@@ -20,6 +20,7 @@ from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Marked(Piece):
     """``stamp``: when it was inserted. ``is_used``: since the hand came by."""
 

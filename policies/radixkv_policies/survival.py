@@ -66,6 +66,7 @@ class Class:
         self.chance = self.num_returned / self.num_counted
 
 
+@mypyc_attr(acyclic=True)
 class Event:
     """Blocks whose use ended, waiting for their horizon."""
 
@@ -76,6 +77,7 @@ class Event:
         self.num_blocks = self.num_returned = 0
 
 
+@mypyc_attr(acyclic=True)
 class Living(Piece):
     """``num_uses``: in all. ``facts``: of the last request. ``event``: since its last use ended, None while in
     use.

@@ -28,6 +28,7 @@ MEAN_STEP: Final = 0.02
 """How fast the mean of new blocks follows."""
 
 
+@mypyc_attr(acyclic=True)
 class Reaching(Piece):
     """``reach``: blocks of the longest request that ended in or below it since its last use. ``stamp``: when that
     ended.
