@@ -14,7 +14,6 @@ State a node: two numbers a piece, an entry of a heap. Cost: O(log n); ghosts as
 
 from __future__ import annotations
 
-from itertools import count
 from typing import ClassVar
 
 from radixkv_policies._mypyc import mypyc_attr
@@ -67,7 +66,6 @@ class ARC(LeafPolicy[Aged]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._recent, self._frequent = LeafHeap(), LeafHeap()
         self._num_recent = 0  # blocks of T1
         self._target = 0.0
@@ -94,7 +92,7 @@ class ARC(LeafPolicy[Aged]):
             self._num_recent -= piece.num_blocks
 
     def ended(self, piece: Aged) -> None:
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
 
     def memory(self, piece: Aged) -> object:
         return piece.is_frequent

@@ -24,7 +24,6 @@ State a node: as all ``LeafPolicy``, three values a piece and an entry of a heap
 from __future__ import annotations
 
 from collections import deque
-from itertools import count
 from math import exp, inf, log
 from typing import ClassVar, Final
 
@@ -108,7 +107,6 @@ class Doorkeeper(LeafPolicy[Known]):
     def begin(self) -> None:
         super().begin()
         self._leaves = LeafHeap()
-        self._stamps = count()
         self._half_life = HalfLife()
         self._shared_blocks = SHARED_TOKENS / self._block_tokens
         self._strictness = 0.0  # up to FEWEST fewer beginnings are admitted, up to twice that fewer of all
@@ -166,7 +164,7 @@ class Doorkeeper(LeafPolicy[Known]):
                 self.record.won += piece.num_blocks
 
     def ended(self, piece: Known) -> None:
-        piece.ended_s, piece.stamp = self._clock(), next(self._stamps)
+        piece.ended_s, piece.stamp = self._clock(), self.next_stamp()
 
     def memory(self, piece: Known) -> object:
         return piece.ended_s, self._is_declining

@@ -10,6 +10,9 @@ that one; then its turn is one more. Otherwise it opens a conversation, whatever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import floor
+
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
 
@@ -43,8 +46,13 @@ class Facts:
     @property
     def turn(self) -> int:
         """The number of the turn, as labelled or as seen."""
-        turn = self.labels.get("turn")
+        turn = self.labels.get("turn") if self.labels else None
         return turn if isinstance(turn, int) else self.number
+
+
+def places_in_blocks(tokens: Sequence[int], block_tokens: float) -> list[int]:
+    """Numbers of tokens as whole blocks: a number of blocks is above one if its tokens are above the other."""
+    return [floor(each / block_tokens) for each in tokens]
 
 
 def labels_of(hints: object) -> dict[str, Label]:

@@ -13,7 +13,6 @@ State a node: four numbers a piece, an entry of a heap. Cost: O(log n); ghosts a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
@@ -59,7 +58,6 @@ class GDSF(LeafPolicy[Costed]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._leaves = LeafHeap()
         self._inflation = 0.0
         self._per_block = self._block_tokens * LLAMA_8B.per_token_and_position_s / LLAMA_8B.per_token_s
@@ -71,7 +69,7 @@ class GDSF(LeafPolicy[Costed]):
         piece.num_uses += 1
 
     def ended(self, piece: Costed) -> None:
-        piece.inflation, piece.stamp = self._inflation, next(self._stamps)
+        piece.inflation, piece.stamp = self._inflation, self.next_stamp()
 
     def memory(self, piece: Costed) -> object:
         return piece.num_uses

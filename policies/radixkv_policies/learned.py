@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.facts import Facts, labels_of
+from radixkv_policies.facts import Facts, labels_of, places_in_blocks
 from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
 from radixkv_policies.leaves import LeafPolicy, Piece
 from radixkv_policies.policy import Handle
@@ -84,6 +84,8 @@ class Learned(LeafPolicy[Returning]):
         self._types: dict[object, int] = {None: 0}
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
+        self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
+        self._num_blocks = places_in_blocks(_TOKENS, self._block_tokens)
         self._last_facts: Facts | None = None
         self._last_group, self._last_s, self._last_number = 0, 0.0, 0
         self._leaves = Leaves(self._model.rank)
@@ -173,17 +175,16 @@ class Learned(LeafPolicy[Returning]):
             self._model.describe(group, _features(key, types.get(key[5], 0)))
 
     def _group(self, place: int, facts: Facts) -> int:
-        size, labels = self._block_tokens, facts.labels
-        turn = facts.turn
+        labels, turn = facts.labels, facts.turn
         key: _Key = (
             place,
             bisect_left(_TURNS, turn),
-            bisect_left(_NEW_TOKENS, facts.num_new * size),
-            bisect_left(_TOKENS, facts.end * size),
+            bisect_left(self._new_blocks, facts.num_new),
+            bisect_left(self._num_blocks, facts.end),
             bisect_left(_PAUSES_S, facts.gap_s),
-            labels.get("type"),
-            bool(labels.get("session_over")),
-            bool(labels.get("tool_pending")),
+            labels.get("type") if labels else None,
+            bool(labels and labels.get("session_over")),
+            bool(labels and labels.get("tool_pending")),
         )
         group = self._groups.get(key)
         if group is None:

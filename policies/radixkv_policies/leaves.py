@@ -58,7 +58,7 @@ class Ghosts:
     def take(self, keys: Keys) -> list[object] | None:
         """What is remembered of each key, which is then forgotten; None if nothing is remembered of any."""
         runs = self._runs
-        if runs.keys().isdisjoint(keys):
+        if not runs or runs.keys().isdisjoint(keys):
             return None
         found: list[object] = [None] * len(keys)
         at = 0
@@ -147,11 +147,16 @@ class LeafPolicy(Policy, Generic[P]):
     def begin(self) -> None:
         super().begin()
         self._states: dict[Handle, State[P]] = {}
-        self._num_evictable = 0
+        self._num_evictable = self._stamp = 0
         self._hears_of_losses = type(self).lost is not LeafPolicy.lost
         self._ghosts = self.make_ghosts(
             max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * self._capacity // self._segment_blocks)
         )
+
+    def next_stamp(self) -> int:
+        """A number greater than any before, for an order by events."""
+        self._stamp += 1
+        return self._stamp
 
     # --- for a subclass to say
 

@@ -10,7 +10,6 @@ State a node: a flag and a stamp a piece, an entry of a heap. Cost: O(log n).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece
@@ -38,7 +37,6 @@ class PrefixFirst(LeafPolicy[Written]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._prompts, self._generated = LeafHeap(), LeafHeap()
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
@@ -55,7 +53,7 @@ class PrefixFirst(LeafPolicy[Written]):
         piece.is_prompt = True
 
     def ended(self, piece: Written) -> None:
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
 
     def entered(self, node: Handle, piece: Written, depth: int) -> None:
         (self._prompts if piece.is_prompt else self._generated).add(node, piece.stamp)

@@ -13,7 +13,6 @@ State a node: four numbers a piece, an entry of a heap, another if its priority 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import DEFAULT_PRIORITY, RequestHints
@@ -44,7 +43,6 @@ class Priority(LeafPolicy[Prioritised]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._ranks = [LeafHeap() for _ in range(101)]
         self._ends = LeafHeap()  # of those whose priority ends
 
@@ -76,7 +74,7 @@ class Priority(LeafPolicy[Prioritised]):
         return last.priority == piece.priority and last.duration_s == piece.duration_s
 
     def ended(self, piece: Prioritised) -> None:
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
         piece.ends_s = None if piece.duration_s is None else self._clock() + piece.duration_s
 
     def entered(self, node: Handle, piece: Prioritised, depth: int) -> None:

@@ -14,7 +14,6 @@ young end uses up a use. Ghosts as in ``leaves``, at most one a segment of capac
 
 from __future__ import annotations
 
-from itertools import count
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
@@ -53,7 +52,6 @@ class S3FIFO(LeafPolicy[Queued]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._small, self._main = LeafHeap(), LeafHeap()
         self._num_small = 0  # blocks
         self._max_small = max(SMALL_SHARE * self._capacity, 1)
@@ -64,7 +62,7 @@ class S3FIFO(LeafPolicy[Queued]):
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Queued:
         if memory is None:
             self._num_small += num_blocks
-        return Queued(memory is not None, next(self._stamps))
+        return Queued(memory is not None, self.next_stamp())
 
     def used(self, piece: Queued) -> None:
         piece.num_uses = min(piece.num_uses + 1, MAX_USES)
@@ -108,6 +106,6 @@ class S3FIFO(LeafPolicy[Queued]):
         else:
             self._num_small -= piece.num_blocks
             piece.is_main, piece.num_uses = True, 0
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
         self._main.add(node, piece.stamp)
         return True

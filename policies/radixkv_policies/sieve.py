@@ -13,8 +13,6 @@ uses up a mark.
 
 from __future__ import annotations
 
-from itertools import count
-
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
@@ -41,12 +39,11 @@ class SIEVE(LeafPolicy[Marked]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._ahead, self._behind = LeafHeap(), LeafHeap()
         self._hand = 0
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Marked:
-        return Marked(next(self._stamps))
+        return Marked(self.next_stamp())
 
     def used(self, piece: Marked) -> None:
         piece.is_used = True

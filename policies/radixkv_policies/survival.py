@@ -19,11 +19,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.facts import Facts, labels_of
+from radixkv_policies.facts import Facts, labels_of, places_in_blocks
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.lrfu import HalfLife
 from radixkv_policies.policy import Handle
@@ -104,10 +103,10 @@ class Survival(LeafPolicy[Living]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._half_life = HalfLife()
         self._classes: dict[object, Class] = {}
         self._events: deque[Event] = deque()
+        self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._by_age = LeafHeap()  # the leaves of all classes
         self._order: list[tuple[float, float, int, int, Class]] = []  # chance, first leaf, serial
         self._to_place: list[Class] = []
@@ -148,7 +147,7 @@ class Survival(LeafPolicy[Living]):
 
     def ended(self, piece: Living) -> None:
         now_s = self._clock()
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
         last = self._events[-1] if self._events else None
         group = self._class(piece)
         if last is None or last.group is not group or last.ended_s != now_s:
@@ -217,10 +216,10 @@ class Survival(LeafPolicy[Living]):
         key: object = (
             place,
             bisect_left(_TURNS, facts.turn),
-            bisect_left(_NEW_TOKENS, facts.num_new * self._block_tokens),
-            labels.get("type"),
-            bool(labels.get("session_over")),
-            bool(labels.get("tool_pending")),
+            bisect_left(self._new_blocks, facts.num_new),
+            labels.get("type") if labels else None,
+            bool(labels and labels.get("session_over")),
+            bool(labels and labels.get("tool_pending")),
         )
         group = self._classes.get(key)
         if group is None:

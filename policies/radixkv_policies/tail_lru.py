@@ -14,7 +14,6 @@ State a node: two numbers a piece, an entry of a heap. Cost: O(log n).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
@@ -53,7 +52,6 @@ class TailLRU(LeafPolicy[Reaching]):
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._spare, self._others = LeafHeap(), LeafHeap()
         self._objective = round(OBJECTIVE_TOKENS / self._block_tokens)  # blocks
         self._new_blocks = 0.0
@@ -67,7 +65,7 @@ class TailLRU(LeafPolicy[Reaching]):
         return Reaching()
 
     def ended(self, piece: Reaching) -> None:
-        piece.reach, piece.stamp = 0, next(self._stamps)
+        piece.reach, piece.stamp = 0, self.next_stamp()
 
     def entered(self, node: Handle, piece: Reaching, depth: int) -> None:
         piece.reach = max(piece.reach, depth)
