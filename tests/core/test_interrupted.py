@@ -694,7 +694,9 @@ class Fails:
 @pytest.mark.parametrize(
     "name", ["open, evicting", "commit after a twin", "insert, splitting a node", "clear", "evict"]
 )
-@pytest.mark.parametrize("who", ["journal", "policy a", "policy b"])
+@pytest.mark.parametrize(
+    "who", ["journal", *(pytest.param(f"policy {tenant}", marks=pytest.mark.pure) for tenant in "ab")]
+)
 def test_a_policy_or_a_journal_that_fails(who: str, name: str) -> None:
     """At each of its calls: the error goes on, and the laws hold."""
     for at in range(1, 100):
