@@ -676,7 +676,7 @@ class Fails:
         self.left = at
         for name in dir(type(owner)):
             method = getattr(owner, name)
-            if not name.startswith("_") and name != "hook" and callable(method):
+            if not name.startswith("_") and name not in ("hook", "order") and callable(method):
                 setattr(owner, name, functools.partial(self.call, method))
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
