@@ -3,8 +3,8 @@
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
 #   make test PYTEST="tests/core -q"   what pytest is told
 #   make test WORKERS=0                one test at a time; otherwise a process for each of up to four cores
-#   make run RADIXKV_PURE=1            with the index as pure Python, though it is compiled
-#   make test RADIXKV_COMPILE=1        fail if the index can't be compiled; 0: don't compile it
+#   make run RADIXKV_PURE=1            with index and policies as pure Python, though they are compiled
+#   make test RADIXKV_COMPILE=1        fail if they can't be compiled; 0: don't compile them
 #   make fuzz SECONDS=600              how long each fuzz driver goes on
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) that .venv is made of
 #   make … VENV=/path/to/venv          another place than .venv
@@ -26,7 +26,7 @@ help:
 	@printf '%s\n' \
 	  'make run      set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
 	  'make test     set up, and run the whole test suite (PYTEST="…" for options)' \
-	  'make compile  bring the compiled index up to date with its sources' \
+	  'make compile  bring the compiled index and policies up to date with their sources' \
 	  'make test-browser   set up, and run the tests that look at pages in a Chromium' \
   'make test-gpu set up, and run the tests that need a GPU, then the benchmark of the kernels' \
   'make fuzz     set up, and let each fuzz driver (and each target of atheris) go on for SECONDS=60' \
@@ -69,7 +69,7 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) build dist radixkv/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist radixkv/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What runs the service is a part of what tests it: whoever has the second has the first.

@@ -1,9 +1,9 @@
-"""Compiles the index with mypyc, for wheels and for editable installs; see ``radixkv/_compiled.py``.
+"""Compiles the index and the policies with mypyc, for wheels and for editable installs; see ``radixkv/_compiled.py``.
 
     RADIXKV_COMPILE   unset: compile where it can be done, otherwise leave the pure build and say why in a line
                       1: fail if it can't be done     0: don't
 
-As a script (``make compile``) it brings ``radixkv/_native`` up to date with the sources.
+As a script (``make compile``) it brings the ``_native/`` of both packages up to date with the sources.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -24,17 +25,18 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).parent
+SOURCES = {"radixkv": ROOT / "radixkv", "radixkv_policies": ROOT / "policies" / "radixkv_policies"}
 REQUIRES = ["mypy>=2.4,<3", "setuptools>=77"]
 WISH = os.environ.get("RADIXKV_COMPILE", "")
 
-# What isn't among ``COMPILED`` and ``READ`` is not read: NumPy's types would take a minute and make no faster code, and
+# What isn't among the modules of a build is not read: NumPy's types would take a minute and make no faster code, and
 # what is known of an argument's type is checked before radixkv can say what is wrong with it.
 MYPY = "[mypy]\nno_site_packages = True\nignore_missing_imports = True\nfollow_imports = skip\n"
 READ = "[mypy-{}]\nfollow_imports = silent\n"
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Adds the compiled index to a wheel, or puts it into the tree that an editable install uses."""
+    """Adds what is compiled to a wheel, or puts it into the tree that an editable install uses."""
 
     def dependencies(self) -> list[str]:
         """What compiling needs, if it is to be tried."""
@@ -42,16 +44,16 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a wheel is put together; ``version`` is "editable" for one that points to the tree."""
-        package = ROOT / "radixkv"
         if self.target_name != "wheel":
             return
         if version == "editable":
-            bring_up_to_date(package, package)
+            bring_up_to_date()
             return
         self._folder = tempfile.TemporaryDirectory()  # goes with the hook
-        folder = bring_up_to_date(package, Path(self._folder.name))
-        if folder:
-            build_data["force_include"][str(folder)] = f"radixkv/{folder.name}"
+        made = bring_up_to_date(Path(self._folder.name))
+        for package, folder in made.items():
+            build_data["force_include"][str(folder)] = f"{package}/{folder.name}"
+        if made:
             build_data["pure_python"], build_data["infer_tag"] = False, True
 
 
@@ -65,21 +67,35 @@ def obstacle() -> str | None:
     return None if shutil.which(compiler) else f"no C compiler ({compiler})"
 
 
-def bring_up_to_date(package: Path, target: Path) -> Path | None:
-    """Compile the package's index into a folder in ``target``, unless it is there already; None if it can't be."""
+def bring_up_to_date(target: Path | None = None) -> dict[str, Path]:
+    """Compile what isn't compiled yet, beside its sources or into ``target``.
+
+    Returns the folders, by package; none if it can't be done.
+    """
     plan = _plan()
-    folder = target / plan.FOLDER
-    if (folder / plan.library(package).name).is_file():
-        return folder
-    if WISH == "0":
-        return None
-    why = obstacle() or _compile(plan, package, folder)
+    folders = {
+        build.package: (SOURCES[build.package] if target is None else target / build.package) / plan.FOLDER
+        for build in plan.BUILDS
+    }
+    missing = [
+        build
+        for build in plan.BUILDS
+        if not (folders[build.package] / build.library(SOURCES[build.package]).name).is_file()
+    ]
+    if missing and WISH == "0":
+        return {}
+    why = obstacle() if missing else None
     if why is None:
-        return folder
+        with ThreadPoolExecutor() as pool:
+            why = next(
+                filter(None, pool.map(lambda build: _compile(build, folders[build.package]), missing)), None
+            )
+    if why is None:
+        return folders
     if WISH == "1":
         raise SystemExit(f"radixkv: the index could not be compiled, and RADIXKV_COMPILE=1: {why}")
     print(f"radixkv: the index stays pure Python, at half the speed: {why.splitlines()[-1]}", file=sys.stderr)
-    return None
+    return {}
 
 
 def _plan() -> ModuleType:
@@ -91,11 +107,12 @@ def _plan() -> ModuleType:
     return module
 
 
-def _compile(plan: ModuleType, package: Path, folder: Path) -> str | None:
+def _compile(build: Any, folder: Path) -> str | None:
     """Compile in a process of its own, as mypyc ends the one that it fails in; what that said, if it failed."""
-    name = f"radixkv.{plan.library_name(package)}".removesuffix("__mypyc")
-    sources = [f"radixkv/{module}.py" for module in plan.COMPILED]
-    read = [f"radixkv.{module.replace('/', '.')}" for module in plan.READ]
+    package = SOURCES[build.package]
+    name = f"{build.package}.{build.library_name(package)}".removesuffix("__mypyc")
+    sources = [f"{build.package}/{module}.py" for module in build.compiled]
+    read = [f"{build.package}.{module.replace('/', '.')}" for module in build.read]
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "mypy.ini").write_text(MYPY + "".join(map(READ.format, read)))
         done = subprocess.run(
@@ -108,13 +125,13 @@ def _compile(plan: ModuleType, package: Path, folder: Path) -> str | None:
         )
         if done.returncode:
             return done.stdout.strip() or f"mypyc ended with {done.returncode}"
-        _replace(Path(scratch, "lib", "radixkv"), folder)
+        _replace(Path(scratch, "lib", build.package), folder)
     return None
 
 
 def _replace(made: Path, folder: Path) -> None:
     """Put what was made in the place of what was made for this interpreter before, the library last."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     files = sorted(made.iterdir(), key=lambda file: "__mypyc" in file.name)
     for old in folder.glob(f"*{EXTENSION_SUFFIXES[0]}"):
         old.unlink()
@@ -143,4 +160,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--in-process"]:
         _compile_in_process(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
     else:
-        bring_up_to_date(ROOT / "radixkv", ROOT / "radixkv")
+        bring_up_to_date()

@@ -1,19 +1,20 @@
-"""Which build of the index is used: the one compiled by mypyc, or its source in pure Python.
+"""Which build of the index and of the policies is used: the one compiled by mypyc, or the source in pure Python.
 
-Both are the same modules. Where a compiler is there, ``hatch_build.py`` compiles ``COMPILED`` into one library in
-``radixkv/_native/``, with one extension module each that stands for the source of the same name. The library's name
-ends with a digest of every source that the compiler read, made with the interpreter's own key, so the question
-whether there is a build of exactly these sources for this interpreter is whether a file exists: after an edit
-there is none, and the sources are what runs, until ``make compile``. ``RADIXKV_PURE=1`` asks for the sources.
+Both are the same modules. Where a compiler is there, ``hatch_build.py`` compiles each of ``BUILDS`` into one library in
+the ``_native/`` of its package, with one extension module each that stands for the source of the same name. The
+library's name ends with a digest of every source that the compiler read, made with the interpreter's own key, so the
+question whether there is a build of exactly these sources for this interpreter is whether a file exists: after an edit
+there is none, and the sources of both are what runs, until ``make compile``. ``RADIXKV_PURE=1`` asks for the sources.
 """
 
 from __future__ import annotations
 
 import os
-from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import source_hash
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.util import find_spec, module_from_spec, source_hash
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mypy_extensions import mypyc_attr as mypyc_attr
@@ -24,60 +25,121 @@ else:
         return lambda cls: cls
 
 
-COMPILED = (
-    "bases",
-    "blocks",
-    "cache",
-    "eviction",
-    "leases",
-    "plan",
-    "registry",
-    "runs",
-    "sequence",
-    "tenants",
-    "tokens",
-    "tree",
-)
-"""The modules that are compiled: what a request runs."""
-
-READ = (
-    "_compiled",
-    "clock",
-    "config",
-    "errors",
-    "gathering",
-    "lending",
-    "pins",
-    "recovery",
-    "scrubbing",
-    "segments",
-    "snapshots",
-    "storage/layout",
-    "types",
-    "upkeep",
-)
-"""Modules whose types and constants the compiler reads; it reads no others."""
-
 FOLDER = "_native"
 
 
-def library_name(package: Path) -> str:
-    """The name, in the package, of the library that its sources make as they are now. 0.3 ms."""
-    sources = b"\0".join((package / f"{name}.py").read_bytes() for name in (*COMPILED, *READ))
-    return f"index_{source_hash(sources).hex()}__mypyc"
+class Build(NamedTuple):
+    """Modules of a package that are compiled into one library.
+
+    ``compiled``: what a request runs. ``read``: modules whose types and constants the compiler reads; it reads no
+    others.
+    """
+
+    package: str
+    name: str
+    compiled: tuple[str, ...]
+    read: tuple[str, ...]
+
+    def library_name(self, package: Path) -> str:
+        """The name, in the package, of the library that its sources make as they are now. 0.3 ms."""
+        sources = b"\0".join((package / f"{name}.py").read_bytes() for name in (*self.compiled, *self.read))
+        return f"{self.name}_{source_hash(sources).hex()}__mypyc"
+
+    def library(self, package: Path) -> Path:
+        """The file that the library of the package's sources lies in, once they are compiled for this interpreter."""
+        return package / FOLDER / (self.library_name(package) + EXTENSION_SUFFIXES[0])
 
 
-def library(package: Path) -> Path:
-    """The file that the library of the package's sources lies in, once they are compiled for this interpreter."""
-    return package / FOLDER / (library_name(package) + EXTENSION_SUFFIXES[0])
+INDEX = Build(
+    "radixkv",
+    "index",
+    (
+        "bases",
+        "blocks",
+        "cache",
+        "eviction",
+        "leases",
+        "plan",
+        "registry",
+        "runs",
+        "segments",
+        "sequence",
+        "tenants",
+        "tokens",
+        "tree",
+    ),
+    (
+        "_compiled",
+        "clock",
+        "config",
+        "errors",
+        "gathering",
+        "lending",
+        "pins",
+        "recovery",
+        "scrubbing",
+        "snapshots",
+        "storage/layout",
+        "types",
+        "upkeep",
+    ),
+)
+
+POLICIES = Build(
+    "radixkv_policies",
+    "policies",
+    (
+        "arc",
+        "auto",
+        "doorkeeper",
+        "facts",
+        "fifo",
+        "gdsf",
+        "hazard",
+        "learned",
+        "leaves",
+        "lfu",
+        "lrfu",
+        "lru",
+        "policy",
+        "prefix_first",
+        "priority",
+        "s3fifo",
+        "sieve",
+        "survival",
+        "tail_lru",
+    ),
+    ("_mypyc", "hints"),
+)
+
+BUILDS = (INDEX, POLICIES)
 
 
 def prefer_compiled(path: list[str]) -> bool:
-    """Put the compiled modules before the sources in a package's search path, if they say the same; whether so."""
-    if os.environ.get("RADIXKV_PURE", "0") not in ("", "0"):
+    """Put the compiled modules before the sources in the search paths of radixkv and of the policies, if they say the
+    same; whether so. Policies that were imported before are what they are.
+    """
+    policies = find_spec(POLICIES.package)
+    if os.environ.get("RADIXKV_PURE", "0") not in ("", "0") or policies is None:
         return False
-    found = library(Path(path[0]))
-    if not found.is_file():
+    places = policies.submodule_search_locations
+    if not places or not all(
+        build.library(Path(place)).is_file() for build, place in ((INDEX, path[0]), (POLICIES, places[-1]))
+    ):
         return False
-    path.insert(0, str(found.parent))
+    path.insert(0, str(Path(path[0], FOLDER)))
+    if POLICIES.package not in sys.modules:
+        places.insert(0, str(Path(places[-1], FOLDER)))
+        _load(policies)
     return True
+
+
+def _load(spec: ModuleSpec) -> None:
+    """Import a package as its spec says, which an import statement would look up anew."""
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise

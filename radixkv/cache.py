@@ -60,7 +60,7 @@ from radixkv.recovery import mend, taken_over
 from radixkv.registry import Registry
 from radixkv.runs import Runs
 from radixkv.scrubbing import make_scrubber
-from radixkv.segments import segment_keys
+from radixkv.segments import SegmentKeys
 from radixkv.sequence import Sequence
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
@@ -503,7 +503,7 @@ class PrefixCache:
         block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
         keys = None
         if tree.tenant.uses_ghost_keys and resident // self._segment_blocks < new // self._segment_blocks:
-            keys = self._ghost_keys(tree, sequence.key_between(0, new * size), resident, new)
+            keys = self._ghost_keys(sequence, resident, new)
         if (
             node.uses > 1
             or node.children is not None
@@ -522,10 +522,13 @@ class PrefixCache:
         if self._journal is not None and self._evictor.reports(tree, resident, new):
             self._evictor.report_stored(tree, sequence.key_to(new * size), resident, new)
 
-    def _ghost_keys(self, tree: NamespaceTree, key: bytes, start: int, stop: int) -> list[int]:
-        """Keys of the segments that end within blocks ``[start, stop)`` of a prefix."""
-        size = self._block_bytes
-        return segment_keys(tree.namespace, key, start * size, stop * size, self._segment_blocks * size)
+    def _ghost_keys(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
+        """Keys of the segments that end within blocks ``[start, stop)`` of a sequence."""
+        size, keys = self._block_bytes, sequence._segment_keys
+        if keys is None:
+            keys = sequence._segment_keys = SegmentKeys(sequence._tree.namespace, self._segment_blocks * size)
+        base, base_size, tail = sequence._base, sequence._base_size, sequence._tail
+        return keys.between(start * size, stop * size, base, base_size, tail)
 
     def _follow(
         self, sequence: Sequence, node: Node, key: bytes, start: int, stop: int
@@ -831,7 +834,10 @@ class PrefixCache:
         evictor.keep_limit(tree.tenant, len(blocks) - resident)
         evictor.charge(tree.tenant, len(blocks) - resident)
         at = resident * self._block_bytes
-        keys = self._ghost_keys(tree, key, resident, len(blocks)) if tree.tenant.uses_ghost_keys else None
+        keys = None
+        if tree.tenant.uses_ghost_keys:
+            named = SegmentKeys(tree.namespace, self._segment_blocks * self._block_bytes)
+            keys = named.between(at, len(key), key, len(key), bytearray())
         node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
         # only now: until a tree has them they are whose they were
         self._pool.claim(blocks[resident:], tree.tenant.label)

@@ -543,6 +543,34 @@ def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any)
     _print_result(result, index.table, as_json)
 
 
+@bench.command("policies")
+@click.option(
+    "--workload", type=click.Choice(["chat", "trace", "thin", "unique"]), default="chat", show_default=True
+)
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
+)
+@click.option("--policy", "policies", default="all", show_default=True, help="all, or some, between commas.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--limit", type=click.IntRange(1), help="Most requests of a round.")
+@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_json_option
+def bench_policies(trace: str | None, policies: str, as_json: bool, **options: Any) -> None:
+    """What each eviction policy costs a request, as a multiple of LRU."""
+    from pathlib import Path
+
+    from radixkv.bench import policies as comparison
+
+    path = Path(trace) if trace else None
+    with _counter("requests") as progress:
+        result = comparison.run(
+            policies=_names(policies) or ("all",), trace=path, progress=progress, **options
+        )
+    _print_result(result, comparison.table, as_json)
+
+
 @bench.command("concurrency")
 @click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
 @click.option(

@@ -180,16 +180,16 @@ class Evictor:
         block_ids: bytes,
         tree: NamespaceTree,
         hints: object = None,
-        ghost_keys: list[int] | None = None,
+        ghost_keys: tuple[int, ...] | None = None,
     ) -> Node:
         """Add ``key[start:stop]`` below ``parent``; a lease on ``parent`` moves to the deepest new node, the result."""
         deepest = tree.attach(parent, key, start, stop, block_ids)
         if tree.tenant.on_inserted is not None:
-            self._tell_inserted(parent, deepest, tree, hints, ghost_keys or [])
+            self._tell_inserted(parent, deepest, tree, hints, ghost_keys or ())
         return deepest
 
     def _tell_inserted(
-        self, parent: Node, deepest: Node, tree: NamespaceTree, hints: object, ghost_keys: list[int]
+        self, parent: Node, deepest: Node, tree: NamespaceTree, hints: object, ghost_keys: tuple[int, ...]
     ) -> None:
         """Tell the policy of the new nodes, each with the keys of the segments that end in it."""
         inserted, size = tree.tenant.on_inserted, self._segment_blocks
@@ -209,7 +209,7 @@ class Evictor:
         block_ids: bytes,
         tree: NamespaceTree,
         hints: object = None,
-        ghost_keys: list[int] | None = None,
+        ghost_keys: tuple[int, ...] | None = None,
     ) -> None:
         """Add blocks to a leaf that has one use, in place. O(label after), at most MAX_GROWN_LABEL_BYTES."""
         leaf.label += label

@@ -2,13 +2,14 @@
 
 A segment is ``segment_tokens`` of a prompt; its key is the xxh3 of the namespace and of everything up to its end, so
 equal prefixes of a namespace have equal keys, and other prefixes others. Only blocks that became resident are named,
-and only when a segment ends within them: a commit costs one pass over its prefix at memory speed, nothing a block.
+and only when a segment ends within them. Each byte of a prefix is hashed once, at memory speed: a sequence keeps the
+``SegmentKeys`` of its prefix from one commit to the next.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -21,12 +22,29 @@ def _seed(namespace: Namespace) -> int:
     return xxh3_64_intdigest(namespace.framed())
 
 
-def segment_keys(namespace: Namespace, key: bytes, start: int, stop: int, segment_bytes: int) -> list[int]:
-    """Keys of the segments that end within ``key[start:stop]``, shallowest first. O(stop) bytes."""
-    state, at, keys = xxh3_64(seed=_seed(namespace)), 0, []
-    view = memoryview(key)
-    for end in range(start - start % segment_bytes + segment_bytes, stop + 1, segment_bytes):
-        state.update(view[at:end])
-        keys.append(state.intdigest())
-        at = end
-    return keys
+class SegmentKeys:
+    """Names the segments of one prefix of a namespace, in the order in which they end."""
+
+    __slots__ = ("_at", "_segment_bytes", "_state")
+
+    def __init__(self, namespace: Namespace, segment_bytes: int) -> None:
+        self._segment_bytes = segment_bytes
+        self._state: Any = xxh3_64(seed=_seed(namespace))
+        self._at = 0  # so many bytes are hashed
+
+    def between(self, start: int, stop: int, base: bytes, base_size: int, tail: bytearray) -> tuple[int, ...]:
+        """Keys of the segments that end within bytes ``(start, stop]`` of ``base[:base_size] + tail``, in order.
+
+        ``start``: not before the last ``stop``. O(bytes since the last time).
+        """
+        at, size, state, keys = self._at, self._segment_bytes, self._state, []
+        update, digest = state.update, state.intdigest
+        for end in range(start - start % size + size, stop + 1, size):
+            if at < base_size:
+                update(base[at : min(end, base_size)])
+            if end > base_size:
+                update(tail[max(at - base_size, 0) : end - base_size])
+            keys.append(digest())
+            at = end
+        self._at = at
+        return tuple(keys)

@@ -36,6 +36,7 @@ from radixkv.types import ID_BYTES, Key
 if TYPE_CHECKING:
     from radixkv.lending import LentBeams
     from radixkv.namespaces import Namespace
+    from radixkv.segments import SegmentKeys
     from radixkv.tenants import NamespaceTree
     from radixkv.types import BlockIds
 
@@ -114,6 +115,7 @@ class Sequence:
         "_num_committed",
         "_own",
         "_run",
+        "_segment_keys",
         "_size",
         "_table",
         "_tail",
@@ -151,6 +153,7 @@ class Sequence:
         self._run: Run | None = None  # the last of the runs before that
         self._is_open = True
         self._hints: object = None  # what the policy wants to be told with what it computes
+        self._segment_keys: SegmentKeys | None = None  # of what is committed, where the policy wants them
 
     def __repr__(self) -> str:
         state = "lent" if self.is_lent else "open" if self._is_open else "released"
@@ -309,6 +312,7 @@ class Sequence:
         self._base, self._base_size, self._tail = other._base, other._base_size, other._tail
         self._size, self._table, self._own = other._size, other._table, other._own
         self._num_cached, self._num_committed = other._num_cached, other._num_committed
+        self._segment_keys = other._segment_keys
 
     def cut_key(self, size: int) -> None:
         """Forget key bytes from ``size`` on. O(1)."""

@@ -100,7 +100,7 @@ class TenantState:
     def follow(self, policy: Policy) -> None:
         """This policy is told of everything from now on."""
         self.policy, self.uses_ghost_keys = policy, policy.uses_ghost_keys
-        self.on_leased, self.on_unleased, self.on_removed = policy.leased, policy.unleased, policy.removed
+        self.on_leased, self.on_unleased, self.on_removed = policy.order()
         self.on_inserted, self.on_touched = policy.hook("inserted"), policy.hook("touched")
         self.on_extended, self.on_split = policy.hook("extended"), policy.hook("split")
         self.on_trimmed, self.on_most = policy.hook("trimmed"), policy.hook("most")

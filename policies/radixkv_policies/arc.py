@@ -14,12 +14,14 @@ State a node: two numbers a piece, an entry of a heap. Cost: O(log n); ghosts as
 
 from __future__ import annotations
 
-from itertools import count
+from typing import ClassVar
 
-from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import GhostKeys, Handle
+from radixkv_policies._mypyc import mypyc_attr
+from radixkv_policies.leaves import Ghosts, Keys, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Aged(Piece):
     """``is_frequent``: used again (T2). ``stamp``: when its last use ended."""
 
@@ -27,6 +29,11 @@ class Aged(Piece):
 
     def __init__(self, is_frequent: bool) -> None:
         self.is_frequent, self.stamp = is_frequent, 0
+
+    def twin(self) -> Aged:
+        twin = Aged(self.is_frequent)
+        twin.stamp = self.stamp
+        return twin
 
 
 class TwoGhosts(Ghosts):
@@ -41,37 +48,37 @@ class TwoGhosts(Ghosts):
     def __len__(self) -> int:
         return len(self.recent) + len(self.frequent)
 
-    def take(self, keys: GhostKeys) -> list[object] | None:
+    def take(self, keys: Keys) -> list[object] | None:
         recent, frequent = self.recent.take(keys), self.frequent.take(keys)
         if recent is None or frequent is None:
             return recent if frequent is None else frequent
         return [one if one is not None else other for one, other in zip(recent, frequent, strict=True)]
 
-    def put(self, keys: GhostKeys, memory: object) -> None:
+    def put(self, keys: Keys, memory: object) -> None:
         (self.frequent if memory else self.recent).put(keys, memory)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ARC(LeafPolicy[Aged]):
     """Adaptive replacement."""
 
-    uses_ghost_keys = True
-    _ghosts: TwoGhosts
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._recent, self._frequent = LeafHeap(), LeafHeap()
         self._num_recent = 0  # blocks of T1
         self._target = 0.0
 
     def make_ghosts(self, max_ghosts: int) -> Ghosts:
-        return TwoGhosts(max(self._capacity // self._segment_blocks, 1))
+        self._both = TwoGhosts(max(self._capacity // self._segment_blocks, 1))
+        return self._both
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Aged:
         if memory is None:
             self._num_recent += num_blocks
             return Aged(False)
-        recent, frequent = len(self._ghosts.recent) + 1, len(self._ghosts.frequent) + 1
+        recent, frequent = len(self._both.recent) + 1, len(self._both.frequent) + 1
         if memory:
             self._target -= num_blocks * max(1.0, recent / frequent)
         else:
@@ -85,7 +92,7 @@ class ARC(LeafPolicy[Aged]):
             self._num_recent -= piece.num_blocks
 
     def ended(self, piece: Aged) -> None:
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
 
     def memory(self, piece: Aged) -> object:
         return piece.is_frequent

@@ -27,8 +27,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from math import sqrt
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.learned import Learned, Leaves
 from radixkv_policies.leaves import LeafHeap
 from radixkv_policies.lrfu import LRFU
@@ -63,10 +64,11 @@ _Sample = tuple[int, float, int, float]
 """A segment whose use ended: key, the score of ``lrfu``, class of ``learned``, when."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Auto(Policy):
     """The best of three, by shadow caches."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()

@@ -24,10 +24,10 @@ State a node: as all ``LeafPolicy``, three values a piece and an entry of a heap
 from __future__ import annotations
 
 from collections import deque
-from itertools import count
 from math import exp, inf, log
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.lrfu import HalfLife
 from radixkv_policies.policy import Handle
@@ -49,6 +49,7 @@ FEWEST: Final = log(50)
 """As few newcomers of a kind are admitted at least, in terms of e."""
 
 
+@mypyc_attr(acyclic=True)
 class Known(Piece):
     """``is_known``: used again, or remembered. ``ended_s``: when its last use ended, None in its first."""
 
@@ -57,6 +58,11 @@ class Known(Piece):
     def __init__(self, is_known: bool) -> None:
         self.is_known, self.stamp = is_known, 0
         self.ended_s: float | None = None
+
+    def twin(self) -> Known:
+        twin = Known(self.is_known)
+        twin.ended_s, twin.stamp = self.ended_s, self.stamp
+        return twin
 
 
 class Record:
@@ -92,15 +98,15 @@ class Record:
         return self.won >= -TOLERANCE * self._capacity
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Doorkeeper(LeafPolicy[Known]):
     """LRU with a door."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
         self._leaves = LeafHeap()
-        self._stamps = count()
         self._half_life = HalfLife()
         self._shared_blocks = SHARED_TOKENS / self._block_tokens
         self._strictness = 0.0  # up to FEWEST fewer beginnings are admitted, up to twice that fewer of all
@@ -158,7 +164,7 @@ class Doorkeeper(LeafPolicy[Known]):
                 self.record.won += piece.num_blocks
 
     def ended(self, piece: Known) -> None:
-        piece.ended_s, piece.stamp = self._clock(), next(self._stamps)
+        piece.ended_s, piece.stamp = self._clock(), self.next_stamp()
 
     def memory(self, piece: Known) -> object:
         return piece.ended_s, self._is_declining

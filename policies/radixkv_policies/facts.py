@@ -10,9 +10,14 @@ that one; then its turn is one more. Otherwise it opens a conversation, whatever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import floor
+
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
 
 
+@mypyc_attr(acyclic=True)
 class Facts:
     """A request. ``end``: blocks so far. ``num_new``: those nobody had sent before. ``turn``: from 1.
     ``groups``: for a policy to note what it makes of them.
@@ -24,7 +29,7 @@ class Facts:
         self.labels, self._slack = labels, slack
         self.end, self.num_new, self.number, self.gap_s = 0, 0, 1, 0.0
         self._seen = 0
-        self.groups: dict[int, int] = {}
+        self.groups: dict[int, object] = {}
 
     def found(self, end: int, earlier: Facts, gap_s: float) -> None:
         """Blocks up to ``end`` were last used by ``earlier``, ``gap_s`` ago; told shallowest first."""
@@ -41,8 +46,13 @@ class Facts:
     @property
     def turn(self) -> int:
         """The number of the turn, as labelled or as seen."""
-        turn = self.labels.get("turn")
+        turn = self.labels.get("turn") if self.labels else None
         return turn if isinstance(turn, int) else self.number
+
+
+def places_in_blocks(tokens: Sequence[int], block_tokens: float) -> list[int]:
+    """Numbers of tokens as whole blocks: a number of blocks is above one if its tokens are above the other."""
+    return [floor(each / block_tokens) for each in tokens]
 
 
 def labels_of(hints: object) -> dict[str, Label]:

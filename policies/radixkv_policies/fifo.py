@@ -8,12 +8,12 @@ State a node: a stamp and an entry of a heap. Cost: O(log n).
 
 from __future__ import annotations
 
-from itertools import count
-
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Inserted(Piece):
     """``stamp``: when it was inserted."""
 
@@ -22,17 +22,20 @@ class Inserted(Piece):
     def __init__(self, stamp: int) -> None:
         self.stamp = stamp
 
+    def twin(self) -> Inserted:
+        return Inserted(self.stamp)
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FIFO(LeafPolicy[Inserted]):
     """First in, first out."""
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._leaves = LeafHeap()
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Inserted:
-        return Inserted(next(self._stamps))
+        return Inserted(self.next_stamp())
 
     def entered(self, node: Handle, piece: Inserted, depth: int) -> None:
         self._leaves.add(node, piece.stamp)

@@ -13,9 +13,9 @@ State a node: four numbers a piece, an entry of a heap. Cost: O(log n); ghosts a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -34,6 +34,7 @@ and
 4 × layers × width for each position it attends to. Only the ratio matters for the order."""
 
 
+@mypyc_attr(acyclic=True)
 class Costed(Piece):
     """``num_uses``: in all. ``inflation``: when its last use ended. ``rank``: of the leaf that ends with it."""
 
@@ -42,16 +43,21 @@ class Costed(Piece):
     def __init__(self, num_uses: int) -> None:
         self.num_uses, self.inflation, self.rank, self.stamp = num_uses, 0.0, 0.0, 0
 
+    def twin(self) -> Costed:
+        twin = Costed(self.num_uses)
+        twin.inflation, twin.rank, twin.stamp = self.inflation, self.rank, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GDSF(LeafPolicy[Costed]):
     """Greedy dual, size and frequency, with prefill seconds as the cost."""
 
-    uses_ghost_keys = True
-    ranks_by_depth = True
+    uses_ghost_keys: ClassVar[bool] = True
+    ranks_by_depth: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._leaves = LeafHeap()
         self._inflation = 0.0
         self._per_block = self._block_tokens * LLAMA_8B.per_token_and_position_s / LLAMA_8B.per_token_s
@@ -63,7 +69,7 @@ class GDSF(LeafPolicy[Costed]):
         piece.num_uses += 1
 
     def ended(self, piece: Costed) -> None:
-        piece.inflation, piece.stamp = self._inflation, next(self._stamps)
+        piece.inflation, piece.stamp = self._inflation, self.next_stamp()
 
     def memory(self, piece: Costed) -> object:
         return piece.num_uses

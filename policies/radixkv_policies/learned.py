@@ -21,11 +21,12 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from radixkv_policies.facts import Facts, labels_of
+from radixkv_policies._mypyc import mypyc_attr
+from radixkv_policies.facts import Facts, labels_of, places_in_blocks
 from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
 from radixkv_policies.leaves import LeafPolicy, Piece
 from radixkv_policies.policy import Handle
@@ -52,6 +53,7 @@ _PLACE_OF_USES: Final = [bisect_left(_USES, num_uses) for num_uses in range(_USE
 _EDGES_S: Final[list[float]] = EDGES_S.tolist()
 
 
+@mypyc_attr(acyclic=True)
 class Returning(Piece):
     """``num_uses``: in all. ``facts``: of the last request. ``number``, ``group``: of the use that ended, −1 while
     in use.
@@ -63,11 +65,17 @@ class Returning(Piece):
         self.num_uses, self.facts = num_uses, facts
         self.number, self.group, self.ended_s = -1, 0, 0.0
 
+    def twin(self) -> Returning:
+        twin = Returning(self.num_uses, self.facts)
+        twin.ended_s, twin.group, twin.number = self.ended_s, self.group, self.number
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Learned(LeafPolicy[Returning]):
     """Hits per block-second, by a hazard learned online."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
@@ -76,7 +84,10 @@ class Learned(LeafPolicy[Returning]):
         self._types: dict[object, int] = {None: 0}
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
-        self._last: tuple[Facts | None, int, float, int] = (None, 0, 0.0, 0)
+        self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
+        self._num_blocks = places_in_blocks(_TOKENS, self._block_tokens)
+        self._last_facts: Facts | None = None
+        self._last_group, self._last_s, self._last_number = 0, 0.0, 0
         self._leaves = Leaves(self._model.rank)
         self._counted_s = self._fitted_s = self._started_s = self._clock()
 
@@ -115,12 +126,13 @@ class Learned(LeafPolicy[Returning]):
         facts = piece.facts
         place = _PLACE_OF_USES[piece.num_uses] if piece.num_uses <= _USES[-1] else len(_USES)
         group = facts.groups.get(place)
-        if group is None:
+        if not isinstance(group, int):
             group = facts.groups[place] = self._group(place, facts)
         piece.group = group
-        if self._last[:3] != (facts, group, now_s):
-            self._last = (facts, group, now_s, next(self._numbers))
-        piece.number = self._last[3]
+        if facts is not self._last_facts or group != self._last_group or now_s != self._last_s:
+            self._last_facts, self._last_group, self._last_s = facts, group, now_s
+            self._last_number = next(self._numbers)
+        piece.number = self._last_number
         self._model.log.append((piece.number, now_s, group, piece.num_blocks / self._segment_blocks))
 
     def memory(self, piece: Returning) -> object:
@@ -163,17 +175,16 @@ class Learned(LeafPolicy[Returning]):
             self._model.describe(group, _features(key, types.get(key[5], 0)))
 
     def _group(self, place: int, facts: Facts) -> int:
-        size, labels = self._block_tokens, facts.labels
-        turn = facts.turn
+        labels, turn = facts.labels, facts.turn
         key: _Key = (
             place,
             bisect_left(_TURNS, turn),
-            bisect_left(_NEW_TOKENS, facts.num_new * size),
-            bisect_left(_TOKENS, facts.end * size),
+            bisect_left(self._new_blocks, facts.num_new),
+            bisect_left(self._num_blocks, facts.end),
             bisect_left(_PAUSES_S, facts.gap_s),
-            labels.get("type"),
-            bool(labels.get("session_over")),
-            bool(labels.get("tool_pending")),
+            labels.get("type") if labels else None,
+            bool(labels and labels.get("session_over")),
+            bool(labels and labels.get("tool_pending")),
         )
         group = self._groups.get(key)
         if group is None:
@@ -198,8 +209,8 @@ def _features(key: _Key, kind: int) -> list[float]:
     return [*numbers, *products, *map(float, flags), *(float(kind == i) for i in range(1, MAX_TYPES + 1))]
 
 
-_Entry = tuple[float, float, int, Handle, int]
-"""Rank, when the use ended, a serial, the leaf, its class."""
+_Entry = tuple[Any, ...]
+"""Rank, when the use ended, a serial, the leaf, its class; one object in the dict and in the heap."""
 
 
 class Leaves:
@@ -246,7 +257,8 @@ class Leaves:
             entry = heap[0]
             found = entries.get(entry[3])
             if found is not None and found[2] == entry[2]:
-                return entry[3]
+                node: Handle = entry[3]
+                return node
             heappop(heap)
         return None
 

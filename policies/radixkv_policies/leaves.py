@@ -20,14 +20,16 @@ and ``split``, and what a subclass adds.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from copy import copy
 from heapq import heapify, heappop, heappush
-from typing import Final, Generic, TypeVar
+from typing import ClassVar, Final, Generic, TypeVar, cast
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.policy import GhostKeys, Handle, Policy
+
+Keys = tuple[int, ...]
+"""Ghost keys, as they are kept."""
 
 MIN_GHOSTS: Final = 16_384
 """A memory is worth having in a small cache too: so many ghosts, about 2 MB, any policy with one may keep."""
@@ -36,6 +38,7 @@ GHOSTS_PER_SEGMENT: Final = 4
 """And so many for each segment that the cache can hold, if that is more."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Ghosts:
     """Memories of evicted segments by their key, the oldest out first, at most ``max_ghosts`` of them.
 
@@ -47,15 +50,15 @@ class Ghosts:
 
     def __init__(self, max_ghosts: int) -> None:
         self._max, self._num = max_ghosts, 0
-        self._runs: OrderedDict[int, tuple[GhostKeys, object]] = OrderedDict()
+        self._runs: OrderedDict[int, tuple[Keys, object]] = OrderedDict()
 
     def __len__(self) -> int:
         return self._num
 
-    def take(self, keys: GhostKeys) -> list[object] | None:
+    def take(self, keys: Keys) -> list[object] | None:
         """What is remembered of each key, which is then forgotten; None if nothing is remembered of any."""
         runs = self._runs
-        if runs.keys().isdisjoint(keys):
+        if not runs or runs.keys().isdisjoint(keys):
             return None
         found: list[object] = [None] * len(keys)
         at = 0
@@ -73,7 +76,7 @@ class Ghosts:
             at += same
         return found
 
-    def put(self, keys: GhostKeys, memory: object) -> None:
+    def put(self, keys: Keys, memory: object) -> None:
         """Remember ``memory`` of each key, at least one; they follow each other on one path."""
         self._num += len(keys)
         self._keep(keys, memory)
@@ -84,7 +87,7 @@ class Ghosts:
             if kept > 0:  # the deepest went first
                 self._keep(oldest[:kept], memory, is_oldest=True)
 
-    def _keep(self, keys: GhostKeys, memory: object, *, is_oldest: bool = False) -> None:
+    def _keep(self, keys: Keys, memory: object, *, is_oldest: bool = False) -> None:
         replaced = self._runs.pop(keys[0], None)
         if replaced is not None:
             self._num -= len(replaced[0])
@@ -93,13 +96,14 @@ class Ghosts:
             self._runs.move_to_end(keys[0], last=False)
 
 
-def _num_equal(run: GhostKeys, keys: GhostKeys, at: int) -> int:
+def _num_equal(run: Keys, keys: Keys, at: int) -> int:
     """How many keys of a run are ``keys`` from ``at`` on."""
     if keys[at : at + len(run)] == run:
         return len(run)
     return next(i for i, key in enumerate(run) if at + i == len(keys) or keys[at + i] != key)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, acyclic=True)
 class Piece:
     """Blocks of a node with one history.
 
@@ -110,8 +114,12 @@ class Piece:
     __slots__ = ("is_new", "keys", "num_blocks")
 
     num_blocks: int
-    keys: GhostKeys
+    keys: Keys
     is_new: bool
+
+    def twin(self) -> Piece:
+        """Another with the same history; whoever asks says which blocks it has."""
+        raise NotImplementedError
 
 
 P = TypeVar("P", bound=Piece)
@@ -129,34 +137,40 @@ class State(Generic[P]):
         self.evictable = False
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeafPolicy(Policy, Generic[P]):
     """A policy over evictable leaves. A subclass says ``made``, ``entered``, ``left`` and ``victim``."""
 
-    ranks_by_depth = False
+    ranks_by_depth: ClassVar[bool] = False
     """Whether a leaf is ranked anew after each trim, not only when its last piece is gone."""
 
     def begin(self) -> None:
         super().begin()
         self._states: dict[Handle, State[P]] = {}
-        self._num_evictable = 0
+        self._num_evictable = self._stamp = 0
         self._hears_of_losses = type(self).lost is not LeafPolicy.lost
         self._ghosts = self.make_ghosts(
             max(MIN_GHOSTS, GHOSTS_PER_SEGMENT * self._capacity // self._segment_blocks)
         )
 
+    def next_stamp(self) -> int:
+        """A number greater than any before, for an order by events."""
+        self._stamp += 1
+        return self._stamp
+
     # --- for a subclass to say
 
-    @abstractmethod
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> P:
         """A new piece, blocks ``[start, start + num_blocks)``; ``memory`` is what a ghost left of them, or None."""
+        raise NotImplementedError
 
-    @abstractmethod
     def entered(self, node: Handle, piece: P, depth: int) -> None:
         """The node became an evictable leaf that ends with ``piece`` at ``depth``."""
+        raise NotImplementedError
 
-    @abstractmethod
     def left(self, node: Handle, piece: P) -> None:
         """The evictable leaf came into use, is gone, or will be ranked anew."""
+        raise NotImplementedError
 
     def used(self, piece: P) -> None:
         """A request found the piece resident."""
@@ -167,9 +181,6 @@ class LeafPolicy(Policy, Generic[P]):
     def memory(self, piece: P) -> object:
         """What should outlive the eviction of its blocks; equal for blocks with an equal history. None: nothing."""
         return None
-
-    def halved(self, upper: P, lower: P) -> None:
-        """``upper`` is a copy that takes the first blocks of ``lower``."""
 
     def uncovered(self, parent: P, child: P) -> None:
         """All blocks of ``child`` are gone, which came right after ``parent``."""
@@ -204,7 +215,7 @@ class LeafPolicy(Policy, Generic[P]):
         parent: Handle | None = None,
     ) -> None:
         states = self._states
-        states[node] = State(parent, depth, self._pieces(num_blocks, depth, hints, ghost_keys), 0)
+        states[node] = State(parent, depth, self._pieces(num_blocks, depth, hints, tuple(ghost_keys)), 0)
         if parent is not None:
             states[parent].num_children += 1
 
@@ -213,11 +224,11 @@ class LeafPolicy(Policy, Generic[P]):
     ) -> None:
         state = self._states[node]
         state.depth += num_blocks
-        for piece in self._pieces(num_blocks, state.depth, hints, ghost_keys):
+        for piece in self._pieces(num_blocks, state.depth, hints, tuple(ghost_keys)):
             last = state.pieces[-1]
             if last.is_new and piece.is_new and self.alike(last, piece):
                 last.num_blocks += piece.num_blocks
-                last.keys = [*last.keys, *piece.keys] if piece.keys else last.keys
+                last.keys += piece.keys
             else:
                 state.pieces.append(piece)
 
@@ -324,7 +335,7 @@ class LeafPolicy(Policy, Generic[P]):
         """Blocks of a node."""
         return sum(piece.num_blocks for piece in self._states[node].pieces)
 
-    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[P]:
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: Keys) -> list[P]:
         """New blocks that end at ``depth``, a piece for each run of segments that a ghost remembers alike."""
         memories = self._ghosts.take(keys) if keys else None
         if memories is None:
@@ -344,19 +355,18 @@ class LeafPolicy(Policy, Generic[P]):
             pieces.append(self._new(at, depth - at, hints, (), None))
         return pieces
 
-    def _new(self, start: int, num_blocks: int, hints: object, keys: GhostKeys, memory: object) -> P:
+    def _new(self, start: int, num_blocks: int, hints: object, keys: Keys, memory: object) -> P:
         piece = self.made(start, num_blocks, hints, memory)
         piece.num_blocks, piece.keys, piece.is_new = num_blocks, keys, memory is None
         return piece
 
     def _halve(self, lower: P, num_blocks: int, depth: int) -> P:
         """Cut the first blocks, up to ``depth``, off a piece."""
-        upper = copy(lower)
+        upper = cast(P, lower.twin())
         size = self._segment_blocks
         num_keys = depth // size - (depth - num_blocks) // size if lower.keys else 0
-        upper.num_blocks, upper.keys = num_blocks, lower.keys[:num_keys]
+        upper.num_blocks, upper.keys, upper.is_new = num_blocks, lower.keys[:num_keys], lower.is_new
         lower.num_blocks, lower.keys = lower.num_blocks - num_blocks, lower.keys[num_keys:]
-        self.halved(upper, lower)
         return upper
 
     def _bury(self, piece: P, depth: int, num_blocks: int) -> None:
@@ -378,39 +388,38 @@ class LeafPolicy(Policy, Generic[P]):
 class LeafHeap:
     """Leaves by ``(key, stamp)``, the smallest first. O(log n), amortised."""
 
-    __slots__ = ("_entries", "_heap", "_serial")
+    __slots__ = ("_heap", "_serial", "_serials")
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
-        self._entries: dict[Handle, _Entry] = {}
+        self._serials: dict[Handle, int] = {}
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._serials)
 
     def __contains__(self, node: Handle) -> bool:
-        return node in self._entries
+        return node in self._serials
 
     def add(self, node: Handle, key: float, stamp: int = 0) -> None:
         """A leaf that isn't in it."""
-        self._serial = serial = self._serial + 1
-        entry = self._entries[node] = (key, stamp, serial, node)
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = list(self._entries.values())
+        serials = self._serials
+        if len(self._heap) > 2 * len(serials) + 64:
+            self._heap = [entry for entry in self._heap if serials.get(entry[3]) == entry[2]]
             heapify(self._heap)
-        else:
-            heappush(self._heap, entry)
+        self._serial = serials[node] = serial = self._serial + 1
+        heappush(self._heap, (key, stamp, serial, node))
 
     def discard(self, node: Handle) -> None:
         """A leaf that is in it."""
-        del self._entries[node]  # its place in the heap is skipped later
+        del self._serials[node]  # its place in the heap is skipped later
 
     def first(self) -> Handle | None:
         """The leaf that comes first, or None."""
-        heap, entries = self._heap, self._entries
+        heap, serials = self._heap, self._serials
         while heap:
             entry = heap[0]
-            if entries.get(entry[3]) is entry:
+            if serials.get(entry[3]) == entry[2]:
                 return entry[3]
             heappop(heap)
         return None

@@ -19,9 +19,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.policy import GhostKeys, Handle, Policy
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LFU(Policy):
     """Least frequently used, with dynamic aging."""
 

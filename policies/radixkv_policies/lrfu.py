@@ -19,10 +19,11 @@ State a node: three numbers a piece, an entry of a heap. Cost: O(log n); ghosts 
 
 from __future__ import annotations
 
-from itertools import count
+from collections.abc import Sequence
 from math import exp, inf, log, log2
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -35,6 +36,10 @@ HALF_LIFE_PER_GAP: Final = 1.6
 
 MAX_WEIGHT: Final = 4.0
 """A gap moves the half-life at most so many times as much as one of average size."""
+
+
+MIN_SPEED: Final = 0.003
+"""A step of average weight is at least as long."""
 
 
 class HalfLife:
@@ -51,13 +56,14 @@ class HalfLife:
         """``num_blocks`` were used ``gap_s`` after the end of their last use. A gap weighs by its blocks."""
         self._num_gaps += 1
         self._num_blocks += num_blocks
-        weight = min(num_blocks * self._num_gaps / self._num_blocks, MAX_WEIGHT)
-        step = weight * max(0.1 / (1 + self._num_gaps / 128), 0.003)
+        weight, speed = num_blocks * self._num_gaps / self._num_blocks, 0.1 / (1 + self._num_gaps / 128)
+        step = (weight if weight < MAX_WEIGHT else MAX_WEIGHT) * (speed if speed > MIN_SPEED else MIN_SPEED)
         above = log(gap_s + 1e-3) > self._log_gap
         self._log_gap += step * (GAP_QUANTILE if above else GAP_QUANTILE - 1)
         self.seconds = HALF_LIFE_PER_GAP * exp(self._log_gap)
 
 
+@mypyc_attr(acyclic=True)
 class Decayed(Piece):
     """``score``: log2 of the decayed sum plus the virtual time. ``num_uses``: running ones, not counted yet."""
 
@@ -67,16 +73,21 @@ class Decayed(Piece):
         self.score, self.ended_s = score, ended_s
         self.num_uses, self.stamp = 1, 0
 
+    def twin(self) -> Decayed:
+        twin = Decayed(self.score, self.ended_s)
+        twin.num_uses, twin.stamp = self.num_uses, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LRFU(LeafPolicy[Decayed]):
     """Least recently and frequently used, with a learned half-life and a memory."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
         self._leaves = LeafHeap()
-        self._stamps = count()
         self._half_life = HalfLife()
         self._virtual, self._virtual_at = 0.0, self._clock()
 
@@ -91,8 +102,13 @@ class LRFU(LeafPolicy[Decayed]):
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Decayed:
         if not isinstance(memory, tuple):
             return Decayed(-inf, 0.0)
+        self.half_lives()
         self._saw(memory[1], num_blocks)
         return Decayed(*memory)
+
+    def touched(self, nodes: Sequence[Handle]) -> None:
+        self.half_lives()  # the clock is read once for all of them
+        super().touched(nodes)
 
     def used(self, piece: Decayed) -> None:
         if not piece.num_uses:
@@ -101,8 +117,11 @@ class LRFU(LeafPolicy[Decayed]):
 
     def ended(self, piece: Decayed) -> None:
         now = self.half_lives()
-        piece.score = now + log2(piece.num_uses + 2.0 ** (piece.score - now))
-        piece.num_uses, piece.ended_s, piece.stamp = 0, self._virtual_at, next(self._stamps)
+        if piece.num_uses == 1 and piece.score == -inf:  # most are new: the sum is 1
+            piece.score = now
+        else:
+            piece.score = now + log2(piece.num_uses + 2.0 ** (piece.score - now))
+        piece.num_uses, piece.ended_s, piece.stamp = 0, self._virtual_at, self.next_stamp()
 
     def memory(self, piece: Decayed) -> object:
         return piece.score, piece.ended_s
@@ -117,5 +136,5 @@ class LRFU(LeafPolicy[Decayed]):
         return self._leaves.first()
 
     def _saw(self, ended_s: float, num_blocks: int) -> None:
-        self.half_lives()
+        """Used again, at the time that was read last."""
         self._half_life.saw(self._virtual_at - ended_s, num_blocks)

@@ -12,19 +12,22 @@ request enters no Python function of the policy (0.06 µs a node instead of 0.13
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.policy import Handle, Policy
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LRU(Policy):
     """Least recently used."""
 
     def begin(self) -> None:
         super().begin()
         self._order: OrderedDict[Handle, None] = OrderedDict()
-        self.leased = self._order.pop  # type: ignore[method-assign,assignment]
-        self.unleased = self._order.setdefault  # type: ignore[method-assign,assignment]
-        self.removed = self._order.pop  # type: ignore[method-assign,assignment]
+
+    def order(self) -> tuple[Callable[..., object], Callable[..., object], Callable[..., object]]:
+        return self._order.pop, self._order.setdefault, self._order.pop
 
     def split(self, upper: Handle, lower: Handle, num_blocks: int) -> None:
         if lower in self._order:
@@ -38,7 +41,9 @@ class LRU(Policy):
         """To the young end."""
         return self._order.setdefault(node)
 
-    removed = leased
+    def removed(self, node: Handle) -> object:
+        """Out of the order."""
+        return self._order.pop(node)
 
     def victim(self) -> Handle | None:
         return next(iter(self._order), None)

@@ -30,9 +30,10 @@ rate, never more. They let a policy remember what was evicted.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final
+
+from radixkv_policies._mypyc import mypyc_attr
 
 Handle = Hashable
 """A node, as a policy sees it: it can be compared, hashed and kept, nothing else."""
@@ -49,14 +50,18 @@ SEGMENT_TOKENS: Final = 512
 """
 
 
-class Policy(ABC):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Policy:
     """The order in which one tenant's nodes are evicted.
 
     capacity: blocks that the cache can hold; what a policy remembers is bounded by it. clock: seconds, never
     backwards. seed: of whatever it draws at random. block_size: token ids a block, as the ranges of hints count
     them. segment_blocks: blocks that a ghost key stands for, SEGMENT_TOKENS ÷ block_size: what a policy weighs by
-    tokens it weighs by this, at least 1.
+    tokens it weighs by this, at least 1. Raises TypeError for a subclass without one of ``required``.
     """
+
+    required: ClassVar[tuple[str, ...]] = ("leased", "unleased", "removed", "victim", "__len__")
+    """The methods that a subclass has to have."""
 
     uses_ghost_keys: ClassVar[bool] = False
     """Whether ``inserted`` and ``extended`` want ghost keys; otherwise the cache computes none."""
@@ -64,6 +69,10 @@ class Policy(ABC):
     def __init__(
         self, capacity: int, clock: Clock, seed: int, *, block_size: int = 16, segment_blocks: int = 1
     ) -> None:
+        # Not an abstract base class: those that mypyc makes take each other's instances for their own.
+        missing = [name for name in self.required if getattr(type(self), name) is getattr(Policy, name)]
+        if missing:
+            raise TypeError(f"the policy {type(self).__name__} has no {', '.join(missing)}")
         self._capacity, self._clock, self._seed = capacity, clock, seed
         self._block_size, self._segment_blocks = block_size, segment_blocks
         self._block_tokens = SEGMENT_TOKENS / segment_blocks
@@ -78,6 +87,10 @@ class Policy(ABC):
             return None
         method: Callable[..., Any] = getattr(self, name)
         return method
+
+    def order(self) -> tuple[Callable[..., object], Callable[..., object], Callable[..., object]]:
+        """``leased``, ``unleased`` and ``removed``, as they are to be called: what does the same may stand for them."""
+        return self.leased, self.unleased, self.removed
 
     # --- optional: a request
 
@@ -120,23 +133,23 @@ class Policy(ABC):
 
     # --- the order
 
-    @abstractmethod
     def leased(self, node: Handle) -> object:
         """An evictable node came into use."""
+        raise NotImplementedError
 
-    @abstractmethod
     def unleased(self, node: Handle) -> object:
         """A node in use became evictable."""
+        raise NotImplementedError
 
-    @abstractmethod
     def removed(self, node: Handle) -> object:
         """An evictable node is gone: nothing is left of it after an eviction, or it was cleared."""
+        raise NotImplementedError
 
-    @abstractmethod
     def victim(self) -> Handle | None:
         """The evictable leaf to go next, or None if nothing is evictable. A question: asked again, it answers the
         same.
         """
+        raise NotImplementedError
 
     def admit(self, node: Handle) -> bool:
         """Whether to keep a leaf whose last use has just ended; if not it goes at once, and so on upward. Optional:
@@ -148,9 +161,9 @@ class Policy(ABC):
         """How many blocks of the victim may go before ``victim`` is asked again. Optional: without it, all."""
         raise NotImplementedError
 
-    @abstractmethod
     def __len__(self) -> int:
         """How many nodes are evictable."""
+        raise NotImplementedError
 
     # --- optional: slow work
 

@@ -10,12 +10,13 @@ State a node: a flag and a stamp a piece, an entry of a heap. Cost: O(log n).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
-from radixkv_policies.policy import GhostKeys, Handle
+from radixkv_policies._mypyc import mypyc_attr
+from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Written(Piece):
     """``is_prompt``: somebody sent it. ``stamp``: when its last use ended."""
 
@@ -24,13 +25,18 @@ class Written(Piece):
     def __init__(self, is_prompt: bool) -> None:
         self.is_prompt, self.stamp = is_prompt, 0
 
+    def twin(self) -> Written:
+        twin = Written(self.is_prompt)
+        twin.stamp = self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixFirst(LeafPolicy[Written]):
     """Prompt blocks outlive generated ones."""
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._prompts, self._generated = LeafHeap(), LeafHeap()
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
@@ -47,7 +53,7 @@ class PrefixFirst(LeafPolicy[Written]):
         piece.is_prompt = True
 
     def ended(self, piece: Written) -> None:
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
 
     def entered(self, node: Handle, piece: Written, depth: int) -> None:
         (self._prompts if piece.is_prompt else self._generated).add(node, piece.stamp)
@@ -59,7 +65,7 @@ class PrefixFirst(LeafPolicy[Written]):
         node = self._generated.first()
         return self._prompts.first() if node is None else node
 
-    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[Written]:
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: Keys) -> list[Written]:
         start = depth - num_blocks
         if not isinstance(hints, int) or not start < hints < depth:
             return [self._new(start, num_blocks, hints, keys, None)]

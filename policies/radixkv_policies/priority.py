@@ -13,13 +13,14 @@ State a node: four numbers a piece, an entry of a heap, another if its priority 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import DEFAULT_PRIORITY, RequestHints
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece, State
-from radixkv_policies.policy import GhostKeys, Handle
+from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece, State
+from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Prioritised(Piece):
     """``priority`` until ``ends_s``, None for ever. ``stamp``: when its last use ended."""
 
@@ -30,13 +31,18 @@ class Prioritised(Piece):
         self.ends_s: float | None = None
         self.stamp = self.rank = 0
 
+    def twin(self) -> Prioritised:
+        twin = Prioritised(self.priority, self.duration_s)
+        twin.ends_s, twin.rank, twin.stamp = self.ends_s, self.rank, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Priority(LeafPolicy[Prioritised]):
     """Given priorities, then recency."""
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._ranks = [LeafHeap() for _ in range(101)]
         self._ends = LeafHeap()  # of those whose priority ends
 
@@ -68,7 +74,7 @@ class Priority(LeafPolicy[Prioritised]):
         return last.priority == piece.priority and last.duration_s == piece.duration_s
 
     def ended(self, piece: Prioritised) -> None:
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
         piece.ends_s = None if piece.duration_s is None else self._clock() + piece.duration_s
 
     def entered(self, node: Handle, piece: Prioritised, depth: int) -> None:
@@ -113,7 +119,7 @@ class Priority(LeafPolicy[Prioritised]):
             return DEFAULT_PRIORITY, None
         return hints.priority, hints.duration_s
 
-    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: GhostKeys) -> list[Prioritised]:
+    def _pieces(self, num_blocks: int, depth: int, hints: object, keys: Keys) -> list[Prioritised]:
         at, pieces = depth - num_blocks, []
         for stop in [*self._cuts(at, depth, hints), depth]:
             pieces.append(self._new(at, stop - at, hints, (), None))

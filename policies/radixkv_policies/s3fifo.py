@@ -14,9 +14,9 @@ young end uses up a use. Ghosts as in ``leaves``, at most one a segment of capac
 
 from __future__ import annotations
 
-from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -27,6 +27,7 @@ MAX_USES: Final = 3
 """What a use counter holds."""
 
 
+@mypyc_attr(acyclic=True)
 class Queued(Piece):
     """``is_main``: in the main queue. ``stamp``: its place in the queue. ``num_uses``: since it got there, at most
     3.
@@ -37,15 +38,20 @@ class Queued(Piece):
     def __init__(self, is_main: bool, stamp: int) -> None:
         self.is_main, self.stamp, self.num_uses = is_main, stamp, 0
 
+    def twin(self) -> Queued:
+        twin = Queued(self.is_main, self.stamp)
+        twin.num_uses = self.num_uses
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class S3FIFO(LeafPolicy[Queued]):
     """Simple, scalable: three FIFO queues."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._small, self._main = LeafHeap(), LeafHeap()
         self._num_small = 0  # blocks
         self._max_small = max(SMALL_SHARE * self._capacity, 1)
@@ -56,7 +62,7 @@ class S3FIFO(LeafPolicy[Queued]):
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Queued:
         if memory is None:
             self._num_small += num_blocks
-        return Queued(memory is not None, next(self._stamps))
+        return Queued(memory is not None, self.next_stamp())
 
     def used(self, piece: Queued) -> None:
         piece.num_uses = min(piece.num_uses + 1, MAX_USES)
@@ -100,6 +106,6 @@ class S3FIFO(LeafPolicy[Queued]):
         else:
             self._num_small -= piece.num_blocks
             piece.is_main, piece.num_uses = True, 0
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
         self._main.add(node, piece.stamp)
         return True

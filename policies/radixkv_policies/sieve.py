@@ -13,12 +13,12 @@ uses up a mark.
 
 from __future__ import annotations
 
-from itertools import count
-
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
 
+@mypyc_attr(acyclic=True)
 class Marked(Piece):
     """``stamp``: when it was inserted. ``is_used``: since the hand came by."""
 
@@ -27,18 +27,23 @@ class Marked(Piece):
     def __init__(self, stamp: int) -> None:
         self.stamp, self.is_used = stamp, False
 
+    def twin(self) -> Marked:
+        twin = Marked(self.stamp)
+        twin.is_used = self.is_used
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SIEVE(LeafPolicy[Marked]):
     """The hand and the marks."""
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._ahead, self._behind = LeafHeap(), LeafHeap()
         self._hand = 0
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Marked:
-        return Marked(next(self._stamps))
+        return Marked(self.next_stamp())
 
     def used(self, piece: Marked) -> None:
         piece.is_used = True

@@ -9,8 +9,8 @@ After the workload-aware eviction of "KVCache cache in the wild" (ATC 2025, 2506
 classes, in that no category of request has to be given, and in that the horizon is learned: ``HORIZON`` half-lives
 as ``lrfu`` has them.
 
-State a node: five values a piece, an entry of a heap; two numbers a class; at most ``MAX_EVENTS`` events that wait
-for their horizon. Cost: O(log n + classes), at most ``MAX_CLASSES``.
+State a node: five values a piece, an entry of two heaps; two numbers a class; at most ``MAX_EVENTS`` events that wait
+for their horizon. Cost: O(log n), amortised.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import count
-from typing import Final
+from heapq import heapify, heappop, heappush
+from typing import ClassVar, Final
 
-from radixkv_policies.facts import Facts, labels_of
+from radixkv_policies._mypyc import mypyc_attr
+from radixkv_policies.facts import Facts, labels_of, places_in_blocks
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.lrfu import HalfLife
 from radixkv_policies.policy import Handle
@@ -46,15 +47,25 @@ _NEW_TOKENS: Final = (512, 1_024, 2_048, 8_192)
 
 
 class Class:
-    """Blocks alike: how many were counted, how many of them returned; and the leaves of the class."""
+    """Blocks alike: how many were counted, how many of them returned, their chance; and the leaves of the class."""
 
-    __slots__ = ("leaves", "num_counted", "num_returned")
+    __slots__ = ("chance", "is_placed", "leaves", "num_counted", "num_returned", "serial")
 
     def __init__(self, prior_blocks: float) -> None:
         self.num_counted, self.num_returned = prior_blocks, PRIOR * prior_blocks
+        self.chance = PRIOR
         self.leaves = LeafHeap()
+        self.serial = 0  # of its place in the order of classes
+        self.is_placed = True
+
+    def count(self, num_blocks: int, num_returned: int) -> None:
+        """So many blocks had their horizon, and so many of them returned."""
+        self.num_counted = KEPT * self.num_counted + num_blocks
+        self.num_returned = KEPT * self.num_returned + num_returned
+        self.chance = self.num_returned / self.num_counted
 
 
+@mypyc_attr(acyclic=True)
 class Event:
     """Blocks whose use ended, waiting for their horizon."""
 
@@ -65,6 +76,7 @@ class Event:
         self.num_blocks = self.num_returned = 0
 
 
+@mypyc_attr(acyclic=True)
 class Living(Piece):
     """``num_uses``: in all. ``facts``: of the last request. ``event``: since its last use ended, None while in
     use.
@@ -77,18 +89,28 @@ class Living(Piece):
         self.event: Event | None = None
         self.stamp = 0
 
+    def twin(self) -> Living:
+        twin = Living(self.num_uses, self.facts)
+        twin.event, twin.stamp = self.event, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Survival(LeafPolicy[Living]):
     """The chance to return, by class."""
 
-    uses_ghost_keys = True
+    uses_ghost_keys: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._half_life = HalfLife()
         self._classes: dict[object, Class] = {}
         self._events: deque[Event] = deque()
+        self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
+        self._by_age = LeafHeap()  # the leaves of all classes
+        self._order: list[tuple[float, float, int, int, Class]] = []  # chance, first leaf, serial
+        self._to_place: list[Class] = []
+        self._serial = 0
 
     @property
     def horizon_s(self) -> float:
@@ -125,7 +147,7 @@ class Survival(LeafPolicy[Living]):
 
     def ended(self, piece: Living) -> None:
         now_s = self._clock()
-        piece.stamp = next(self._stamps)
+        piece.stamp = self.next_stamp()
         last = self._events[-1] if self._events else None
         group = self._class(piece)
         if last is None or last.group is not group or last.ended_s != now_s:
@@ -142,41 +164,69 @@ class Survival(LeafPolicy[Living]):
 
     def entered(self, node: Handle, piece: Living, depth: int) -> None:
         assert piece.event is not None
-        piece.event.group.leaves.add(node, piece.event.ended_s, piece.stamp)
+        group = piece.event.group
+        group.leaves.add(node, piece.event.ended_s, piece.stamp)
+        self._changed(group)
+        self._by_age.add(node, piece.event.ended_s, piece.stamp)
 
     def left(self, node: Handle, piece: Living) -> None:
         assert piece.event is not None
-        piece.event.group.leaves.discard(node)
+        group = piece.event.group
+        group.leaves.discard(node)
+        self._changed(group)
+        self._by_age.discard(node)
 
     def victim(self) -> Handle | None:
-        since_s = self._clock() - self.horizon_s
-        best: tuple[float, float, int] | None = None
-        found: Class | None = None
-        for group in self._classes.values():
-            first = group.leaves.first_key()
-            if first is not None:
-                chance = group.num_returned / group.num_counted if first[0] >= since_s else 0.0
-                if best is None or (chance, *first) < best:
-                    best, found = (chance, *first), group
-        return None if found is None else found.leaves.first()
+        oldest = self._by_age.first_key()
+        if oldest is None or oldest[0] < self._clock() - self.horizon_s:
+            return self._by_age.first()
+        for group in self._to_place:
+            self._place(group)
+        self._to_place.clear()
+        order = self._order
+        while order[0][3] != order[0][4].serial:
+            heappop(order)
+        return order[0][4].leaves.first()
+
+    def _changed(self, group: Class) -> None:
+        """Its chance or its first leaf may be another: it has a new place in the order when that is needed."""
+        if group.is_placed:
+            group.is_placed = False
+            self._to_place.append(group)
+
+    def _place(self, group: Class) -> None:
+        """Put the class where its chance and its first leaf belong; its place before is skipped later."""
+        group.is_placed = True
+        self._serial = group.serial = self._serial + 1
+        first = group.leaves.first_key()
+        if len(self._order) > 2 * len(self._classes) + 64:
+            self._order = [entry for entry in self._order if entry[3] == entry[4].serial]
+            heapify(self._order)
+        if first is not None:
+            heappush(self._order, (group.chance, *first, group.serial, group))
 
     # --- learning
 
     def _class(self, piece: Living) -> Class:
         facts, labels = piece.facts, piece.facts.labels
+        place = bisect_left(_USES, piece.num_uses)
+        known = facts.groups.get(place)
+        if isinstance(known, Class):
+            return known
         key: object = (
-            bisect_left(_USES, piece.num_uses),
+            place,
             bisect_left(_TURNS, facts.turn),
-            bisect_left(_NEW_TOKENS, facts.num_new * self._block_tokens),
-            labels.get("type"),
-            bool(labels.get("session_over")),
-            bool(labels.get("tool_pending")),
+            bisect_left(self._new_blocks, facts.num_new),
+            labels.get("type") if labels else None,
+            bool(labels and labels.get("session_over")),
+            bool(labels and labels.get("tool_pending")),
         )
         group = self._classes.get(key)
         if group is None:
             if len(self._classes) >= MAX_CLASSES:
                 key = None
             group = self._classes.setdefault(key, Class(PRIOR_TOKENS / self._block_tokens))
+        facts.groups[place] = group
         return group
 
     def _returned(self, event: Event, num_blocks: int) -> None:
@@ -190,7 +240,5 @@ class Survival(LeafPolicy[Living]):
         events, until_s = self._events, now_s - self.horizon_s
         while events and (events[0].ended_s <= until_s or len(events) > MAX_EVENTS):
             event = events.popleft()
-            group = event.group
-            group.num_counted = KEPT * group.num_counted + event.num_blocks
-            returned = min(event.num_returned, event.num_blocks)
-            group.num_returned = KEPT * group.num_returned + returned
+            event.group.count(event.num_blocks, min(event.num_returned, event.num_blocks))
+            self._changed(event.group)

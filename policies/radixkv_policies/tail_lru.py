@@ -14,9 +14,9 @@ State a node: two numbers a piece, an entry of a heap. Cost: O(log n).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
+from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
@@ -27,6 +27,7 @@ MEAN_STEP: Final = 0.02
 """How fast the mean of new blocks follows."""
 
 
+@mypyc_attr(acyclic=True)
 class Reaching(Piece):
     """``reach``: blocks of the longest request that ended in or below it since its last use. ``stamp``: when that
     ended.
@@ -37,15 +38,20 @@ class Reaching(Piece):
     def __init__(self) -> None:
         self.in_budget, self.reach, self.stamp = False, 0, 0
 
+    def twin(self) -> Reaching:
+        twin = Reaching()
+        twin.in_budget, twin.reach, twin.stamp = self.in_budget, self.reach, self.stamp
+        return twin
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TailLRU(LeafPolicy[Reaching]):
     """LRU that spends the budget of the time-to-first-token objective first."""
 
-    ranks_by_depth = True
+    ranks_by_depth: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
-        self._stamps = count()
         self._spare, self._others = LeafHeap(), LeafHeap()
         self._objective = round(OBJECTIVE_TOKENS / self._block_tokens)  # blocks
         self._new_blocks = 0.0
@@ -59,7 +65,7 @@ class TailLRU(LeafPolicy[Reaching]):
         return Reaching()
 
     def ended(self, piece: Reaching) -> None:
-        piece.reach, piece.stamp = 0, next(self._stamps)
+        piece.reach, piece.stamp = 0, self.next_stamp()
 
     def entered(self, node: Handle, piece: Reaching, depth: int) -> None:
         piece.reach = max(piece.reach, depth)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from radixkv.bench.measure import Nanoseconds, percentile_us, without_clock
 from radixkv.bench.workloads import Workload
 from radixkv.cache import PrefixCache
+from radixkv.config import CacheConfig
 from radixkv.namespaces import Namespace, Tenant
 
 OPERATIONS: Final = ("open", "commit", "extend", "commit_answer", "release")
@@ -59,8 +60,12 @@ def drive(
     workload: Workload,
     progress: Progress | None = None,
     rows: NDArray[np.int64] | None = None,
+    clock: Callable[[], int] = time.process_time_ns,
 ) -> Samples:
-    """Run a workload, into ``rows`` if there are any (see ``blank``); so that memory is measured without them."""
+    """Run a workload, into ``rows`` if there are any (see ``blank``); so that memory is measured without them.
+
+    clock: nanoseconds; ``time.thread_time_ns`` leaves out what other threads do during a call.
+    """
     rows = blank(workload) if rows is None else rows
     namespaces: dict[str, Namespace] = {}
     done = 0
@@ -71,18 +76,22 @@ def drive(
         if namespace is None:
             namespace = namespaces[tenant] = Namespace(tenant, "bench")
             cache.add_tenant(Tenant(tenant, guaranteed_blocks=cache.config.num_blocks // GUARANTEED_PART))
-        rows[done - 1] = _request(cache, namespace, prompt, answer)
+        rows[done - 1] = _request(cache, namespace, prompt, answer, clock)
         if progress is not None and done % 64 == 1:
             progress(done)
     others = (time.process_time_ns() - process) - (time.thread_time_ns() - thread)
-    return Samples(rows[:done, 0], rows[:done, 1], without_clock(rows[:done, 2:]), max(others, 0))
+    return Samples(rows[:done, 0], rows[:done, 1], without_clock(rows[:done, 2:], clock), max(others, 0))
 
 
 def _request(
-    cache: PrefixCache, namespace: Namespace, prompt: array[int], answer: array[int]
+    cache: PrefixCache,
+    namespace: Namespace,
+    prompt: array[int],
+    answer: array[int],
+    clock: Callable[[], int],
 ) -> tuple[int, ...]:
     """One request: prompt tokens, hit tokens, nanoseconds of each operation."""
-    clock, num_prompt, num_all = time.process_time_ns, len(prompt), len(prompt) + len(answer)
+    num_prompt, num_all = len(prompt), len(prompt) + len(answer)
     start = clock()
     sequence = cache.open(namespace, prompt)
     opened = clock()
@@ -102,6 +111,17 @@ def _request(
         released - answered,
     )
     return num_prompt, sequence.num_cached_tokens, *times
+
+
+def warm_up(workload: Workload, config: CacheConfig) -> None:
+    """Run the first requests on a cache of their own, so that what a process does once is not counted."""
+    first = [request for request, _ in zip(workload.requests(), range(8), strict=False)]
+    most = max((len(request.full) for request in first), default=0)
+    blocks = 2 * (most // config.block_size) + 2 * len(
+        first
+    )  # room beside what the first tenants are guaranteed
+    small = CacheConfig(num_blocks=max(blocks, 2), block_size=config.block_size, policy=config.policy)
+    drive(PrefixCache(small), Workload(workload.name, lambda: iter(first), len(first)))
 
 
 def by_power_of_two(samples: Samples) -> list[dict[str, Any]]:

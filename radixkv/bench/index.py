@@ -29,7 +29,16 @@ import xxhash
 
 from radixkv import COMPILED, audit
 from radixkv.bench import figures as micro
-from radixkv.bench.drive import OPERATIONS, Progress, Samples, blank, by_power_of_two, drive, worst_spread
+from radixkv.bench.drive import (
+    OPERATIONS,
+    Progress,
+    Samples,
+    blank,
+    by_power_of_two,
+    drive,
+    warm_up,
+    worst_spread,
+)
 from radixkv.bench.measure import (
     Figure,
     columns,
@@ -94,7 +103,7 @@ def run(
 def _run_index(
     workload: Workload, config: CacheConfig, progress: Progress | None
 ) -> tuple[dict[str, Any], Samples]:
-    _warm_up(workload, config)
+    warm_up(workload, config)
     rows = blank(workload)
     before = resident_bytes()
     cache = PrefixCache(config)
@@ -103,17 +112,6 @@ def _run_index(
         grown = resident_bytes() - before
     audit.check(cache)
     return _result(cache, samples, grown), samples
-
-
-def _warm_up(workload: Workload, config: CacheConfig) -> None:
-    """Run the first requests on a cache of their own, so that what a process does once is not counted."""
-    first = [request for request, _ in zip(workload.requests(), range(8), strict=False)]
-    most = max((len(request.full) for request in first), default=0)
-    blocks = 2 * (most // config.block_size) + 2 * len(
-        first
-    )  # room beside what the first tenants are guaranteed
-    small = CacheConfig(num_blocks=max(blocks, 2), block_size=config.block_size)
-    drive(PrefixCache(small), Workload(workload.name, lambda: iter(first), len(first)))
 
 
 def _result(cache: PrefixCache, samples: Samples, grown: int) -> dict[str, Any]:

@@ -104,8 +104,9 @@ class SlowlyRead(properties.CacheMachine):
 
 def hooks_are_the_policys(state: Any) -> bool:
     own = state.policy
+    leased, _, removed = own.order()
     return (state.on_leased, state.on_removed, state.on_inserted, state.on_split) == (
-        own.leased, own.removed, own.hook("inserted"), own.hook("split"),
+        leased, removed, own.hook("inserted"), own.hook("split"),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from radixkv import CacheConfig, Namespace, NamespaceError, PrefixCache, Tenant, audit
 from radixkv.coordination.keys import FleetKeys, frame, mac
 from radixkv.namespaces import MAX_FIELD_BYTES
-from radixkv.segments import segment_keys
+from radixkv.segments import SegmentKeys
 
 SECRET = b"the secret of the fleet under test"
 KEYS = FleetKeys(SECRET)
@@ -78,7 +78,7 @@ def test_no_two_namespaces_share_a_frame_or_a_digest(found: list[Namespace]) -> 
     assert len(set(seen)) == len(seen) == 6 * len(found)
     tenants = {one.tenant for one in found}
     assert len({KEYS.tenant(tenant) for tenant in tenants}) == len(tenants)
-    keys = [tuple(segment_keys(one, b"\0" * 8, 0, 8, 8)) for one in found]
+    keys = [SegmentKeys(one, 8).between(0, 8, b"\0" * 8, 8, bytearray()) for one in found]
     assert len(set(keys)) == len(found)
 
 

@@ -1,4 +1,4 @@
-"""The compiled index: its wheel, when it is used and when its sources are, and what is said if it can't be made."""
+"""The compiled index and policies: their wheel, when they are used and when the sources; what is said if they fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))
 namespace = radixkv.Namespace(tenant="a", model="m")
 with cache.open(namespace, range(40)) as sequence:
     sequence.commit(40)
-print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, radixkv.tree.__file__)
+import radixkv_policies.lrfu
+files = radixkv.tree.__file__, radixkv_policies.lrfu.__file__
+print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, *files)
 """
 
 
@@ -37,8 +39,12 @@ def site(wheel: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def use(site: Path, **environment: str) -> tuple[str, str]:
-    """Whether a fresh process uses the compiled index from there, and the tree's file; it works in any case."""
+COMPILED = ("True", f"tree{EXTENSION_SUFFIXES[0]}", f"lrfu{EXTENSION_SUFFIXES[0]}")
+PURE = ("False", "tree.py", "lrfu.py")
+
+
+def use(site: Path, **environment: str) -> tuple[str, ...]:
+    """Whether a fresh process uses what is compiled there, and a file of either package; it works in any case."""
     inherited = {name: value for name, value in os.environ.items() if name != "RADIXKV_PURE"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", CODE],
@@ -49,46 +55,51 @@ def use(site: Path, **environment: str) -> tuple[str, str]:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    compiled, matched, file = done.stdout.split()
-    assert matched == "32" and file.startswith(str(site))
-    return compiled, Path(file).name
+    compiled, matched, *files = done.stdout.split()
+    assert matched == "32" and all(file.startswith(str(site)) for file in files)
+    return compiled, *(Path(file).name for file in files)
 
 
 def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: Path) -> None:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert f"-{python}-{python}-linux_" in wheel.name
-    native = {Path(name).name.partition(".")[0] for name in files_of(wheel) if "/_native/" in name}
-    (library,) = {name for name in native if name.startswith("index_")}
-    assert native - {library} == {
-        *("bases", "blocks", "cache", "eviction", "plan", "sequence", "tenants", "tokens", "tree"),
-    }
-    assert {f"radixkv/{name}.py" for name in native - {library}} <= files_of(wheel)
+    files = files_of(wheel)
+    for package, prefix, some in (
+        ("radixkv", "index_", {"blocks", "cache", "eviction", "tree"}),
+        ("radixkv_policies", "policies_", {"learned", "leaves", "lru", "policy"}),
+    ):
+        native = {
+            Path(name).name.partition(".")[0] for name in files if name.startswith(f"{package}/_native/")
+        }
+        (library,) = {name for name in native if name.startswith(prefix)}
+        assert some <= native - {library}
+        assert {f"{package}/{name}.py" for name in native - {library}} <= files
 
 
 def test_it_is_used(site: Path) -> None:
-    assert use(site) == ("True", f"tree{EXTENSION_SUFFIXES[0]}")
-    assert use(site, RADIXKV_PURE="0") == ("True", f"tree{EXTENSION_SUFFIXES[0]}")
+    assert use(site) == COMPILED
+    assert use(site, RADIXKV_PURE="0") == COMPILED
 
 
 def test_the_sources_are_used_on_request(site: Path) -> None:
-    assert use(site, RADIXKV_PURE="1") == ("False", "tree.py")
+    assert use(site, RADIXKV_PURE="1") == PURE
 
 
-@pytest.mark.parametrize("edited", ["tree.py", "errors.py"])
+@pytest.mark.parametrize("edited", ["radixkv/tree.py", "radixkv/errors.py", "radixkv_policies/hints.py"])
 def test_the_sources_are_used_once_one_was_edited(site: Path, edited: str) -> None:
     """Also one that is only read for it; the same bytes again, and it is the compiled index again."""
-    source = site / "radixkv" / edited
+    source = site / edited
     text = source.read_bytes()
     source.write_bytes(text + b"\n")
-    assert use(site) == ("False", "tree.py")
+    assert use(site) == PURE
     source.write_bytes(text)
-    assert use(site)[0] == "True"
+    assert use(site) == COMPILED
 
 
 def test_a_build_for_another_interpreter_is_not_touched(site: Path) -> None:
-    for file in (site / "radixkv" / "_native").iterdir():
+    for file in (site / "radixkv_policies" / "_native").iterdir():
         file.rename(file.with_name(file.name.replace(EXTENSION_SUFFIXES[0], ".cpython-30-other.so")))
-    assert use(site) == ("False", "tree.py")
+    assert use(site) == PURE
 
 
 # --- the hook, on a copy of the tree
@@ -98,9 +109,10 @@ def test_a_build_for_another_interpreter_is_not_touched(site: Path) -> None:
 def tree(tmp_path: Path) -> Path:
     """What compiling needs of the source tree."""
     shutil.copy(ROOT / "hatch_build.py", tmp_path)
-    shutil.copytree(
-        ROOT / "radixkv", tmp_path / "radixkv", ignore=shutil.ignore_patterns("_native", "__pycache__")
-    )
+    for package in ("radixkv", "policies/radixkv_policies"):
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("_native", "__pycache__")
+        )
     return tmp_path
 
 
@@ -121,7 +133,7 @@ def test_without_a_compiler_that_works_one_line_says_so(tree: Path, compiler: st
     done = compile_in(tree, CC=compiler)
     (line,) = done.stderr.splitlines()
     assert line.startswith("radixkv: the index stays pure Python") and why in line
-    assert done.returncode == 0 and not list(tree.glob("radixkv/_native/*.so"))
+    assert done.returncode == 0 and not list(tree.glob("**/_native/*.so"))
     done = compile_in(tree, CC=compiler, RADIXKV_COMPILE="1")
     assert done.returncode != 0 and why in done.stderr
     assert compile_in(tree, CC=compiler, RADIXKV_COMPILE="0").stderr == ""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, find, settings
 
 from radixkv.clock import ManualClock
-from radixkv_policies import LFU, LRU, Policy
+from radixkv_policies import LFU, LRU, POLICIES, Policy
 from tests.policies.contract import Life, Reference, lives
 from tests.policies.test_lfu import LowestPriorityFirst
 from tests.policies.test_lru import LastUseEndedFirst
@@ -78,3 +78,27 @@ def test_a_broken_policy_is_found(broken: type[Policy], reference: type[Referenc
         settings=settings(max_examples=5_000, phases=[Phase.generate], database=None, derandomize=True),
     )
     assert breaks(found)
+
+
+def test_a_policy_without_an_order_is_refused() -> None:
+    """It says what is missing, before anything depends on it."""
+
+    class Half(Policy):
+        def victim(self) -> Any:
+            """Nothing."""
+
+        def __len__(self) -> int:
+            return 0
+
+    with pytest.raises(TypeError, match="the policy Half has no leased, unleased, removed"):
+        Half(64, ManualClock(), 0)
+
+
+def test_policies_are_instances_of_their_own_classes_only() -> None:
+    """Compiled ones too."""
+    policies = [policy(64, ManualClock(), 0) for policy in POLICIES.values()]
+    for policy in policies:
+        assert [isinstance(policy, kind) for kind in POLICIES.values()] == [
+            type(policy) is kind for kind in POLICIES.values()
+        ]
+        assert isinstance(policy, Policy)

@@ -87,6 +87,7 @@ class TestDoorkeeper(PolicyContract):
         return policy
 
 
+@pytest.mark.pure
 def test_lives_in_which_the_door_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long lives under pressure: newcomers are declined, and the reference agrees with each answer."""
     monkeypatch.setattr(doorkeeper, "PATIENCE", 1e6)

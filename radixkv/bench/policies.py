@@ -1,0 +1,139 @@
+"""What each eviction policy costs a request, all in one run, as multiples of LRU.
+
+Every round runs every policy over the same workload, each in a new cache. Times are CPU time of the calling thread,
+from ``open`` to ``release``, key conversion and whatever the policy hears included; the least of the rounds counts,
+for what else runs on the machine only adds. What policies do in threads of their own is told as a share of a core: it
+begins a second after the first request, so a short workload shows none of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from radixkv import COMPILED, audit
+from radixkv.bench.drive import Progress, drive, warm_up
+from radixkv.bench.measure import columns, frozen_heap, heading, machine, versions
+from radixkv.bench.workloads import Workload, build
+from radixkv.cache import PrefixCache
+from radixkv.config import CacheConfig, policy_names
+from radixkv.errors import ConfigError
+
+BASELINE: Final = "lru"
+
+
+class Round(NamedTuple):
+    """One policy over the workload once. ``others``: CPU of other threads, as a share of a core."""
+
+    cpu_us: float
+    others: float
+    hit_rate: float
+
+
+def run(
+    workload: str = "chat",
+    *,
+    policies: Sequence[str] = ("all",),
+    rounds: int = 3,
+    trace: Path | None = None,
+    limit: int | None = None,
+    num_blocks: int = 200_000,
+    block_size: int = 16,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run each policy, and LRU, ``rounds`` times; a dict that is JSON, with a row for each policy in ``results``.
+
+    ``cpu_us``: of the calling thread, a request, the least of the rounds. ``ratio``, ``added_us``: against LRU's.
+    ``other_threads``: share of a core, the median. progress: gets the requests done.
+    Raises ConfigError for a policy that isn't known, and IntegrityError if a cache isn't clean in the end.
+    """
+    names = _checked(policies)
+    requests = build(workload, seed, trace, limit)
+    configs = {
+        name: CacheConfig(num_blocks=num_blocks, block_size=block_size, policy=name, seed=seed)
+        for name in names
+    }
+    for config in configs.values():
+        warm_up(requests, config)
+    found: dict[str, list[Round]] = {name: [] for name in names}
+    for number in range(rounds):
+        for place, (name, config) in enumerate(configs.items()):
+            done = (number * len(names) + place) * requests.most
+            found[name].append(_round(requests, config, _from(done, progress)))
+    return {
+        "benchmark": "policies",
+        "workload": workload,
+        "trace": str(trace) if trace else None,
+        "limit": limit,
+        "seed": seed,
+        "machine": machine(),
+        "compiled": COMPILED,
+        "versions": versions(),
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "rounds": rounds,
+        "results": [_row(name, found[name], found[BASELINE]) for name in names],
+    }
+
+
+def _checked(policies: Sequence[str]) -> list[str]:
+    """These, and LRU first. Raises ConfigError for an unknown one."""
+    known = policy_names()
+    for name in policies:
+        if name != "all" and name not in known:
+            raise ConfigError("--policy", name, f"all, or some of {', '.join(known)}")
+    return list(
+        dict.fromkeys(
+            [BASELINE, *(each for name in policies for each in (known if name == "all" else [name]))]
+        )
+    )
+
+
+def _from(start: int, progress: Progress | None) -> Progress | None:
+    return None if progress is None else lambda done: progress(start + done)
+
+
+def _round(workload: Workload, config: CacheConfig, progress: Progress | None) -> Round:
+    cache = PrefixCache(config)
+    with frozen_heap():
+        began = time.perf_counter_ns()
+        samples = drive(cache, workload, progress, clock=time.thread_time_ns)
+        took = time.perf_counter_ns() - began
+    audit.check(cache)
+    stats = cache.stats()
+    return Round(
+        int(samples.nanoseconds.sum()) / stats.requests / 1e3,
+        samples.other_threads_ns / took,
+        stats.hit_tokens / max(stats.hit_tokens + stats.missed_tokens, 1),
+    )
+
+
+def _row(name: str, rounds: list[Round], baseline: list[Round]) -> dict[str, Any]:
+    cpu_us, base_us = (min(each.cpu_us for each in found) for found in (rounds, baseline))
+    return {
+        "policy": name,
+        "cpu_us": cpu_us,
+        "ratio": cpu_us / base_us,
+        "added_us": cpu_us - base_us,
+        "other_threads": median(each.others for each in rounds),
+        "hit_rate": median(each.hit_rate for each in rounds),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result as text."""
+    head = (
+        f"{result['workload']}: {result['num_blocks']:,} blocks of {result['block_size']}, "
+        f"least of {result['rounds']} rounds\n{heading(result)}"
+    )
+    rows = [("policy", "CPU µs a request", "× lru", "added µs", "other threads, % of a core", "hit rate, %")]
+    for row in result["results"]:
+        times = (f"{row['cpu_us']:.1f}", f"{row['ratio']:.2f}", f"{row['added_us']:+.1f}")
+        rows.append(
+            (row["policy"], *times, f"{row['other_threads']:.1%}"[:-1], f"{row['hit_rate']:.1%}"[:-1])
+        )
+    return f"{head}\n\n{columns(rows)}"
