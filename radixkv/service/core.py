@@ -184,6 +184,16 @@ class Service:
                 lambda: self.jobs.num_kept,
             ),
             (
+                "router_predicted_bytes",
+                "What the predicted index takes",
+                lambda: self.router.predicted_bytes,
+            ),
+            (
+                "signed_requests_kept",
+                "Nonces of other replicas' requests, at most 65,536: none is taken twice",
+                lambda: self.fleet.num_nonces,
+            ),
+            (
                 "has_broken_laws",
                 "1 once a law of the cache was found broken: a bug",
                 lambda: self.has_broken_laws,

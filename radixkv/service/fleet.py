@@ -47,6 +47,11 @@ class Fleet:
         self._verifier = RequestVerifier(secret)
         self._client: httpx.AsyncClient | None = None
 
+    @property
+    def num_nonces(self) -> int:
+        """Nonces of requests from other replicas that are remembered; at most 65,536."""
+        return self._verifier.num_nonces
+
     async def close(self) -> None:
         """Leave the registry and close connections."""
         if self._client is not None:

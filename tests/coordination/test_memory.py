@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, PrefixCache
+from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings, connect
 from radixkv.coordination.base import BaseCoordinator
@@ -265,7 +265,7 @@ def test_a_thread_that_dies_of_a_bug_shows_in_the_health() -> None:
         def snapshot(self) -> Any:
             raise RuntimeError("a bug")
 
-        def namespaces(self) -> Any:
+        def tenants(self) -> Any:
             return []
 
     heard: list[Any] = []
@@ -313,3 +313,26 @@ def test_settings_that_cannot_work_are_named(overrides: dict[str, Any], setting:
         alone(**overrides)
     assert refusal.value.setting == setting
     assert "text of some length" not in str(refusal.value) and "password" not in str(refusal.value)
+
+
+def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Purges of tenants that have something here are obeyed all the same: the cache says who they are."""
+    monkeypatch.setattr("radixkv.coordination.tenants._MAX_NAMES", 5)
+    monkeypatch.setattr("radixkv.coordination.tenants.MAX_PURGES", 7)
+    a = alone(replica_id="a", store=MemoryStore())
+    cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=a.journal)
+    purged: list[str] = []
+    a.attach(cache, lambda tenant, generation: (purged.append(tenant), cache.purge(tenant))[0])
+    a.register()
+    for number in range(20):
+        with cache.open(Namespace(f"tenant-{number}", "fp:model"), list(range(32))) as sequence:
+            sequence.commit(32)
+    a.publish()
+    most = 0
+    for number in range(20):
+        a.tenants.meet([f"other-{number}"])
+        assert a.purge(f"tenant-{number}").is_complete
+        most = max(most, a.tenants.num_bytes)
+    assert set(purged) == {f"tenant-{number}" for number in range(20)} and not cache.stats().resident_blocks
+    assert most == (5 + 7) * 200 == a.health().tenant_bytes
+    a.close()
