@@ -149,8 +149,8 @@ class Round:
         said = self._answer(replica, "purge", tenant)
         while isinstance(said, dict) and num_losses == len(self._losses):
             if said["complete"]:
-                confirmed = tuple(said["confirmed"])
-                self.purges.append(Purged(tenant, raised_at, time.monotonic(), confirmed, float("inf")))
+                confirmed, inf = said["confirmed"], float("inf")
+                self.purges.append(Purged(tenant, raised_at, time.monotonic(), confirmed, inf))
                 return
             if self._is_over.wait(0.1):
                 return
