@@ -14,7 +14,12 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings, connect
 from radixkv.coordination.base import BaseCoordinator
+from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
+from radixkv.coordination.protocol import WIRE_VERSION, Load
+from radixkv.coordination.reader import Reader
+from radixkv.coordination.store import Writer
+from radixkv.coordination.wire import Registration
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -336,3 +341,31 @@ def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert set(purged) == {f"tenant-{number}" for number in range(20)} and not cache.stats().resident_blocks
     assert most == (5 + 7) * 200 == a.health().tenant_bytes
     a.close()
+
+
+def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
+    """A beat that was not seen before the jump came after the last fetch: its lease may run by its replica's clock."""
+    wall, clock = ManualClock(1000.0), ManualClock(5.0)
+    store, keys = MemoryStore(wall), FleetKeys(SECRET)
+    registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
+    writer = Writer("b", store.boot(registration).value, "nonce")
+    reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, clock)
+
+    def remaining_s() -> float:
+        return reader.remaining_s(store.fetch(["b"]).seen[0])
+
+    store.beat(writer, 10.0, "", Load())
+    reader.refresh()
+    store.beat(writer, 10.0, "", Load())
+    wall.advance(3600.0)
+    assert remaining_s() == 10.0 and reader.known()[0].info.live, "as of the last fetch"
+    reader.refresh()
+    assert not reader.known()[0].info.live, "no request goes there"
+    clock.advance(9.0)
+    assert remaining_s() == pytest.approx(1.0)
+    clock.advance(1.5)
+    reader.refresh()
+    assert remaining_s() == 0.0
+    late = Reader(Settings("c", SECRET, "fp:model", 16), keys, store, clock)
+    late.refresh()
+    assert late.remaining_s(store.fetch(["b"]).seen[0]) == 0.0, "who has just come can't know of it"
