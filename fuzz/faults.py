@@ -251,12 +251,15 @@ class Round:
         for job in list(self.jobs):
             asked = next(iter(living.values()))
             found = answered(asked.ask("job", job.id, job.tenant), 5.0)
-            if found is None or isinstance(found, str) or (found["over"] and not found["missing"]):
+            if found is None or isinstance(found, str) or found["ended"]:
                 if not isinstance(found, str):
                     self.jobs.remove(job)
                 continue
             states = dict(found["parts"])
             left.append(found)
+            for name, state in states.items():
+                if state in ("queued", "running") and name in living:  # Redis may have lost what it said
+                    living[name].ask("do_job", job.id, job.tenant, job.prompt)
             helpers = [name for name in living if states.get(name) not in ("queued", "running", "done")]
             for each in living.values():
                 if helpers and answered(each.ask("take_job", job.id, job.tenant, helpers[0]), 5.0) is True:

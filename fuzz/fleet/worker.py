@@ -237,8 +237,7 @@ class Worker:
         if job is None:
             return None
         return {
-            "over": job.is_over,
-            "missing": job.num_missing,
+            "ended": job.is_ended,
             "parts": [(p.replica_id, p.state) for p in job.parts],
         }
 
