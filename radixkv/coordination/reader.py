@@ -102,7 +102,7 @@ class Reader:
         self._clock = clock
         block_size = 0 if any_block_size else settings.block_size
         self._mine = Registration(settings.replica_id, 0, "", "", "", block_size, WIRE_VERSION, keys.canary)
-        self._fetch_at = float("-inf")
+        self._tried_at = self._fetch_at = float("-inf")
         self._failures = 0
         self._lock = threading.Lock()
 
@@ -119,7 +119,7 @@ class Reader:
     def poll(self, block_s: float = 0.0) -> None:
         """Fetch the registrations if it is time, and read the logs; wait for news up to ``block_s``."""
         with self._asking():
-            if not self.fetched_at <= self._clock() < self._fetch_at:  # be it that the clock was turned back
+            if not self._tried_at <= self._clock() < self._fetch_at:  # be it that the clock was turned back
                 self._refresh()
                 return
             self._read(max(0.0, min(block_s, self._fetch_at - self._clock())))
@@ -175,7 +175,7 @@ class Reader:
         return [remote.known(now) for remote in self.remotes.values()]
 
     def _refresh(self) -> None:
-        before = self._clock()
+        before = self._tried_at = self._clock()
         self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
         old = self.remotes
         fetched, after = self._store.fetch(), self._clock()

@@ -369,3 +369,17 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
     late = Reader(Settings("c", SECRET, "fp:model", 16), keys, store, clock)
     late.refresh()
     assert late.remaining_s(store.fetch(["b"]).seen[0]) == 0.0, "who has just come can't know of it"
+
+
+def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() -> None:
+    now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
+    registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
+    store.beat(Writer("b", store.boot(registration).value, "nonce"), 10.0, "", Load())
+    reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, lambda: now[0])
+    store.is_reachable = False
+    with pytest.raises(StoreUnavailable):
+        reader.poll()
+    store.is_reachable = True
+    now[0] -= 3600.0
+    reader.poll()
+    assert [known.info.id for known in reader.known()] == ["b"]
