@@ -85,16 +85,29 @@ class Scope(NamedTuple):
 
         A key in pieces is read as it is: joining it would cost as much as reading it.
         """
-        found: list[bytes] = []
         if first >= stop:
-            return found
+            return []
+        begun, end = self.keyed.copy, (first + 1) * SEGMENT_BYTES
+        if not isinstance(key, bytes):
+            return self._digests(key, end, stop - first)
+        view = memoryview(key)
+        stream, hashed = xxh3_128(view[:end]), begun()
+        hashed.update(stream.digest())
+        found = [hashed.digest()]
+        extend, chained, add = stream.update, stream.digest, found.append
+        for start in range(end, stop * SEGMENT_BYTES, SEGMENT_BYTES):
+            extend(view[start : start + SEGMENT_BYTES])
+            hashed = begun()
+            hashed.update(chained())
+            add(hashed.digest())
+        return found
+
+    def _digests(self, pieces: tuple[bytes, ...], left: int, num_left: int) -> list[bytes]:
+        """The same of a key in pieces: ``left`` bytes until the first digest, ``num_left`` digests."""
+        found: list[bytes] = []
         stream, begun = xxh3_128(), self.keyed.copy
         extend, chained, add = stream.update, stream.digest, found.append
-        left, num_left = (
-            (first + 1) * SEGMENT_BYTES,
-            stop - first,
-        )  # bytes until the next digest; digests to come
-        for piece in (key,) if isinstance(key, bytes) else key:
+        for piece in pieces:
             view, start = memoryview(piece), 0
             while start + left <= len(piece):
                 extend(view[start : start + left])
