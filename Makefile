@@ -6,6 +6,7 @@
 #   make run RADIXKV_PURE=1            with index and policies as pure Python, though they are compiled
 #   make test RADIXKV_COMPILE=1        fail if they can't be compiled; 0: don't compile them
 #   make fuzz SECONDS=600              how long each fuzz driver goes on
+#   make faults MINUTES=60 SEED=7      how long faults happen to a fleet, and their first seed
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) that .venv is made of
 #   make … VENV=/path/to/venv          another place than .venv
 
@@ -15,11 +16,13 @@ ARGS   ?=
 PYTEST ?=
 WORKERS ?= auto
 SECONDS ?= 60
+MINUTES ?= 2
+SEED ?= 1
 SPREAD = -n $(WORKERS) --maxprocesses 4 --dist loadfile
 INDEX_TESTS = tests/core tests/policies tests/isolation tests/storage tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help run test compile test-browser test-gpu fuzz lint format clean
+.PHONY: help run test compile test-browser test-gpu fuzz faults lint format clean
 MAKEFLAGS += --no-print-directory
 
 help:
@@ -30,6 +33,7 @@ help:
 	  'make test-browser   set up, and run the tests that look at pages in a Chromium' \
   'make test-gpu set up, and run the tests that need a GPU, then the benchmark of the kernels' \
   'make fuzz     set up, and let each fuzz driver (and each target of atheris) go on for SECONDS=60' \
+	  'make faults   set up, and let faults happen to a fleet over Redis for MINUTES=2' \
 	  'make lint     ruff, mypy --strict, import contracts' \
 	  'make format   let ruff format and mend what it can' \
 	  'make clean    remove .venv, caches and builds'
@@ -56,6 +60,9 @@ test-gpu: $(VENV)/.installed-dev
 
 fuzz: $(VENV)/.installed-dev
 	@for driver in fuzz/*.py; do $(VENV)/bin/python $$driver --seconds $(SECONDS) || exit 1; done
+
+faults: compile
+	@$(VENV)/bin/python fuzz/faults.py --minutes $(MINUTES) --seed $(SEED)
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet .

@@ -149,13 +149,13 @@ class Round:
         said = self._answer(replica, "purge", tenant)
         while isinstance(said, dict) and num_losses == len(self._losses):
             if said["complete"]:
-                confirmed = tuple(said["confirmed"])
-                self.purges.append(Purged(tenant, raised_at, time.monotonic(), confirmed, float("inf")))
+                confirmed, inf = said["confirmed"], float("inf")
+                self.purges.append(Purged(tenant, raised_at, time.monotonic(), confirmed, inf))
                 return
             if self._is_over.wait(0.1):
                 return
-            living = self.world.living()
-            said = self._answer(living[0], "purge_report", tenant) if living else said
+            knowing = [each for each in self.world.living() if each.spawned_at + 2 * LEASE_S < raised_at]
+            said = self._answer(knowing[0], "purge_report", tenant) if knowing else said
 
     def _warm(self, job: Job, asked: list[Replica]) -> None:
         """Two replicas are to have it."""
@@ -247,21 +247,25 @@ class Round:
         return {name for name, state in states.items() if state == "ok"}
 
     def _jobs_end(self) -> str:
-        living = {each.name: each for each in self.world.living()}
+        living, left = {each.name: each for each in self.world.living()}, list[object]()
         for job in list(self.jobs):
             asked = next(iter(living.values()))
             found = answered(asked.ask("job", job.id, job.tenant), 5.0)
-            if found is None or isinstance(found, str) or (found["over"] and not found["missing"]):
+            if found is None or isinstance(found, str) or found["ended"]:
                 if not isinstance(found, str):
                     self.jobs.remove(job)
                 continue
             states = dict(found["parts"])
+            left.append(found)
+            for name, state in states.items():
+                if state in ("queued", "running") and name in living:  # Redis may have lost what it said
+                    living[name].ask("do_job", job.id, job.tenant, job.prompt)
             helpers = [name for name in living if states.get(name) not in ("queued", "running", "done")]
             for each in living.values():
                 if helpers and answered(each.ask("take_job", job.id, job.tenant, helpers[0]), 5.0) is True:
                     living[helpers[0]].ask("do_job", job.id, job.tenant, job.prompt)
                     break
-        return f"{len(self.jobs)} go on" if self.jobs else ""
+        return f"{len(self.jobs)} go on: {left}" if self.jobs else ""
 
     def _quota_is_kept(self) -> str:
         states = [answered(each.ask("state", False), 5.0) or {} for each in self.world.living()]

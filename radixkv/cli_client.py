@@ -25,9 +25,7 @@ _LOOK_AGAIN_S = 0.2
     show_default=True,
     help="self, all, how many (the best, with others in the place of those that fail), or names: a,b.",
 )
-@click.option(
-    "--pin", "pin_s", type=float, metavar="SECONDS", help="Keep them resident on that replica so long."
-)
+@click.option("--pin", "pin_s", type=float, metavar="SECONDS", help="Keep them resident there so long.")
 @json_option
 def warm(
     files: tuple[str, ...],
@@ -51,9 +49,7 @@ def warm(
             result = client.warm(fields, lambda share, index=index: advance(int(1000 * (index + share))))  # type: ignore[misc]
             rows.append({"source": source.name, **result})
             if pin_s is not None:
-                rows[-1]["pin"] = client.call("POST", "/v1/pins", {**given, **source.fields, "ttl_s": pin_s})[
-                    "id"
-                ]
+                rows[-1]["pin"] = client.call("POST", "/v1/pins", {**fields, "ttl_s": pin_s})["id"]
     if as_json:
         print_json(rows)
     else:

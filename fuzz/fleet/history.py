@@ -14,7 +14,8 @@ class Purged(NamedTuple):
     tenant: str
     raised_at: float
     complete_at: float
-    confirmed: tuple[str, ...]
+    confirmed: dict[str, int]
+    """With the epochs under which they did: a process that another had taken the id from hasn't."""
     lost_at: float
     """When Redis forgot something after it; infinite if it didn't."""
 
@@ -51,7 +52,8 @@ def _is_stale(served: dict[str, Any], purge: Purged) -> bool:
     """
     if served["tenant"] != purge.tenant or served["began"] <= purge.complete_at:
         return False
-    must_not = served["replica"] in purge.confirmed or (
+    confirmed_in = purge.confirmed.get(served["replica"], float("inf"))
+    must_not = served["epoch"] >= confirmed_in or (
         purge.tenant == "refuses" and served["began"] < purge.lost_at
     )
     return bool(must_not and served["cached"] and served["oldest"] < purge.raised_at)

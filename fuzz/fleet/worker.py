@@ -25,6 +25,7 @@ import numpy as np
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Settings
 from radixkv.coordination.redis import RedisCoordinator
+from radixkv.coordination.tenants import Purge
 from radixkv.errors import CoordinationError, OutOfBlocks, RadixKVError, StaleEpoch, StoreUnavailable
 
 SECRET: Final = b"the secret of a fleet under attack"
@@ -130,7 +131,7 @@ class Worker:
 
     def serve(self, tenant: str, number: int) -> str | int:
         """A request: how many tokens of the prompt were there already, or why it wasn't served."""
-        began = time.monotonic()
+        began, epoch = time.monotonic(), self.coordinator.info().epoch
         if tenant == "refuses" and not self.coordinator.knows_generations:
             return "refused"
         ids = self.prompts[number]
@@ -148,7 +149,8 @@ class Worker:
                 sequence.commit(len(ids))
         except OutOfBlocks:
             return "full"
-        self.history.tell("served", tenant=tenant, cached=num_cached, oldest=oldest, wrong=wrong, began=began)
+        facts = {"cached": num_cached, "oldest": oldest, "wrong": wrong, "began": began, "epoch": epoch}
+        self.history.tell("served", tenant=tenant, **facts)
         return num_cached
 
     def contents(self, tenant: str, ids: np.ndarray[Any, np.dtype[np.uint32]]) -> list[bytes]:
@@ -208,13 +210,17 @@ class Worker:
     def purge(self, tenant: str) -> dict[str, Any]:
         """Forget a tenant in the whole fleet."""
         self.cache.purge(tenant)
-        found = self.coordinator.purge(tenant)
-        return {"complete": found.is_complete, "generation": found.generation, "confirmed": found.confirmed}
+        return self.told(tenant, self.coordinator.purge(tenant))
 
     def purge_report(self, tenant: str) -> dict[str, Any]:
         """How far that has come."""
-        found = self.coordinator.purge_report(tenant)
-        return {"complete": found.is_complete, "generation": found.generation, "confirmed": found.confirmed}
+        return self.told(tenant, self.coordinator.purge_report(tenant))
+
+    def told(self, tenant: str, found: Purge) -> dict[str, Any]:
+        """Whether a purge is complete, and the epochs of those that have confirmed it."""
+        epochs = self.coordinator.store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
+        confirmed = {name: epochs[name] for name in found.confirmed if name in epochs}
+        return {"complete": found.is_complete, "confirmed": confirmed}
 
     def limit(self, tenant: str, blocks: int) -> bool:
         """Hold a tenant to a limit in the whole fleet."""
@@ -231,8 +237,7 @@ class Worker:
         if job is None:
             return None
         return {
-            "over": job.is_over,
-            "missing": job.num_missing,
+            "ended": job.is_ended,
             "parts": [(p.replica_id, p.state) for p in job.parts],
         }
 

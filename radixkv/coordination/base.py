@@ -27,6 +27,7 @@ from radixkv.clock import Clock
 from radixkv.coordination.jobs import WarmJobs
 from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
 from radixkv.coordination.loop import Loop
+from radixkv.coordination.pins import FleetPins
 from radixkv.coordination.protocol import (
     WIRE_VERSION,
     Health,
@@ -53,18 +54,18 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
     from radixkv.types import Journal
 
-FLUSH_S = 0.01
+FLUSH_S = 0.02
 """While records come, all that wait are written together this often."""
 _DROWSY_S = 1.0
 """Without a record for this long, the publisher sleeps until one wakes it."""
-_ENTRIES_A_WRITE = 512
+_ENTRIES_A_WRITE = 1_024
 _ENTRY_BYTES = 256
 """What an entry takes in the store beside its digests, roughly."""
 _DIGEST_BYTES_HELD = 130
 """What a digest takes in the mirror, roughly."""
 
 
-class BaseCoordinator(WarmJobs):
+class BaseCoordinator(WarmJobs, FleetPins):
     """See ``protocol.Coordinator``."""
 
     def __init__(self, settings: Settings, store: Store, clock: Clock) -> None:
@@ -207,6 +208,7 @@ class BaseCoordinator(WarmJobs):
             snapshot_bytes=self._snapshot_bytes,
             view_bytes=self.reader.view.num_bytes,
             tenant_bytes=self.tenants.num_bytes,
+            namespace_bytes=self._publisher.namespace_bytes + self.keys.num_bytes,
         )
 
     def info(self) -> ReplicaInfo:

@@ -31,6 +31,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
+    from radixkv.types import Key
 
 DIGEST_BYTES = 16
 NAMESPACE_BYTES = 32
@@ -39,6 +40,8 @@ MIN_SECRET_BYTES = 16
 
 _CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
 _MAX_KNOWN_NAMESPACES = 4096
+SCOPE_BYTES = 600
+"""What the keys of one namespace take, roughly."""
 
 
 def frame(*fields: str | int | bytes) -> bytes:
@@ -77,22 +80,45 @@ class Scope(NamedTuple):
     digest: bytes
     keyed: hashlib.blake2b
 
-    def digests(self, key: bytes, first: int, stop: int) -> list[bytes]:
-        """Prefix digests of segments ``[first, stop)`` of ``key``, which are there. See ``FleetKeys.digests``."""
+    def digests(self, key: Key, first: int, stop: int) -> list[bytes]:
+        """Prefix digests of segments ``[first, stop)`` of ``key``, which are there. See ``FleetKeys.digests``.
+
+        A key in pieces is read as it is: joining it would cost as much as reading it.
+        """
         if first >= stop:
             return []
-        view, end = memoryview(key), (first + 1) * SEGMENT_BYTES
-        stream, begun = xxh3_128(view[:end]), self.keyed.copy
-        hashed = begun()
+        begun, end = self.keyed.copy, (first + 1) * SEGMENT_BYTES
+        if not isinstance(key, bytes):
+            return self._digests(key, end, stop - first)
+        view = memoryview(key)
+        stream, hashed = xxh3_128(view[:end]), begun()
         hashed.update(stream.digest())
         found = [hashed.digest()]
-        if stop > first + 1:
-            extend, chained, add = stream.update, stream.digest, found.append
-            for start in range(end, stop * SEGMENT_BYTES, SEGMENT_BYTES):
-                extend(view[start : start + SEGMENT_BYTES])
+        extend, chained, add = stream.update, stream.digest, found.append
+        for start in range(end, stop * SEGMENT_BYTES, SEGMENT_BYTES):
+            extend(view[start : start + SEGMENT_BYTES])
+            hashed = begun()
+            hashed.update(chained())
+            add(hashed.digest())
+        return found
+
+    def _digests(self, pieces: tuple[bytes, ...], left: int, num_left: int) -> list[bytes]:
+        """The same of a key in pieces: ``left`` bytes until the first digest, ``num_left`` digests."""
+        found: list[bytes] = []
+        stream, begun = xxh3_128(), self.keyed.copy
+        extend, chained, add = stream.update, stream.digest, found.append
+        for piece in pieces:
+            view, start = memoryview(piece), 0
+            while start + left <= len(piece):
+                extend(view[start : start + left])
+                start, left, num_left = start + left, SEGMENT_BYTES, num_left - 1
                 hashed = begun()
                 hashed.update(chained())
                 add(hashed.digest())
+                if not num_left:
+                    return found
+            extend(view[start:])
+            left -= len(piece) - start
         return found
 
 
@@ -103,6 +129,11 @@ class FleetKeys:
         self._secret = checked_secret(secret)
         self._known: dict[tuple[Namespace, int], Scope] = {}
         self.canary = self._canary()
+
+    @property
+    def num_bytes(self) -> int:
+        """What the keys of namespaces that it knows take, roughly; at most some 2.5 MB."""
+        return len(self._known) * SCOPE_BYTES
 
     def tenant(self, tenant: str) -> bytes:
         """The tenant's digest, 32 bytes."""

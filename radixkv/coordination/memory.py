@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
-from radixkv.coordination.protocol import JobPart, Load, ReplicaInfo, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, Load, ReplicaInfo, WarmJob
 from radixkv.coordination.reader import Known
 from radixkv.coordination.settings import Settings, check_published_block_size
 from radixkv.coordination.store import (
@@ -24,6 +24,7 @@ from radixkv.coordination.store import (
     LISTED_S,
     MAX_JOBS,
     MAX_PARTS,
+    MAX_PINS,
     MAX_PURGES,
     MAX_REPLICAS,
     Durable,
@@ -65,6 +66,15 @@ class Account:
     confirmed: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Pinned:
+    """One pin of a tenant's in the store; ``parts`` by replica."""
+
+    pin: FleetPin
+    until: float
+    parts: dict[str, JobPart] = field(default_factory=dict)
+
+
 class MemoryStore:
     """See ``store.Store``. Thread-safe; ``clock`` decides about leases, shares and jobs."""
 
@@ -76,6 +86,7 @@ class MemoryStore:
         self.announced: OrderedDict[bytes, int] = OrderedDict()
         self.jobs: OrderedDict[str, tuple[float, WarmJob]] = OrderedDict()
         self.num_jobs = 0
+        self.pinned: dict[bytes, dict[str, Pinned]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -88,7 +99,7 @@ class MemoryStore:
     def lose(self) -> None:
         """Forget everything, as a store does that restarts without having saved."""
         with self._lock:
-            for kept in (self.records, self.accounts, self.announced, self.jobs):
+            for kept in (self.records, self.accounts, self.announced, self.jobs, self.pinned):
                 kept.clear()
 
     def close(self) -> None:
@@ -328,6 +339,70 @@ class MemoryStore:
         """See the protocol."""
         with self._open():
             return self._job(job_id)
+
+    # ---- pins
+
+    def keep_pin(self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool) -> Durable:
+        """See the protocol."""
+        with self._open():
+            pinned = self._pinned(tenant)
+            known = pinned.get(pin.id)
+            others = [
+                (each.until, name) for name, each in pinned.items() if name != pin.id and each.pin.is_ended
+            ]
+            for _, name in sorted(others)[: max(0, len(others) - MAX_PINS)]:
+                del pinned[name]
+            if known is not None and not anew:
+                return Durable(1, None)
+            num_live = sum(not each.pin.is_ended for name, each in pinned.items() if name != pin.id)
+            if (known is None or known.pin.is_ended) and num_live >= MAX_PINS:
+                return Durable(0, None)
+            parts = {} if known is None else known.parts
+            kept = replace(pin, is_ended=False, parts=())
+            pinned[pin.id] = Pinned(kept, self.clock() + ttl_s, parts)
+            return Durable(1, None)
+
+    def end_pin(self, tenant: bytes, pin: FleetPin, keep_s: float) -> Durable:
+        """See the protocol."""
+        with self._open():
+            pinned = self._pinned(tenant)
+            known = pinned.get(pin.id) or Pinned(
+                replace(pin, is_ended=False, parts=()), self.clock() + keep_s
+            )
+            if known.pin.is_ended:
+                return Durable(0, None)
+            pinned[pin.id] = Pinned(replace(known.pin, is_ended=True), known.until)
+            return Durable(1, None)
+
+    def state_pin(self, tenant: bytes, pin_id: str, part: JobPart) -> bool:
+        """See the protocol."""
+        with self._open():
+            known = self._pinned(tenant).get(pin_id)
+            if known is None or known.pin.is_ended:
+                return False
+            old = known.parts.get(part.replica_id)
+            if old.epoch > part.epoch if old is not None else len(known.parts) >= MAX_PARTS:
+                return False
+            known.parts[part.replica_id] = part
+            return True
+
+    def pins(self, tenant: bytes) -> list[FleetPin]:
+        """See the protocol."""
+        with self._open():
+            return [
+                replace(
+                    each.pin,
+                    remaining_s=each.until - self.clock(),
+                    parts=tuple(part for _, part in sorted(each.parts.items())),
+                )
+                for _, each in sorted(self._pinned(tenant).items())
+            ]
+
+    def _pinned(self, tenant: bytes) -> dict[str, Pinned]:
+        """A tenant's pins whose time isn't over."""
+        now, found = self.clock(), self.pinned.get(tenant, {})
+        self.pinned[tenant] = {name: each for name, each in found.items() if each.until > now}
+        return self.pinned[tenant]
 
     def _job(self, job_id: str) -> WarmJob | None:
         until, job = self.jobs.get(job_id, (0.0, None))

@@ -190,6 +190,22 @@ class WarmJob:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetPin:
+    """A prefix of a tenant's that several replicas keep resident for a time. Holds no ids and no names."""
+
+    id: str
+    namespace_digest: bytes
+    num_tokens: int
+    wanted: str
+    """Where: ``all``, how many, or ``=a,b``: these, by name."""
+    remaining_s: float = 0.0
+    is_ended: bool = False
+    """It was ended before its time, and is kept so that every replica hears of it."""
+    parts: tuple[JobPart, ...] = ()
+    """What each replica says: ``done`` where it is pinned."""
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """Standing and counters of a coordinator since it was made."""
 
@@ -231,7 +247,10 @@ class Health:
     view_bytes: int = 0
     """What the view of the others takes, roughly; at most ``view_digests`` of the settings."""
     tenant_bytes: int = 0
-    """What shares and generations of tenants take, roughly."""
+    """What shares and generations of tenants take, roughly; at most some 30 MB."""
+    namespace_bytes: int = 0
+    """What keys and generations of the namespaces that this replica publishes take, roughly; at most some 60 MB, or
+    as much as its resident namespaces need."""
 
     @property
     def is_ok(self) -> bool:
@@ -245,8 +264,8 @@ class Resident(Protocol):
     def snapshot(self) -> Snapshot:
         """All that is resident, at one moment."""
 
-    def namespaces(self) -> Iterable[Namespace]:
-        """Those that hold something."""
+    def tenants(self) -> Iterable[str]:
+        """All that have something, or may come to have something of what runs now."""
 
 
 class Coordinator(Protocol):
@@ -370,6 +389,26 @@ class Coordinator(Protocol):
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
         """The job, or None if there is none of that tenant. Raises StoreUnavailable."""
+
+    def keep_pin(self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True) -> bool:
+        """State that a prefix is to be kept resident for ``ttl_s`` from now on; ``anew=False``: unless that stands.
+
+        False if as many stand as a tenant may have. Raises ArgumentError, StoreUnavailable.
+        """
+
+    def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:
+        """End one before its time, and keep for ``keep_s`` that it has ended where the store knows nothing of it.
+
+        False if there was none. Raises StoreUnavailable.
+        """
+
+    def state_pin(
+        self, tenant: str, pin_id: str, state: JobState, num_tokens: int = 0, error: str = ""
+    ) -> bool:
+        """What has become of it on this replica. False if there is none. Raises ArgumentError, StoreUnavailable."""
+
+    def fleet_pins(self, tenant: str) -> list[FleetPin]:
+        """Those of a tenant, by id; also those that were ended. Raises StoreUnavailable."""
 
     @property
     def knows_generations(self) -> bool:

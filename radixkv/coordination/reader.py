@@ -68,6 +68,11 @@ class _Sighted(NamedTuple):
     registration: Registration
     latest: float
 
+    def is_before(self, other: Registration) -> bool:
+        """Whether ``other`` is of a later beat, of the same registration or a younger one."""
+        mine = self.registration
+        return 0 < other.beats and (mine.epoch, mine.beats) < (other.epoch, other.beats)
+
     def is_as_new_as(self, other: Registration) -> bool:
         """Whether ``other`` is of the same registration, and of no later beat; one that has left has none."""
         mine = self.registration
@@ -97,7 +102,7 @@ class Reader:
         self._clock = clock
         block_size = 0 if any_block_size else settings.block_size
         self._mine = Registration(settings.replica_id, 0, "", "", "", block_size, WIRE_VERSION, keys.canary)
-        self._fetch_at = float("-inf")
+        self._tried_at = self._fetch_at = float("-inf")
         self._failures = 0
         self._lock = threading.Lock()
 
@@ -114,7 +119,7 @@ class Reader:
     def poll(self, block_s: float = 0.0) -> None:
         """Fetch the registrations if it is time, and read the logs; wait for news up to ``block_s``."""
         with self._asking():
-            if not self.fetched_at <= self._clock() < self._fetch_at:  # be it that the clock was turned back
+            if not self._tried_at <= self._clock() < self._fetch_at:  # be it that the clock was turned back
                 self._refresh()
                 return
             self._read(max(0.0, min(block_s, self._fetch_at - self._clock())))
@@ -146,7 +151,7 @@ class Reader:
         registration, now = seen.registration, self._clock()
         sighted = self._sighted.get(registration.replica_id)
         if sighted is None or not sighted.is_as_new_as(registration):
-            return _stated_s(seen)
+            return self._latest_s(seen)
         is_lost = registration.beats < sighted.registration.beats
         return max(0.0, (self._lost_until(sighted) if is_lost else sighted.latest) - now)
 
@@ -170,7 +175,7 @@ class Reader:
         return [remote.known(now) for remote in self.remotes.values()]
 
     def _refresh(self) -> None:
-        before = self._clock()
+        before = self._tried_at = self._clock()
         self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
         old = self.remotes
         fetched, after = self._store.fetch(), self._clock()
@@ -232,7 +237,7 @@ class Reader:
 
     def _sight(self, seen: Seen, after: float) -> float:
         """When a lease ends at the latest: a beat extends it, by what it states, and nothing else does."""
-        registration, latest = seen.registration, after + _stated_s(seen)
+        registration, latest = seen.registration, after + self._latest_s(seen)
         if not registration.beats:
             return latest
         name, sighted = registration.replica_id, self._sighted.get(registration.replica_id)
@@ -240,6 +245,17 @@ class Reader:
             sighted = self._sighted[name] = _Sighted(registration, latest)
             self._lost.pop(name, None)
         return min(latest, sighted.latest)
+
+    def _latest_s(self, seen: Seen) -> float:
+        """How long a lease may still run that a beat has extended since the last fetch.
+
+        Beside what the store says, the whole lease, if an earlier beat was seen: a store whose clock has just jumped
+        ahead ends leases that have hardly begun.
+        """
+        sighted = self._sighted.get(seen.registration.replica_id)
+        if sighted is not None and sighted.is_before(seen.registration):
+            return seen.registration.lease_ms / 1000
+        return _stated_s(seen)
 
     def _followed(self) -> Iterator[tuple[str, RemoteLog]]:
         return ((name, remote.log) for name, remote in self.remotes.items() if remote.log is not None)

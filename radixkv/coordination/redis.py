@@ -9,15 +9,17 @@ those of one tenant, and of one job):
     {r:RID}:snapmeta  hash     epoch, seq, count, checksum of the snapshot in {r:RID}:snap:0 …
     {r:RID}:load      hash     load, as of the last beat
     {t:TD}:q          hash     a tenant: limit, generation, r:RID epoch:blocks:until:fingerprint, c:RID epoch
+    {t:TD}:p          hash     its pins of the fleet: p:PIN until:state:…, s:PIN:RID what became of it there
     {w:JOB}:job       hash     a warm job, kept for an hour
     replicas          zset     replica ids by live-until in ms: discovery only
     purges            zset     tenants in the order in which their generation was raised: discovery only
     jobs              zset     warm jobs by the ms at which they end, to count them by
 
 Where a write goes is asked of the server: the shard of its tag, the master that Sentinel names, or the one
-there is. ``WAIT 1`` follows the writes that must not be lost (epoch, limit, generation), on the connection
+there is. ``WAIT 1`` follows the writes that must not be lost (epoch, limit, generation, pin), on the connection
 that wrote, where the server has had a replica. Bounded: 1,024 replicas, 65,536 announced purges, snapshots of
-4 M segments; a log ends behind the snapshot before the last one; 4,096 jobs of 1,024 parts, for an hour.
+4 M segments; a log ends behind the snapshot before the last one; 4,096 jobs of 1,024 parts, for an hour; 256 pins
+a tenant, and as many that were ended, of 1,024 parts.
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ from radixkv.coordination import scripts
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.loop import Loop
-from radixkv.coordination.protocol import JobPart, Load, ReplicaInfo, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, Load, ReplicaInfo, WarmJob
 from radixkv.coordination.settings import Settings, check_published_block_size, without_password
 from radixkv.coordination.store import (
     JOB_TTL_S,
     LISTED_S,
     MAX_JOBS,
     MAX_PARTS,
+    MAX_PINS,
     MAX_PURGES,
     MAX_REPLICAS,
     Durable,
@@ -76,6 +79,7 @@ from radixkv.coordination.wire import (
     WireError,
     format_owner,
     format_part,
+    format_pin,
     job_fields,
     number,
     pack_entries,
@@ -83,6 +87,7 @@ from radixkv.coordination.wire import (
     parse_entry,
     parse_job,
     parse_load,
+    parse_pins,
     parse_registration,
     parse_tenant,
     registration_fields,
@@ -650,6 +655,34 @@ class RedisStore:
         except WireError:
             return None
 
+    # ---- pins
+
+    @translated()
+    def keep_pin(self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool) -> Durable:
+        """See the protocol."""
+        args: Args = [pin.id, max(1, int(ttl_s * 1000)), format_pin(pin), MAX_PINS, 1 if anew else 0]
+        answer, replicated = self.connection.run_durably(scripts.KEEP, [_pins_key(tenant)], args)
+        return Durable(int(answer), replicated)
+
+    @translated()
+    def end_pin(self, tenant: bytes, pin: FleetPin, keep_s: float) -> Durable:
+        """See the protocol."""
+        args: Args = [pin.id, max(1, int(keep_s * 1000)), format_pin(pin)]
+        answer, replicated = self.connection.run_durably(scripts.UNPIN, [_pins_key(tenant)], args)
+        return Durable(int(answer), replicated)
+
+    @translated()
+    def state_pin(self, tenant: bytes, pin_id: str, part: JobPart) -> bool:
+        """See the protocol."""
+        args: Args = [pin_id, part.replica_id, part.epoch, format_part(part), MAX_PARTS]
+        return int(self.connection.run(scripts.STATE, [_pins_key(tenant)], args)) == 1
+
+    @translated()
+    def pins(self, tenant: bytes) -> list[FleetPin]:
+        """See the protocol. What has not the form of this version counts for nothing."""
+        now_ms, *pairs = self.connection.run(scripts.TENANT, [_pins_key(tenant)], [])
+        return parse_pins(dict(zip(pairs[::2], pairs[1::2], strict=True)), int(now_ms))
+
 
 class RedisCoordinator(BaseCoordinator):
     """A coordinator over Redis, with a thread that reads. ``poll`` reads at once what it would read soon."""
@@ -711,6 +744,10 @@ def _standing(verdict: bytes, last_seq: bytes) -> Standing:
 
 def _tenant_key(tenant: bytes) -> str:
     return f"{PREFIX}{{t:{tenant.hex()}}}:q"
+
+
+def _pins_key(tenant: bytes) -> str:
+    return f"{PREFIX}{{t:{tenant.hex()}}}:p"
 
 
 def _job_key(job_id: str) -> str:

@@ -42,7 +42,10 @@ PREDICT_S = 5.0
 _LOAD_AGE_S = 1.0
 """A load is measured up to this long before the beat that brings it."""
 _MAX_PREDICTED = 262_144
-"""Segments in the predicted index."""
+"""Placements in the predicted index: segments, each counted once for every replica that it was sent to."""
+_PLACEMENT_BYTES, _SENT_BYTES = 400, 130
+_TICKS = 500
+"""What is sent to one replica within this part of ``predict_s`` is kept as one number."""
 
 Tokens = NDArray[np.int64]
 
@@ -113,6 +116,12 @@ class Router:
             raise ConfigError("redis", "a URL", allowed) from None
         source = Observer(RedisStore(url), fleet_secret, max_segments=max_segments, background=background)
         return cls(source, **options)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What the predicted index takes, roughly; at most some 100 MB. O(replicas)."""
+        with self._lock:
+            return self._predicted.num_bytes
 
     def close(self) -> None:
         """Close the source. Idempotent."""
@@ -285,7 +294,7 @@ class _Roster:
 class Predicted:
     """What was sent where during the last ``keep_s`` seconds. Not thread-safe.
 
-    Bounded: beyond 262,144 segments the oldest go first.
+    Bounded: beyond 262,144 placements the oldest segments go first; of what was sent, 500 numbers a replica.
     """
 
     def __init__(self, keep_s: float) -> None:
@@ -293,18 +302,28 @@ class Predicted:
             raise ConfigError("predict_s", keep_s, "0 seconds or more")
         self._keep_s = keep_s
         self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        self._num_held = 0
         self._sent: dict[str, _Sent] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of it takes, roughly. O(replicas)."""
+        return (
+            self._num_held * _PLACEMENT_BYTES + sum(len(sent) for sent in self._sent.values()) * _SENT_BYTES
+        )
 
     def add(self, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float) -> None:
         """A prompt was sent to a replica, which has ``num_tokens`` of it to compute."""
         self._expire(now)
         until = now + self._keep_s
         for digest in digests:
-            self._held.setdefault(digest, {})[replica_id] = until
+            holders = self._held.setdefault(digest, {})
+            self._num_held += replica_id not in holders
+            holders[replica_id] = until
             self._held.move_to_end(digest)
-        while len(self._held) > _MAX_PREDICTED:
-            self._held.popitem(last=False)
-        self._sent.setdefault(replica_id, _Sent()).add(now, num_tokens)
+        while self._num_held > _MAX_PREDICTED:
+            self._drop_oldest()
+        self._sent.setdefault(replica_id, _Sent(self._keep_s / _TICKS)).add(now, num_tokens)
 
     def leading(self, digests: Sequence[bytes], now: float) -> dict[str, int]:
         """How many leading tokens were sent to each replica, in whole segments."""
@@ -331,21 +350,31 @@ class Predicted:
 
     def _expire(self, now: float) -> None:
         while self._held and max(next(iter(self._held.values())).values()) <= now:
-            self._held.popitem(last=False)
+            self._drop_oldest()
         for replica_id in [name for name, sent in self._sent.items() if not sent.since(now - self._keep_s)]:
             del self._sent[replica_id]
 
+    def _drop_oldest(self) -> None:
+        self._num_held -= len(self._held.popitem(last=False)[1])
+
 
 class _Sent:
-    """Times and tokens of what was sent to one replica."""
+    """Times and tokens of what was sent to one replica; what comes within ``tick_s`` counts as of its beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick_s: float) -> None:
+        self._tick_s = tick_s
         self._items: deque[tuple[float, int]] = deque()
         self._num_tokens = 0
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def add(self, at: float, num_tokens: int) -> None:
-        self._items.append((at, num_tokens))
         self._num_tokens += num_tokens
+        if self._items and self._items[-1][0] <= at < self._items[-1][0] + self._tick_s:
+            at, earlier = self._items.pop()
+            num_tokens += earlier
+        self._items.append((at, num_tokens))
 
     def since(self, start: float) -> int:
         """Tokens sent after ``start``; what is older is forgotten. Amortised O(1)."""

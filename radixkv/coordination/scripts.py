@@ -30,6 +30,10 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     add       KEYS job                            ARGV owner field epoch value max-parts -> 1 if added
     part      KEYS job                            ARGV field value -> 1 if replaced
 
+    keep      KEYS pins                           ARGV pin ttl-ms stated max anew -> 1 unless there are too many
+    unpin     KEYS pins                           ARGV pin keep-ms stated -> 1 unless it was ended before
+    state     KEYS pins                           ARGV pin replica epoch value max-parts -> 1 if set
+
 The first five but ``boot`` answer ``{verdict, last_seq, …}``, the verdict being OK, GAP, LOST or FENCED.
 """
 
@@ -312,3 +316,90 @@ if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1
 """
+
+_PINS = (
+    _COMMON
+    + """
+local now = now_ms()
+local function stated(id)
+  local held = redis.call('HGET', KEYS[1], 'p:' .. id)
+  if not held then return nil end
+  local ends, state, rest = string.match(held, '^(%d+):(%a+):(.*)$')
+  if not ends or tonumber(ends) <= now then return nil end
+  return tonumber(ends), state, rest
+end
+local function state_until(id, ends, state, rest)
+  redis.call('HSET', KEYS[1], 'p:' .. id, whole(ends) .. ':' .. state .. ':' .. rest)
+  if redis.call('PTTL', KEYS[1]) < ends - now then redis.call('PEXPIRE', KEYS[1], whole(ends - now)) end
+end
+local function forget_parts(holds)
+  for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+    local id = string.match(field, '^s:([^:]*):')
+    if id and not holds(id) then redis.call('HDEL', KEYS[1], field) end
+  end
+end
+"""
+)
+
+KEEP = (
+    _PINS
+    + """
+local kept, live, ended, max = {}, 0, {}, tonumber(ARGV[4])
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  local id = string.match(field, '^p:(.*)$')
+  if id then
+    local ends, state = stated(id)
+    if not ends then
+      redis.call('HDEL', KEYS[1], field)
+    else
+      kept[id] = true
+      if id ~= ARGV[1] and state == 'live' then live = live + 1 end
+      if id ~= ARGV[1] and state == 'ended' then table.insert(ended, {ends, id}) end
+    end
+  end
+end
+table.sort(ended, function(a, b) return a[1] < b[1] or (a[1] == b[1] and a[2] < b[2]) end)
+for i = 1, #ended - max do
+  redis.call('HDEL', KEYS[1], 'p:' .. ended[i][2])
+  kept[ended[i][2]] = nil
+end
+forget_parts(function(id) return kept[id] end)
+local _, state = stated(ARGV[1])
+if state and ARGV[5] == '0' then return 1 end
+if state ~= 'live' and live >= max then return 0 end
+state_until(ARGV[1], now + tonumber(ARGV[2]), 'live', ARGV[3])
+return 1
+"""
+)
+
+UNPIN = (
+    _PINS
+    + """
+local ends, state, rest = stated(ARGV[1])
+if state == 'ended' then return 0 end
+state_until(ARGV[1], ends or (now + tonumber(ARGV[2])), 'ended', rest or ARGV[3])
+forget_parts(function(id) return id ~= ARGV[1] end)
+return 1
+"""
+)
+
+STATE = (
+    _PINS
+    + """
+local _, state = stated(ARGV[1])
+if state ~= 'live' then return 0 end
+local field, prefix = 's:' .. ARGV[1] .. ':' .. ARGV[2], 's:' .. ARGV[1] .. ':'
+local old = redis.call('HGET', KEYS[1], field)
+if old then
+  if (tonumber(string.match(old, '^(%d+)')) or 0) > tonumber(ARGV[3]) then return 0 end
+else
+  local parts = 0
+  for _, each in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.sub(each, 1, #prefix) == prefix then parts = parts + 1 end
+  end
+  if parts >= tonumber(ARGV[5]) then return 0 end
+end
+redis.call('HSET', KEYS[1], field, ARGV[4])
+return 1
+"""
+)

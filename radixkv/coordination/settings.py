@@ -77,6 +77,12 @@ def _is_base_url(address: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain and port != 0
 
 
+REDIS_SCHEMES = (
+    "redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel",
+)  # fmt: skip
+"""How the URL of a store may begin."""
+
+
 def without_password(url: str) -> str:
     """The URL as it may be shown: what stands before an @ in its authority is left out."""
     start, slashes, rest = url.partition("//")

@@ -103,6 +103,11 @@ class RequestVerifier:
         self._wall = wall
         self._guard = ReplayGuard(2 * max_skew_s, clock=clock)
 
+    @property
+    def num_nonces(self) -> int:
+        """Nonces that are remembered."""
+        return len(self._guard)
+
     def verify(
         self, headers: Mapping[str, str], *, method: str, path: str, body: bytes, audience: str
     ) -> str:
@@ -136,6 +141,10 @@ class ReplayGuard:
         self._clock = clock
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Nonces that are remembered; at most ``max_nonces``."""
+        return len(self._seen)
 
     def admit(self, nonce: str) -> bool:
         """Whether ``nonce`` is new; from now on it isn't. Amortised O(1)."""

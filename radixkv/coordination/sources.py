@@ -12,6 +12,7 @@ then, so that a router can keep arrays of them.
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from radixkv.coordination.loop import Loop
 from radixkv.coordination.protocol import SEGMENT_TOKENS, ReplicaInfo
 from radixkv.coordination.reader import Reader
 from radixkv.coordination.settings import Settings
+from radixkv.coordination.store import MAX_PURGES
 from radixkv.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _LIVE_AGAIN_S = 1e-3
 """A lease that ends this much later than before was extended by a beat."""
 _KEPT_S = 10.0
+_TENANT_BYTES = 150
 
 Match = Callable[["Namespace", bytes], int]
 """How many tokens of a key this process itself has resident."""
@@ -192,6 +195,11 @@ class Observer(Followed):
             self._loop.start()
 
     @property
+    def tenant_bytes(self) -> int:
+        """What the generations of tenants take, roughly; at most some 30 MB."""
+        return self._generations.num_bytes
+
+    @property
     def failure(self) -> BaseException | None:
         """What ended the thread: a bug of ours."""
         return self._loop.failure
@@ -245,16 +253,22 @@ class Beside(Followed):
 class Generations:
     """The generations of tenants that are asked about, followed over a store by one thread.
 
-    A tenant whose first purge was before it was asked about has generation 0 until the next ``follow``.
+    A tenant whose first purge was before it was asked about has generation 0 until the next ``follow``. Bounded:
+    beyond 65,536 tenants that were purged, those purged longest ago go first.
     """
 
     def __init__(self, keys: FleetKeys, store: Store) -> None:
         self._keys, self._store = keys, store
         self._known: dict[bytes, int] = {}
-        self._announced: set[bytes] = set()
+        self._announced: OrderedDict[bytes, None] = OrderedDict()
         self._wanted: set[bytes] = set()
         self._cursor = 0
         self._epochs: frozenset[tuple[str, int]] = frozenset()
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of this takes, roughly."""
+        return (len(self._known) + len(self._announced) + len(self._wanted)) * _TENANT_BYTES
 
     def __call__(self, tenant: str) -> int:
         """The generation of a tenant; local."""
@@ -276,10 +290,20 @@ class Generations:
             self._wanted |= self._known.keys()
         raised = self._store.purges(self._cursor)
         digests = {digest for digest, _ in raised}
-        self._announced |= digests
-        for digest in (digests & self._known.keys()) | self._wanted:
+        self._announce([digest for digest, _ in raised])
+        for digest in (digests & self._known.keys()) | (self._wanted & self._announced.keys()):
             self._known[digest] = self._store.tenant(digest).generation
             self._wanted.discard(digest)
         self._epochs = epochs
         if raised:
             self._cursor = raised[-1][1]
+
+    def _announce(self, digests: list[bytes]) -> None:
+        """These were raised, in this order; keep the last of all."""
+        for digest in digests:
+            self._announced[digest] = None
+            self._announced.move_to_end(digest)
+        while len(self._announced) > MAX_PURGES:
+            oldest, _ = self._announced.popitem(last=False)
+            self._known.pop(oldest, None)
+            self._wanted.discard(oldest)

@@ -6,6 +6,7 @@
     reading                   fetch, read, load
     a tenant                  set_limit, reserve, raise_generation, confirm, tenant, purges
     a warm job                save_job, own_job, add_part, save_part, drop_job, load_job
+    pins of a tenant          keep_pin, end_pin, state_pin, pins
 
 Every operation but ``fetch`` and ``read`` concerns one replica, one tenant or one job, so that a store can
 place these anywhere. Each may raise StoreUnavailable; then it isn't known whether it happened. All writes
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from radixkv.coordination.protocol import JobPart, Load, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, Load, WarmJob
 from radixkv.coordination.wire import Entry, Groups, Registration
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ MAX_REPLICAS = 1024
 MAX_PARTS = 1024
 MAX_JOBS = 4096
 """Warm jobs that are kept at a time; beyond it the oldest is forgotten."""
+MAX_PINS = 256
+"""Pins of the fleet that a tenant may have; of those that were ended as many are kept, the longest."""
 MAX_PURGES = 65_536
 """Raised generations that are announced. Who boots later than so many purges misses hints of the oldest."""
 ENTRIES_A_READ = 512
@@ -218,6 +221,24 @@ class Store(Protocol):
 
     def load_job(self, job_id: str) -> WarmJob | None:
         """The job as stored."""
+
+    def keep_pin(self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool) -> Durable:
+        """Keep a pin for ``ttl_s`` from now on; unless ``anew``, only if nothing is kept of it. ``value`` 0: too many.
+
+        Its parts stay. 1 also where it was kept already.
+        """
+
+    def end_pin(self, tenant: bytes, pin: FleetPin, keep_s: float) -> Durable:
+        """End a pin, and keep that until its time is over, ``keep_s`` if nothing is known of it; ``value`` 1 if so.
+
+        Its parts are forgotten. 0 if it was ended before.
+        """
+
+    def state_pin(self, tenant: bytes, pin_id: str, part: JobPart) -> bool:
+        """Set the part of a replica; False if the pin isn't there, or the replica has a younger one."""
+
+    def pins(self, tenant: bytes) -> list[FleetPin]:
+        """Those whose time isn't over, by id, with their parts by replica."""
 
     def close(self) -> None:
         """Let go of connections."""

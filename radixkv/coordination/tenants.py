@@ -5,11 +5,14 @@ granted last holds while the store is away. A generation is raised by a purge an
 replica forgets what it has of the tenant, and then confirms, under its epoch. Since namespace digests
 depend on the generation, what others still publish of an older one is met by nobody.
 
-Bounded: 65,536 announced purges, 4,096 tenants with a share; about 200 bytes each.
+Bounded: 65,536 purged tenants, as many names of tenants met here, 4,096 tenants with a share; about 200 bytes each
+(``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten here.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +29,7 @@ OnPurge = Callable[[str, int], None]
 """Told of a tenant whose generation was raised: returns when nothing of it can be matched here any more."""
 
 _MAX_SHARES = 4_096
+_MAX_NAMES = 65_536
 _MAX_BLOCKS = 10**15 - 1
 _ITEM_BYTES = 200
 
@@ -66,8 +70,9 @@ class Tenants:
         """
         self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
         self._reader = reader
-        self._names: dict[bytes, str] = {}
-        self._generations: dict[bytes, int] = {}
+        self._names: OrderedDict[bytes, str] = OrderedDict()
+        self._meeting = threading.Lock()
+        self._generations: OrderedDict[bytes, int] = OrderedDict()
         self._wanted: dict[str, int] = {}
         self._grants: dict[str, Grant] = {}
         self._cursor = 0
@@ -91,8 +96,13 @@ class Tenants:
 
     def meet(self, tenants: Iterable[str]) -> None:
         """These tenants have, or may come to have, something here."""
-        for tenant in tenants:
-            self._names.setdefault(self._keys.tenant(tenant), tenant)
+        named = [(self._keys.tenant(tenant), tenant) for tenant in tenants]
+        with self._meeting:
+            for digest, tenant in named:
+                self._names[digest] = tenant
+                self._names.move_to_end(digest)
+            while len(self._names) > _MAX_NAMES:
+                self._names.popitem(last=False)
 
     def granted(self, tenant: str) -> Grant | None:
         """What was granted last; local."""
@@ -129,13 +139,14 @@ class Tenants:
 
     def follow(self, writer: Writer, *, is_new: bool) -> None:
         """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was."""
-        raised = self._store.purges(0 if is_new else self._cursor)
-        if raised and self.resident is not None:
-            self.meet({namespace.tenant for namespace in self.resident.namespaces()})
+        raised, resident = self._store.purges(0 if is_new else self._cursor), self.resident
+        here: dict[bytes, str] = {}
+        if raised and resident is not None:
+            here = {self._keys.tenant(tenant): tenant for tenant in resident.tenants()}
         if is_new:
             self._cursor = 0
         for tenant, position in raised:
-            self._obey(writer, tenant)
+            self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant))
             self._cursor = position  # smaller than before where the store has lost what it announced
 
     def raise_generation(self, tenant: str) -> Durable:
@@ -182,18 +193,21 @@ class Tenants:
             if not is_announced or self._store.tenant(digest).generation < generation:
                 self._store.raise_generation(digest, generation - 1)
 
-    def _obey(self, writer: Writer, digest: bytes) -> None:
-        """Purge what is announced, and confirm it.
+    def _obey(self, writer: Writer, digest: bytes, tenant: str | None) -> None:
+        """Purge what is announced, and confirm it; ``tenant`` None: it has nothing here.
 
         Also what was purged already, or more often: where the store has lost its generations, the same number may
         stand for a later purge, and so may a smaller one, which is raised then.
         """
-        generation, tenant = self._store.tenant(digest).generation, self._names.get(digest)
+        generation = self._store.tenant(digest).generation
         known = self._generations.get(digest, 0)
         if generation < known:
             generation = self._store.raise_generation(digest, known).value
         if generation:
             self._generations[digest] = generation
+            self._generations.move_to_end(digest)
+            if len(self._generations) > MAX_PURGES:
+                self._generations.popitem(last=False)
             if tenant is not None:
                 self._tell(tenant, generation)
                 if self.on_purge is not None:

@@ -11,14 +11,16 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
-from radixkv.coordination.protocol import JobPart, JobState, Load, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, JobState, Load, WarmJob
 
 DIGESTS_AN_ENTRY = 64
 SNAPSHOT_CHUNK_BYTES = 512 << 10
@@ -180,9 +182,14 @@ def pack_entries(entries: Iterable[Entry]) -> bytes:
     """
     parts: list[bytes] = []
     for op, namespace, parent, digests, tier in entries:
-        lengths = bytes((len(namespace), len(parent), len(digests) // DIGEST_BYTES))
-        parts += (_CODES[op, tier], lengths, namespace, parent, digests)
+        parts += _head(op, tier, len(namespace), len(parent), len(digests)), namespace, parent, digests
     return b"".join(parts)
+
+
+@lru_cache(maxsize=1_024)
+def _head(op: str, tier: str, *lengths: int) -> bytes:
+    namespace, parent, digests = lengths
+    return _CODES[op, tier] + bytes((namespace, parent, digests // DIGEST_BYTES))
 
 
 class Snapshot(NamedTuple):
@@ -352,3 +359,46 @@ def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
         shares,
         confirmed,
     )
+
+
+_PIN = re.compile(
+    rb"([0-9]{1,15}):(live|ended):([0-9a-f]{64}):([0-9]{1,15}):(all|[0-9]{1,4}|=[A-Za-z0-9._,-]{0,70000})"
+)
+_PIN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def is_pin_id(text: str) -> bool:
+    """Whether ``text`` may name a pin of the fleet: 32 hex digits."""
+    return _PIN_ID.fullmatch(text) is not None
+
+
+def format_pin(pin: FleetPin) -> str:
+    """What stands of a pin behind its end and its state: ``namespace:tokens:wanted``."""
+    return f"{pin.namespace_digest.hex()}:{pin.num_tokens}:{pin.wanted}"
+
+
+def parse_pins(fields: Mapping[bytes, bytes], now_ms: int) -> list[FleetPin]:
+    """From all fields of a tenant's pins, by id; those that have not the form of this version are left out."""
+    parts: dict[str, list[JobPart]] = {}
+    for name, value in sorted(fields.items()):
+        kind, _, rest = name.decode("ascii", "replace").partition(":")
+        pin_id, _, replica_id = rest.partition(":")
+        if kind == "s":
+            with suppress(WireError):
+                parts.setdefault(pin_id, []).append(_parse_part(replica_id, value))
+    found = []
+    for name, value in sorted(fields.items()):
+        pin_id, stated = name[2:].decode("ascii", "replace"), _PIN.fullmatch(value)
+        if name.startswith(b"p:") and is_pin_id(pin_id) and stated and int(stated[1]) > now_ms:
+            found.append(
+                FleetPin(
+                    id=pin_id,
+                    namespace_digest=bytes.fromhex(stated[3].decode()),
+                    num_tokens=int(stated[4]),
+                    wanted=stated[5].decode(),
+                    remaining_s=(int(stated[1]) - now_ms) / 1000,
+                    is_ended=stated[2] == b"ended",
+                    parts=tuple(parts.get(pin_id, ())),
+                )
+            )
+    return found

@@ -22,6 +22,7 @@ from radixkv.service.auth import Keyring
 from radixkv.service.endpoint import problem_of
 from radixkv.service.fleet import Fleet
 from radixkv.service.jobs import Job, JobTable
+from radixkv.service.keeping import Keeper
 from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.orders import Orders
@@ -73,6 +74,7 @@ class Service:
         self.metrics = Metrics(self.cache, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
         self.router = Router(Beside(fleet.coordinator, self._resident))
         self.orders = Orders(self)
+        self.keeper = Keeper(self)
         self._forgetting: set[asyncio.Task[None]] = set()
         self.is_stopping = False
 
@@ -141,7 +143,7 @@ class Service:
         return reasons
 
     async def upkeep(self) -> None:
-        """Again and again, until cancelled: tell the coordinator the load, and keep to the shares of quotas."""
+        """Again and again, until cancelled: tell the coordinator the load, and keep to quotas and pins of the fleet."""
         while True:
             stats = self.cache.stats()
             queued = sum(each.num_tokens - each.num_ready for each in self.warmer.under_way())
@@ -149,11 +151,13 @@ class Service:
             self.fleet.coordinator.report_load(load)
             with suppress(CoordinationError, CapacityError):
                 await self.orders.call(self.quotas.step)
+            self.keeper.tick()
             await asyncio.sleep(_UPKEEP_EVERY_S)
 
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""
         await self.jobs.close()
+        await self.keeper.close()
         await anyio.to_thread.run_sync(self.worker.close)
         await self.fleet.close()
         if self.recorder is not None:
@@ -182,6 +186,21 @@ class Service:
                 "warm_jobs_kept",
                 "Warm jobs that this process knows of, at most max_jobs a tenant",
                 lambda: self.jobs.num_kept,
+            ),
+            (
+                "fleet_pin_bytes",
+                "What the prompts of the fleet's pins take, at most 4 bytes a token of the pool for each tenant",
+                lambda: self.keeper.num_bytes,
+            ),
+            (
+                "router_predicted_bytes",
+                "What the predicted index takes",
+                lambda: self.router.predicted_bytes,
+            ),
+            (
+                "signed_requests_kept",
+                "Nonces of other replicas' requests, at most 65,536: none is taken twice",
+                lambda: self.fleet.num_nonces,
             ),
             (
                 "has_broken_laws",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 WARM_PATH = "/internal/warm"
 PURGE_PATH = "/internal/purge"
+PIN_PATH = "/internal/pin"
 _CONNECT_TIMEOUT_S = 3.0
 _ORDER_TIMEOUT_S = 10.0
 """Above what it takes to answer 202, by far; a replica that hears of a part that was given up takes it up again."""
@@ -46,6 +47,11 @@ class Fleet:
         self.secret = secret
         self._verifier = RequestVerifier(secret)
         self._client: httpx.AsyncClient | None = None
+
+    @property
+    def num_nonces(self) -> int:
+        """Nonces of requests from other replicas that are remembered; at most 65,536."""
+        return self._verifier.num_nonces
 
     async def close(self) -> None:
         """Leave the registry and close connections."""
@@ -66,10 +72,10 @@ class Fleet:
         except UnverifiedRequest:
             raise _unauthorized() from None
 
-    async def order(self, peer: ReplicaInfo, tenant: str, body: bytes) -> str | None:
-        """Ask a replica for its part of a job: None once it knows of it, or a code that says why it doesn't."""
+    async def order(self, peer: ReplicaInfo, tenant: str, body: bytes, path: str = WARM_PATH) -> str | None:
+        """Ask a replica for its part in a job or a pin: None once it knows of it, or a code that says why not."""
         try:
-            answer = await self._post(peer, WARM_PATH, tenant, body, _ORDER_TIMEOUT_S)
+            answer = await self._post(peer, path, tenant, body, _ORDER_TIMEOUT_S)
         except httpx.HTTPError:
             return "unreachable"
         return None if answer.status_code == 202 else _code(answer)

@@ -150,7 +150,7 @@ class Orders:
             if earlier is not None:
                 _require_same(earlier.request, digest)
                 return job_id
-        names = self._asked(order)
+        names = self.asked(order.namespace, order.ids, order.where)
         job = self._new(order, job_id)
         with ExitStack() as undo:
             undo.callback(self._service.jobs.drop, tenant, job)
@@ -215,16 +215,17 @@ class Orders:
         info = self._coordinator.info()
         return info.id, info.epoch
 
-    def _asked(self, order: Order) -> list[str]:
-        if order.where == "self" or not len(order.ids):
+    def asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
+        """The replicas that ``where`` means now."""
+        if where == "self" or not len(ids):
             return [self._name]
-        if order.where == "all":
+        if where == "all":
             return [self._name, *(peer.id for peer in self._coordinator.peers())]
-        if isinstance(order.where, int):
-            return self._best(order.namespace, order.ids)[: order.where]
-        return list(dict.fromkeys(order.where)) if isinstance(order.where, list) else [order.where]
+        if isinstance(where, int):
+            return self.best(namespace, ids)[:where]
+        return list(dict.fromkeys(where)) if isinstance(where, list) else [where]
 
-    def _best(self, namespace: Namespace, ids: Ids) -> list[str]:
+    def best(self, namespace: Namespace, ids: Ids) -> list[str]:
         """Replicas that could hold the prefix, the best first: as prompts are routed."""
         reachable = {self._name, *(peer.id for peer in self._coordinator.peers())}
         ranked = [each.replica.id for each in self._service.router.rank(namespace, ids)]
@@ -382,7 +383,7 @@ class Orders:
         if job.ids is None or num_lost >= MAX_LOST or any(part.error == "conflict" for part in record.parts):
             return []
         asked = {part.replica_id for part in record.parts}
-        return [name for name in self._best(job.namespace, job.ids) if name not in asked]
+        return [name for name in self.best(job.namespace, job.ids) if name not in asked]
 
     def _deliver(self, job: Job, record: WarmJob) -> None:
         """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""

@@ -1,21 +1,29 @@
-"""Pins over HTTP: a tenant keeps prefixes of its own resident, sees which, and lets them go. On this replica alone.
+"""Pins over HTTP: a tenant keeps prefixes of its own resident, sees which, and lets them go.
 
-A pin takes what ``/v1/warm`` would have computed, and takes microseconds: it runs on the event loop, like a lookup.
+A pin on this replica alone takes what ``/v1/warm`` would have computed, and takes microseconds: it runs on the event
+loop, like a lookup. One on several replicas is ``keeping``'s: each of them computes what it lacks.
 """
 
 from __future__ import annotations
 
 from starlette.responses import Response
 
+from radixkv.coordination.protocol import FleetPin
+from radixkv.coordination.wire import is_pin_id
 from radixkv.pins import Pin
-from radixkv.service.endpoint import Call, Endpoint, reply
+from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
+from radixkv.service.fleet import PIN_PATH
+from radixkv.service.keeping import Kept
 from radixkv.service.problems import invalid, not_found
 from radixkv.service.prompts import prefix_of
-from radixkv.service.schemas import PinReply, PinRequest, PinsReply
+from radixkv.service.schemas import LookupRequest, PinOrder, PinPart, PinReply, PinRequest, PinsReply
 
 
 async def pin(call: Call) -> Response:
-    """Keep a resident prefix resident for some time; pinned again, its time begins anew. Warm it first."""
+    """Keep a prefix resident for some time; pinned again, its time begins anew.
+
+    On this replica alone it has to be resident: warm it first. Several replicas compute what they lack.
+    """
     body = call.read(PinRequest)
     service = call.service
     prefix = await prefix_of(body, service.tokenizer, service.rules)
@@ -23,24 +31,57 @@ async def pin(call: Call) -> Response:
         allowed = f"at least a block of {service.rules.block_size} tokens up to its last stable boundary"
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
-    return reply(_shown(service.cache.pin(namespace, prefix.ids, body.ttl_s)), 201)
+    if body.replicas == "self":
+        return reply(_shown(service.cache.pin(namespace, prefix.ids, body.ttl_s)), 201)
+    keeper = service.keeper
+    pin_id = await keeper.start(namespace, prefix.ids, body.ttl_s, body.replicas)
+    if body.wait:
+        return reply(
+            _shown_fleet(call, *await until_disconnect(call.request, keeper.settled(call.tenant, pin_id))),
+            201,
+        )
+    found = {fact.id: (fact, mine) for fact, mine in await keeper.told(call.tenant)}.get(pin_id)
+    if found is None:
+        raise not_found("pin")
+    return reply(_shown_fleet(call, *found), 201)
+
+
+async def pin_for_replica(call: Call) -> Response:
+    """Take part in a pin for a tenant that another replica's signed request names; asks nobody further."""
+    service = call.service
+    tenant = service.fleet.tenant_of(call.request.headers, PIN_PATH, call.body)
+    if tenant not in service.keyring.tenants:
+        raise not_found("tenant")
+    body = call.read(PinOrder)
+    prompt = LookupRequest(prompt=None, token_ids=body.token_ids, salt=body.salt, adapter=body.adapter)
+    prefix = await prefix_of(prompt, service.tokenizer, service.rules)
+    await service.keeper.receive(service.namespace(tenant, body.salt, body.adapter), prefix.ids, body.pin)
+    return Response(status_code=202)
 
 
 async def list_pins(call: Call) -> Response:
-    """The caller's pins that hold, the oldest first."""
+    """The caller's pins that hold: those of this replica, the oldest first, then those of the fleet."""
     call.query()
-    return reply(PinsReply(pins=[_shown(each) for each in call.service.cache.pins(call.tenant)]))
+    keeper = call.service.keeper
+    fleet = [_shown_fleet(call, *each) for each in await keeper.told(call.tenant)]
+    return reply(PinsReply(pins=[*map(_shown, keeper.local(call.tenant)), *fleet]))
 
 
 async def unpin(call: Call) -> Response:
-    """End a pin of the caller's before its time; what it held is evicted when its turn comes."""
+    """End a pin of the caller's before its time; what it held is evicted when its turn comes.
+
+    One of the fleet ends here at once, and on every other replica within a second or so of its hearing from the store.
+    """
     call.query()
-    cache, wanted = call.service.cache, call.request.path_params["pin"]
-    for each in cache.pins(call.tenant):
+    keeper, wanted = call.service.keeper, call.request.path_params["pin"]
+    for each in keeper.local(call.tenant):
         if str(each.id) == wanted:
-            cache.unpin(each)
+            call.service.cache.unpin(each)
             return Response(status_code=204)
-    raise not_found("pin")
+    if not is_pin_id(wanted):
+        raise not_found("pin")
+    await keeper.end(call.tenant, wanted)
+    return Response(status_code=204)
 
 
 def _shown(pin: Pin) -> PinReply:
@@ -51,6 +92,26 @@ def _shown(pin: Pin) -> PinReply:
         tokens=pin.num_tokens,
         blocks=pin.num_blocks,
         ttl_s=pin.ttl_s,
+        replicas=None,
+    )
+
+
+def _shown_fleet(call: Call, fact: FleetPin, mine: Kept | None) -> PinReply:
+    return PinReply(
+        id=fact.id,
+        salt=None if mine is None else mine.namespace.salt,
+        adapter=None if mine is None else mine.namespace.adapter,
+        tokens=fact.num_tokens,
+        blocks=fact.num_tokens // call.service.rules.block_size,
+        ttl_s=fact.remaining_s,
+        replicas=[
+            PinPart(
+                replica=part.replica_id,
+                state="failed" if part.state == "lost" else part.state,
+                error="left" if part.state == "lost" else part.error or None,
+            )
+            for part in fact.parts
+        ],
     )
 
 
@@ -63,8 +124,18 @@ ENDPOINTS = (
         "tenant",
         {201: PinReply},
         body=PinRequest,
-        errors=(409, 503),
+        errors=(404, 409, 429, 503),
     ),
     Endpoint("GET", "/v1/pins", list_pins, "Pins", "tenant", {200: PinsReply}, errors=(422,)),
-    Endpoint("DELETE", "/v1/pins/{pin}", unpin, "End a pin", "tenant", {204: None}, errors=(404, 422)),
+    Endpoint("DELETE", "/v1/pins/{pin}", unpin, "End a pin", "tenant", {204: None}, errors=(404, 422, 503)),
+    Endpoint(
+        "POST",
+        PIN_PATH,
+        pin_for_replica,
+        "Keep resident for another replica",
+        "replica",
+        {202: None},
+        body=PinOrder,
+        internal=True,
+    ),
 )

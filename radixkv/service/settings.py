@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from radixkv.config import Scrub, policy_names
 from radixkv.coordination.costs import COSTS
+from radixkv.coordination.settings import REDIS_SCHEMES, without_password
 from radixkv.errors import ConfigError
 from radixkv.service.limits import Limits
 
@@ -301,8 +302,11 @@ class _Reader:
 
     def redis_url(self) -> str | None:
         text = self.text("redis")
-        if text is not None and urlsplit(text).scheme not in ("redis", "rediss", "unix"):
-            raise self.refuse("redis", "a URL such as redis://127.0.0.1:6379/0, rediss://… or unix:///path")
+        if text is not None and text.partition("://")[0] not in REDIS_SCHEMES:
+            allowed = "a URL such as redis://127.0.0.1:6379/0, or one that begins with " + ", ".join(
+                REDIS_SCHEMES
+            )
+            raise ConfigError(self.name("redis"), without_password(text), allowed)
         return text
 
     def base_url(self, setting: str) -> str | None:

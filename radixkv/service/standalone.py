@@ -61,6 +61,8 @@ class RouterHost:
                 ("router_view_bytes", "What the view takes", lambda: view.num_bytes),
                 ("router_view_forgotten", "Placements that had no room", lambda: view.num_forgotten),
                 ("router_view_gaps", "Gaps that were met in logs", lambda: view.num_gaps),
+                ("router_predicted_bytes", "What the predicted index takes", lambda: router.predicted_bytes),
+                ("router_tenant_bytes", "What generations of tenants take", lambda: source.tenant_bytes),
             ]
         )
 

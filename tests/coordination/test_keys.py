@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from radixkv import Namespace
-from radixkv.coordination.keys import FleetKeys, frame
+from radixkv.coordination.keys import SEGMENT_BYTES, FleetKeys, frame
 from radixkv.errors import ConfigError
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -119,3 +119,14 @@ def test_a_secret_that_cannot_be_one_is_refused_unquoted(secret: bytes) -> None:
         FleetKeys(secret)
     assert refusal.value.setting == "fleet_secret" and "fifteen" not in str(refusal.value)
     assert "long enough" not in str(refusal.value)
+
+
+@given(st.lists(st.integers(0, 3_000), max_size=6), st.integers(0, 4), st.integers(0, 5))
+def test_a_key_in_pieces_has_the_digests_of_the_whole(sizes: list[int], first: int, count: int) -> None:
+    chance = np.random.default_rng(sum(sizes))
+    pieces = tuple(chance.bytes(size) for size in sizes)
+    whole = b"".join(pieces)
+    stop = min(first + count, len(whole) // SEGMENT_BYTES)
+    scope = FleetKeys(b"0123456789abcdef").scope(Namespace("acme", "m"))
+    expected = scope.digests(whole, first, stop)
+    assert scope.digests(pieces, first, stop) == expected and len(expected) == max(0, stop - first)

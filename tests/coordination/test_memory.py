@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, PrefixCache
+from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings, connect
 from radixkv.coordination.base import BaseCoordinator
+from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
+from radixkv.coordination.protocol import WIRE_VERSION, Load
+from radixkv.coordination.reader import Reader
+from radixkv.coordination.store import Writer
+from radixkv.coordination.wire import Registration
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -265,7 +270,7 @@ def test_a_thread_that_dies_of_a_bug_shows_in_the_health() -> None:
         def snapshot(self) -> Any:
             raise RuntimeError("a bug")
 
-        def namespaces(self) -> Any:
+        def tenants(self) -> Any:
             return []
 
     heard: list[Any] = []
@@ -313,3 +318,68 @@ def test_settings_that_cannot_work_are_named(overrides: dict[str, Any], setting:
         alone(**overrides)
     assert refusal.value.setting == setting
     assert "text of some length" not in str(refusal.value) and "password" not in str(refusal.value)
+
+
+def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Purges of tenants that have something here are obeyed all the same: the cache says who they are."""
+    monkeypatch.setattr("radixkv.coordination.tenants._MAX_NAMES", 5)
+    monkeypatch.setattr("radixkv.coordination.tenants.MAX_PURGES", 7)
+    a = alone(replica_id="a", store=MemoryStore())
+    cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=a.journal)
+    purged: list[str] = []
+    a.attach(cache, lambda tenant, generation: (purged.append(tenant), cache.purge(tenant))[0])
+    a.register()
+    for number in range(20):
+        with cache.open(Namespace(f"tenant-{number}", "fp:model"), list(range(32))) as sequence:
+            sequence.commit(32)
+    a.publish()
+    most = 0
+    for number in range(20):
+        a.tenants.meet([f"other-{number}"])
+        assert a.purge(f"tenant-{number}").is_complete
+        most = max(most, a.tenants.num_bytes)
+    assert set(purged) == {f"tenant-{number}" for number in range(20)} and not cache.stats().resident_blocks
+    assert most == (5 + 7) * 200 == a.health().tenant_bytes
+    a.close()
+
+
+def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
+    """A beat that was not seen before the jump came after the last fetch: its lease may run by its replica's clock."""
+    wall, clock = ManualClock(1000.0), ManualClock(5.0)
+    store, keys = MemoryStore(wall), FleetKeys(SECRET)
+    registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
+    writer = Writer("b", store.boot(registration).value, "nonce")
+    reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, clock)
+
+    def remaining_s() -> float:
+        return reader.remaining_s(store.fetch(["b"]).seen[0])
+
+    store.beat(writer, 10.0, "", Load())
+    reader.refresh()
+    store.beat(writer, 10.0, "", Load())
+    wall.advance(3600.0)
+    assert remaining_s() == 10.0 and reader.known()[0].info.live, "as of the last fetch"
+    reader.refresh()
+    assert not reader.known()[0].info.live, "no request goes there"
+    clock.advance(9.0)
+    assert remaining_s() == pytest.approx(1.0)
+    clock.advance(1.5)
+    reader.refresh()
+    assert remaining_s() == 0.0
+    late = Reader(Settings("c", SECRET, "fp:model", 16), keys, store, clock)
+    late.refresh()
+    assert late.remaining_s(store.fetch(["b"]).seen[0]) == 0.0, "who has just come can't know of it"
+
+
+def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() -> None:
+    now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
+    registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
+    store.beat(Writer("b", store.boot(registration).value, "nonce"), 10.0, "", Load())
+    reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, lambda: now[0])
+    store.is_reachable = False
+    with pytest.raises(StoreUnavailable):
+        reader.poll()
+    store.is_reachable = True
+    now[0] -= 3600.0
+    reader.poll()
+    assert [known.info.id for known in reader.known()] == ["b"]

@@ -21,13 +21,13 @@ NAMESPACES = [Namespace("acme", "m"), Namespace("other", "m")]
 PROMPTS = [np.random.default_rng(seed).integers(0, 9, 1500).astype("<u4").tobytes() for seed in range(2)]
 
 
-def publisher(max_records: int = 1000, max_bytes: int = 1 << 24) -> Publisher:
-    return Publisher(KEYS, max_records=max_records, max_bytes=max_bytes, wake=lambda: None)
+def publisher(max_records: int = 1000, max_bytes: int = 1 << 24, **options: Any) -> Publisher:
+    return Publisher(KEYS, max_records=max_records, max_bytes=max_bytes, wake=lambda: None, **options)
 
 
-def drained(journal: Publisher) -> Holdings:
-    """What a reader of the entries comes to know."""
-    view = Holdings()
+def drained(journal: Publisher, view: Holdings | None = None) -> Holdings:
+    """What a reader of the entries comes to know, be it beside what it knew."""
+    view = Holdings() if view is None else view
     while journal.num_queued or journal.is_lost:
         entries, lost = journal.drain()
         assert not lost
@@ -254,15 +254,17 @@ def test_too_many_namespaces_are_published_anew(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_raised_generation_divides_what_is_published() -> None:
-    journal = publisher()
+    generations = {"acme": 0, "other": 0}
+    journal = publisher(generation_of=generations.__getitem__)
     for namespace in NAMESPACES:
         journal.stored(namespace, PROMPTS[0], 0, 1500)
+    view = drained(journal)
+    generations["acme"] = 2
     journal.raised("acme", 2)
     journal.stored(NAMESPACES[0], PROMPTS[1], 0, 300)
     journal.raised("acme", 1)
-    view = drained(journal)
     assert (
-        contents(view)
+        contents(drained(journal, view))
         == contents(journal.mirror)
         == {
             KEYS.namespace(NAMESPACES[0], 2): set(KEYS.digests(NAMESPACES[0], PROMPTS[1], 0, 1, 2)),
@@ -270,10 +272,26 @@ def test_a_raised_generation_divides_what_is_published() -> None:
         }
     )
     journal.suspend()
+    generations["acme"] = 3
     journal.raised("acme", 3)
     assert journal.drain().lost
     journal.stored(NAMESPACES[0], PROMPTS[1], 0, 300)
     assert contents(drained(journal)).keys() == {KEYS.namespace(NAMESPACES[0], 3)}
+
+
+def test_what_is_known_of_namespaces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.coordination.publisher._MAX_NAMESPACES", 3)
+    met: list[str] = []
+    journal = publisher(generation_of=lambda tenant: met.append(tenant) or 1)
+    most = 0
+    for index in range(40):
+        namespace = Namespace(f"tenant-{index}", "m")
+        journal.stored(namespace, PROMPTS[0], 0, 1500)
+        journal.cleared(namespace)
+        journal.drain()
+        most = max(most, journal.namespace_bytes)
+    assert len(met) == 40 and journal.mirror.num_digests == 0
+    assert 0 < most <= 3 * 600 + 7 * 150, "six tenants, and one namespace at a time"
 
 
 def test_a_tenant_met_first_is_asked_for_its_generation() -> None:

@@ -14,8 +14,11 @@ from radixkv.clock import ManualClock
 from radixkv.coordination import Load, Router, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.costs import COSTS, Facts
+from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.sources import Beside, Observer
+from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.coordination.router import Predicted
+from radixkv.coordination.sources import Beside, Generations, Observer
 from radixkv.errors import ArgumentError, ConfigError
 
 SECRET = b"the secret of this fleet"
@@ -321,3 +324,31 @@ def test_threshold_follows_a_long_match_though_another_is_idle() -> None:
 def test_stddev_takes_the_longest_match_of_ordinary_load() -> None:
     assert best("stddev", facts(1000, (500, 0, 10), (200, 0, 10), (0, 0, 10))) == 0
     assert best("stddev", facts(1000, (500, 0, 90), (200, 0, 10), (0, 0, 10))) == 1
+
+
+def test_the_predicted_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.coordination.router._MAX_PREDICTED", 10)
+    predicted = Predicted(5.0)
+    for number in range(200):
+        digests = [bytes([number, at]) * 8 for at in range(3)]
+        for name in ("a", "b"):
+            predicted.add(digests, name, 100, number * 0.001)
+        assert predicted.num_bytes <= 10 * 400 + 2 * 130 * 21, "200 ms are 20 numbers a replica"
+    assert predicted.leading(digests, 0.2) == {"a": 3 * SEGMENT_TOKENS, "b": 3 * SEGMENT_TOKENS}
+    assert predicted._sent["a"].since(-1.0) == 200 * 100, "none is lost"
+    assert predicted._sent["a"].since(0.1) == pytest.approx(100 * 100, rel=0.1)
+    predicted.add([], "c", 0, 20.0)
+    assert predicted.num_bytes <= 130, "all of it is over"
+
+
+def test_generations_of_a_router_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.coordination.sources.MAX_PURGES", 4)
+    store, keys = MemoryStore(), FleetKeys(SECRET)
+    generations = Generations(keys, store)
+    for number in range(9):
+        store.raise_generation(keys.tenant(f"tenant-{number}"), 0)
+        generations.follow(frozenset())
+        generations(f"tenant-{number}")
+        generations.follow(frozenset())
+        assert generations(f"tenant-{number}") == 1
+    assert generations.num_bytes == 2 * 4 * 150 and generations("tenant-0") == 0

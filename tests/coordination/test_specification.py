@@ -23,15 +23,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from radixkv.clock import ManualClock
 from radixkv.coordination.holdings import Holdings, split
 from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, JobPart, Load, WarmJob
+from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob
 from radixkv.coordination.redis import RedisStore
-from radixkv.coordination.store import Share, Store, Writer
+from radixkv.coordination.store import Durable, Share, Store, Writer
 from radixkv.coordination.wire import OPS, TIERS, Entry, Registration
 from radixkv.errors import StoreUnavailable
-from tests.redis_server import ClusterServers, RedisServer
+from tests.redis_server import ClusterServers, RedisServer, SentinelServers
 from tests.tcp_proxy import TcpProxy
 
 T = TypeVar("T")
+Servers = RedisServer | ClusterServers | SentinelServers
 EPOCHS_FROM = 10**14
 """Far above Unix milliseconds, so that both stores count epochs from here."""
 LEASE_S = 600.0
@@ -57,6 +58,9 @@ parts = st.builds(
     st.integers(0, 2),
     st.integers(0, 2),
 )
+pins = st.builds(
+    FleetPin, job_ids, st.just(b"n" * 32), st.integers(0, 9), st.sampled_from(["all", "2", "=a,b"])
+)
 owners = st.sampled_from([("a", 1), ("a", 1), ("b", 2), NOBODY])
 faults = st.sampled_from([None, None, None, "before", "after", "drop"])
 
@@ -64,7 +68,7 @@ faults = st.sampled_from([None, None, None, "before", "after", "drop"])
 def clone(memory: MemoryStore) -> MemoryStore:
     """An equal store on the same clock."""
     other = MemoryStore(memory.clock)
-    for kept in ("records", "accounts", "announced", "jobs"):
+    for kept in ("records", "accounts", "announced", "jobs", "pinned"):
         setattr(other, kept, copy.deepcopy(getattr(memory, kept)))
     return other
 
@@ -84,6 +88,7 @@ def readable(store: Store) -> dict[str, Any]:
         "tenants": [account(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
         "purges": [tenant for tenant, _ in store.purges(0)],
         "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
+        "pins": [pinned(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
     }
 
 
@@ -100,10 +105,21 @@ def account(store: Store, tenant: bytes) -> Any:
     return facts.limit, facts.generation, set(facts.shares), dict(facts.confirmed)
 
 
+def pinned(store: Store, tenant: bytes) -> Any:
+    found = store.pins(tenant)
+    assert all(pin.remaining_s > 0 for pin in found)
+    return [replace(pin, remaining_s=0.0) for pin in found]
+
+
+def told(answer: Any) -> Any:
+    """Without what only a store with a second copy can tell."""
+    return answer._replace(replicated=None) if isinstance(answer, Durable) else answer
+
+
 class Machine(RuleBasedStateMachine):
     """Both stores under the same hands; ``proxy`` stands between Redis and the one that is tested."""
 
-    server: ClassVar[RedisServer | ClusterServers]
+    server: ClassVar[Servers]
     proxy: ClassVar[TcpProxy | None]
     clients: ClassVar[list[Any]]
     tested: ClassVar[RedisStore]
@@ -140,7 +156,9 @@ class Machine(RuleBasedStateMachine):
             self.memory = next(store for store in (before, half, after) if readable(store) == truth)
         else:
             self.memory = after
-            assert found == expected
+            assert told(found) == expected
+            if isinstance(found, Durable):
+                assert (found.replicated is None) == (not isinstance(self.server, SentinelServers))
         if self.proxy is not None:
             self.proxy.cut(None)
         return expected
@@ -286,6 +304,24 @@ class Machine(RuleBasedStateMachine):
         if chance == 0:
             self.both(lambda store: store.drop_job(job_id), fault)
 
+    @rule(tenant=tenants, pin=pins, ttl_s=st.sampled_from([300.0, 600.0]), anew=st.booleans(), fault=faults)
+    def keep_pin(self, tenant: bytes, pin: FleetPin, ttl_s: float, anew: bool, fault: str | None) -> None:
+        self.both(lambda store: store.keep_pin(tenant, pin, ttl_s, anew=anew), fault)
+
+    @rule(tenant=tenants, pin=pins)
+    def keep_pin_for_a_moment(self, tenant: bytes, pin: FleetPin) -> None:
+        self.both(lambda store: store.keep_pin(tenant, pin, 0.001, anew=True), None)
+        self.clock.advance(0.003)
+        time.sleep(0.003)
+
+    @rule(tenant=tenants, pin=pins, fault=faults)
+    def end_pin(self, tenant: bytes, pin: FleetPin, fault: str | None) -> None:
+        self.both(lambda store: store.end_pin(tenant, pin, LEASE_S), fault)
+
+    @rule(tenant=tenants, pin=pins, part=parts, fault=faults)
+    def state_pin(self, tenant: bytes, pin: FleetPin, part: JobPart, fault: str | None) -> None:
+        self.both(lambda store: store.state_pin(tenant, pin.id, part), fault)
+
     @rule(name=names)
     def lease_runs_out(self, name: str) -> None:
         self.direct.connection.of("DEL", f"rk1:{{r:{name}}}:lease")
@@ -311,8 +347,8 @@ class Machine(RuleBasedStateMachine):
             assert readable(self.direct) == readable(self.memory)
 
 
-def attack(server: RedisServer | ClusterServers, url: str, proxy: TcpProxy | None) -> None:
-    nodes = server.data_nodes if isinstance(server, ClusterServers) else [server]
+def attack(server: Servers, url: str, proxy: TcpProxy | None) -> None:
+    nodes = [server] if isinstance(server, RedisServer) else server.data_nodes
     stores = RedisStore(url), RedisStore(server.url)
     clients = [redis.Redis.from_url(node.url, protocol=2) for node in nodes]
     members = {"server": server, "proxy": proxy, "clients": clients, "tested": stores[0], "direct": stores[1]}
@@ -336,6 +372,10 @@ def test_a_server_behaves_as_the_specification(redis_server: RedisServer) -> Non
 
 def test_a_cluster_behaves_as_the_specification(redis_cluster: ClusterServers) -> None:
     attack(redis_cluster, redis_cluster.url, None)
+
+
+def test_a_master_under_sentinel_behaves_as_the_specification(redis_sentinel: SentinelServers) -> None:
+    attack(redis_sentinel, redis_sentinel.url, None)
 
 
 @pytest.mark.parametrize("fault", ["before", "after"])

@@ -67,7 +67,10 @@ def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
     def told(replica: str, **facts: Any) -> None:
         with (tmp_path / f"{replica}.1.history").open("a") as file:
             file.write(
-                json.dumps({"t": 0, "event": "served", "tenant": "serves", "wrong": 0, "cached": 512} | facts)
+                json.dumps(
+                    {"t": 0, "event": "served", "tenant": "serves", "wrong": 0, "cached": 512, "epoch": 5}
+                    | facts
+                )
                 + "\n"
             )
 
@@ -75,8 +78,9 @@ def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
     told("a", began=9.0, oldest=7.0)
     told("b", began=5.0, oldest=0.5)
     (tmp_path / "c.2.history").write_text('{"t": 1, "event": "ser')
-    purge = history.Purged("serves", 1.0, 3.0, ("a",), float("inf"))
-    assert history.wrongs(tmp_path, [purge]) == ([], 3), "b was cut off, and may not know"
+    told("a", began=4.0, oldest=0.5, epoch=4)  # another process had taken its id, and confirmed
+    purge = history.Purged("serves", 1.0, 3.0, {"a": 5}, float("inf"))
+    assert history.wrongs(tmp_path, [purge]) == ([], 4), "b was cut off, and may not know"
     told("a", began=4.0, oldest=0.5)
     told("a", began=2.0, oldest=0.5)
     told("b", began=4.0, oldest=3.5, wrong=1)
@@ -84,7 +88,7 @@ def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
     assert len(found) == 2 and found[0].startswith("purged KV") and found[1].startswith("wrong KV")
     told("b", tenant="refuses", began=4.0, oldest=0.5)
     told("b", tenant="refuses", began=9.0, oldest=0.5)
-    forgotten = history.Purged("refuses", 1.0, 3.0, ("a",), 8.0)
+    forgotten = history.Purged("refuses", 1.0, 3.0, {"a": 5}, 8.0)
     assert len(history.wrongs(tmp_path, [forgotten])[0]) == 2, "one of these, and the wrong KV"
 
 

@@ -22,7 +22,7 @@ from tests.tcp_proxy import TcpProxy
 IDS = list(range(5, 5 + 16 * 40))
 LEASE_S = 3
 TENANTS = {
-    "acme": {"keys": ["demo-acme"]},
+    "acme": {"keys": ["demo-acme"], "max_pinned_blocks": 200},
     "globex": {"keys": ["demo-globex"], "on_unconfirmed_generation": "refuse"},
 }
 
@@ -85,6 +85,20 @@ class Fleet:
         answer = self.ask(name, method, f"/v1/tenants/{tenant}/purge", "operator")
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
+
+    def pin(self, name: str, who: str = "acme", **fields: Any) -> dict[str, Any]:
+        body = {"token_ids": IDS[:512], "ttl_s": 120, "replicas": "all", **fields}
+        answer = self.ask(name, "POST", "/v1/pins", who, body)
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json())
+
+    def pins(self, name: str, who: str = "acme") -> dict[str, dict[str, Any]]:
+        answer = self.ask(name, "GET", "/v1/pins", who)
+        assert answer.status_code == 200, answer.text
+        return {each["id"]: each for each in answer.json()["pins"]}
+
+    def pinned_blocks(self, name: str, who: str = "acme") -> int:
+        return int(self.ask(name, "GET", "/v1/stats", who).json()["pinned_blocks"])
 
     def granted(self, name: str) -> int | None:
         rows = self.ask(name, "GET", "/v1/tenants", "operator").json()["tenants"]
@@ -251,6 +265,90 @@ def test_a_quota_is_shared_by_those_that_live(fleet: Fleet) -> None:
     finally:
         assert fleet.ask("b", "PUT", path, "operator", {}).status_code == 200
     eventually(lambda: [fleet.granted(name) for name in "abc"] == [None] * 3, "no limit any more")
+
+
+def states(pin: dict[str, Any]) -> dict[str, str]:
+    return {each["replica"]: each["error"] or each["state"] for each in pin["replicas"]}
+
+
+def test_a_pin_of_the_fleet_from_birth_to_its_end(fleet: Fleet) -> None:
+    pin = fleet.pin("a", salt="pinned")
+    assert states(pin) == {"a": "done", "b": "done", "c": "done"}
+    assert (pin["tokens"], pin["blocks"], pin["salt"]) == (512, 32, "pinned") and 110 < pin["ttl_s"] <= 120
+    assert [fleet.pinned_blocks(name) for name in "abc"] == [32] * 3
+    for name in "abc":
+        listed = fleet.pins(name)
+        assert list(listed) == [pin["id"]] and states(listed[pin["id"]]) == states(pin)
+        assert fleet.pins(name, "globex") == {}
+    theirs = fleet.ask("b", "DELETE", f"/v1/pins/{pin['id']}", "globex")
+    never = fleet.ask("b", "DELETE", f"/v1/pins/{'0' * 32}", "globex")
+    assert theirs.status_code == 404 and theirs.content == never.content
+
+    again = fleet.pin("b", salt="pinned", ttl_s=300)
+    assert again["id"] == pin["id"] and again["ttl_s"] > 290, "pinned again, its time begins anew"
+    eventually(lambda: fleet.pins("c")[pin["id"]]["ttl_s"] > 200)
+
+    fleet.redis.restart()  # it comes back empty, and is told
+    eventually(
+        lambda: store_is_back(fleet) and set(fleet.pins("c")) == {pin["id"]}, "the pin outlives the store"
+    )
+    eventually(lambda: states(fleet.pins("c")[pin["id"]]) == states(pin))
+    fleet.whole()
+
+    fleet.members["b"].kill()
+    eventually(lambda: states(fleet.pins("a")[pin["id"]])["b"] == "left")
+    fleet.whole("b")
+    eventually(lambda: fleet.pinned_blocks("b") == 32, "who comes later hears of it from who has it")
+    assert fleet.matched("b", token_ids=IDS[:512], salt="pinned") == 512
+
+    assert fleet.ask("c", "DELETE", f"/v1/pins/{pin['id']}").status_code == 204
+    assert fleet.ask("c", "DELETE", f"/v1/pins/{pin['id']}").status_code == 404
+    eventually(lambda: [fleet.pinned_blocks(name) for name in "abc"] == [0] * 3, "it has ended everywhere")
+    assert [fleet.pins(name) for name in "abc"] == [{}] * 3
+
+
+def test_pins_on_some_replicas(fleet: Fleet) -> None:
+    named = fleet.pin("a", replicas=["b", "c"], salt="b and c")
+    assert states(named) == {"b": "done", "c": "done"} and named["salt"] is None, "a knows no more of it"
+    two = fleet.pin("c", replicas=2, salt="two")
+    assert set(states(two).values()) == {"done"} and len(states(two)) == 2
+    nobody = fleet.ask(
+        "a", "POST", "/v1/pins", body={"token_ids": IDS, "ttl_s": 9, "replicas": ["a", "nobody"]}
+    )
+    assert (nobody.status_code, nobody.json()["error"]["value"]) == (422, "nobody")
+    much = {"token_ids": list(range(5, 5 + 16 * 201)), "ttl_s": 9, "replicas": ["a", "b"]}
+    answer = fleet.ask("a", "POST", "/v1/pins", body=much).json()
+    assert states(answer) == {"a": "pin_budget_exceeded", "b": "pin_budget_exceeded"}
+
+    (gone, *_) = [name for name in states(two) if name != "c"] or ["c"]
+    (spare,) = set("abc") - states(two).keys()
+    fleet.members[gone].kill()
+    asked = next(name for name in "abc" if name not in (gone, spare))
+    eventually(lambda: states(fleet.pins(asked)[two["id"]]).get(spare) == "done", "another stands in")
+    fleet.whole(gone)
+
+    fleet.purge("b", "acme")
+    eventually(lambda: fleet.purge("b", "acme", "GET")["complete"])
+    eventually(lambda: [fleet.pinned_blocks(name) for name in "abc"] == [0] * 3, "a purge ends them")
+    eventually(lambda: [fleet.pins(name) for name in "abc"] == [{}] * 3)
+
+
+def test_a_pin_ends_in_time_and_for_one_that_was_cut_off(fleet: Fleet) -> None:
+    brief = fleet.pin("a", ttl_s=3, salt="brief")
+    lasting = fleet.pin("a", ttl_s=100, salt="lasting")
+    assert fleet.pinned_blocks("c") == 64
+    fleet.proxy.refuse = True
+    try:
+        eventually(lambda: set(fleet.pins("c")) == {lasting["id"]}, "it knows its own, and their time")
+        assert fleet.ask("c", "DELETE", f"/v1/pins/{lasting['id']}").status_code == 503
+        assert fleet.ask("a", "DELETE", f"/v1/pins/{lasting['id']}").status_code == 204
+        refused = fleet.ask("c", "POST", "/v1/pins", body={"token_ids": IDS, "ttl_s": 9, "replicas": "all"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "store_unavailable")
+        assert fleet.pinned_blocks("c") == 32, "it keeps it until it hears of the end"
+    finally:
+        fleet.proxy.refuse = False
+    eventually(lambda: fleet.pinned_blocks("c") == 0, "back, it hears of it")
+    assert brief["id"] not in fleet.pins("a")
 
 
 def test_a_job_outlives_who_asked_and_who_was_asked(fleet: Fleet) -> None:

@@ -1,0 +1,86 @@
+"""Pins of the fleet, as facts in the store: what is to be kept resident where, until when, and what became of it.
+
+A pin stands under the digest of its tenant, with a part for each replica that took part; every replica writes its own.
+It has no owner: whoever holds the prefix can tell those that came later, and its end is written down until its
+time would have been over, so that one who was cut off hears of it.
+
+    keep ──▶ state (each its own part) ──▶ end, or its time is over
+    keep(anew=False): after a store that has lost it
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from radixkv.coordination.protocol import JOB_STATES, FleetPin, JobPart, JobState, ReplicaInfo
+from radixkv.coordination.wire import is_code, is_pin_id
+from radixkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from radixkv.coordination.keys import FleetKeys
+    from radixkv.coordination.store import Durable, Store
+
+MAX_PIN_S = 366 * 86_400.0
+_WANTED = re.compile(r"all|[1-9][0-9]{0,3}|=[A-Za-z0-9._-]{1,64}(,[A-Za-z0-9._-]{1,64})*")
+
+
+class FleetPins(ABC):
+    """The part of a coordinator that deals with pins. See ``protocol.Coordinator``."""
+
+    store: Store
+    keys: FleetKeys
+
+    @abstractmethod
+    def info(self) -> ReplicaInfo:
+        """This replica; local."""
+
+    @abstractmethod
+    def replicas(self) -> list[ReplicaInfo]:
+        """All that are known; local."""
+
+    @abstractmethod
+    def _counted(self, written: Durable) -> Durable:
+        """Count a write that no second copy of the store has."""
+
+    def keep_pin(self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True) -> bool:
+        """State that a prefix is to be kept resident for ``ttl_s`` from now on. See the protocol."""
+        if not is_pin_id(pin.id):
+            raise ArgumentError("pin.id", pin.id, "32 hex digits")
+        if not _WANTED.fullmatch(pin.wanted) or pin.wanted.count(",") >= 1024:
+            raise ArgumentError("pin.wanted", pin.wanted[:80], "all, a number, or = and up to 1,024 names")
+        if not 0 < ttl_s <= MAX_PIN_S:
+            raise ArgumentError("ttl_s", ttl_s, f"seconds > 0, at most {MAX_PIN_S:.0f}")
+        return self._counted(self.store.keep_pin(self.keys.tenant(tenant), pin, ttl_s, anew=anew)).value == 1
+
+    def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:
+        """End a pin before its time. See the protocol."""
+        return self._counted(self.store.end_pin(self.keys.tenant(tenant), pin, keep_s)).value == 1
+
+    def state_pin(
+        self, tenant: str, pin_id: str, state: JobState, num_tokens: int = 0, error: str = ""
+    ) -> bool:
+        """What has become of a pin on this replica. See the protocol."""
+        if state not in JOB_STATES:
+            raise ArgumentError("state", state, ", ".join(sorted(JOB_STATES)))
+        if not is_code(error):
+            raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
+        info = self.info()
+        part = JobPart(info.id, info.epoch, state, num_tokens, error)
+        return self.store.state_pin(self.keys.tenant(tenant), pin_id, part)
+
+    def fleet_pins(self, tenant: str) -> list[FleetPin]:
+        """A tenant's pins; parts of registrations that don't live are lost. See the protocol."""
+        living = {(each.id, each.epoch) for each in self.replicas() if each.live or each.is_self}
+        return [
+            replace(
+                pin,
+                parts=tuple(
+                    part if (part.replica_id, part.epoch) in living else replace(part, state="lost")
+                    for part in pin.parts
+                ),
+            )
+            for pin in self.store.pins(self.keys.tenant(tenant))
+        ]

@@ -1,0 +1,79 @@
+"""The service over a Cluster and under Sentinel: what ``serve --redis`` takes, and the work of the fleet through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv import audit
+from tests.redis_server import ClusterServers, SentinelServers
+from tests.service.running import Running, eventually, service_in_thread
+
+IDS = list(range(5, 5 + 16 * 40))
+Pair = tuple[Running, Running]
+
+
+@pytest.fixture(params=["redis_cluster", "redis_sentinel"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """Two replicas in threads of this process."""
+    servers: ClusterServers | SentinelServers = request.getfixturevalue(request.param)
+    (tmp_path / "secret").write_bytes(b"a secret of this test's fleet")
+    common = {"redis": servers.url, "fleet-secret": str(tmp_path / "secret"), "lease-s": "3"}
+    with ExitStack() as stack:
+        found = [stack.enter_context(service_in_thread(**common, replica=name)) for name in ("a", "b")]
+        for each in found:
+            each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 100, "fleet_blocks": 600})
+        for each in found:
+            eventually(lambda each=each: len(reachable(each)) == 2, "they know each other")
+        yield found[0], found[1]
+        for each in found:
+            audit.check(each.service.cache)
+
+
+def reachable(each: Running) -> list[str]:
+    rows = each.acme.get("/v1/replicas").json()["replicas"]
+    return [row["id"] for row in rows if row["reachable"]]
+
+
+def matched(each: Running, salt: str = "") -> int:
+    body = {"token_ids": IDS, "salt": salt}
+    return int(each.acme.post("/v1/lookup", json=body).json()["matched_tokens"])
+
+
+def states(outcome: Any) -> dict[str, str]:
+    return {each["replica"]: each["state"] for each in outcome["replicas"]}
+
+
+def test_the_work_of_a_fleet(pair: Pair) -> None:
+    a, b = pair
+    assert [each.nobody.get("/readyz").json()["coordination"] for each in pair] == ["ok", "ok"]
+    warmed = a.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
+    assert states(warmed) == {"a": "done", "b": "done"} and matched(b) == len(IDS)
+
+    a.acme.post("/v1/warm", json={"token_ids": IDS, "salt": "routed"})
+    routed = {"token_ids": IDS, "salt": "routed", "predict": False}
+
+    def is_routed_to_a() -> bool:
+        first = b.acme.post("/v1/route", json=routed).json()["candidates"][0]
+        return bool(first["replica"] == "a" and first["matched_tokens"]["device"] == 512)
+
+    eventually(is_routed_to_a, "what a has published is in b's view")
+
+    pin = a.acme.post("/v1/pins", json={"token_ids": IDS, "ttl_s": 60, "replicas": "all"}).json()
+    assert states(pin) == {"a": "done", "b": "done"}
+    assert [each["id"] for each in b.acme.get("/v1/pins").json()["pins"]] == [pin["id"]]
+
+    def granted() -> list[int]:
+        rows = [each.operator.get("/v1/tenants").json()["tenants"] for each in pair]
+        return [{row["tenant"]: row["granted_blocks"] for row in each}["acme"] for each in rows]
+
+    eventually(lambda: granted() == [300, 300], "the quota is shared")
+
+    assert b.operator.post("/v1/tenants/acme/purge").status_code == 200
+    eventually(lambda: a.operator.get("/v1/tenants/acme/purge").json()["complete"], "both have confirmed")
+    assert [matched(a), matched(b), matched(a, "routed")] == [0, 0, 0]
+    eventually(lambda: a.acme.get("/v1/pins").json() == b.acme.get("/v1/pins").json() == {"pins": []})
