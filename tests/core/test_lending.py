@@ -36,6 +36,8 @@ from radixkv import (
 )
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties import LAYOUT
+from radixkv.segments import SegmentKeys
+from radixkv.tree import path_between
 from tests.core.support import NS, make_cache, same
 
 OTHER = Namespace("b", "m")
@@ -567,6 +569,31 @@ def test_groups_that_share_blocks_which_are_nobody_elses(groups: list[int]) -> N
     for sequence in lent.sequences:
         sequence.release()
     assert cache.stats().free_blocks == 64
+
+
+def test_what_beams_commit_is_named_by_their_ids() -> None:
+    """Ghosts know blocks by what precedes them: beams that changed places name theirs anew."""
+    cache, engine = stored(policy="lrfu", segment_tokens=4)
+    pair = [computed(cache, engine, range(first, first + 8), commit=8) for first in (0, 100)]
+    ids = [[*range(8)], [*range(100, 108)]]
+    with cache.lend(pair, max_steps=4, groups=[0, 0]) as beams:
+        for at, parents in enumerate([[1, 0], [0, 1], [0, 1], [0, 1]]):
+            step(beams, engine, ids, parents, [at, 50 + at])
+    policy = cache._tenants[NS.tenant].policy
+    for sequence, its in zip(pair, ids, strict=True):
+        assert sequence.token_ids.tolist() == its
+        sequence.commit(12)
+        key = sequence.token_ids.tobytes()
+        wanted = SegmentKeys(NS, 16).between(0, 48, key, 48, bytearray())
+        named = [key for node in path_to(sequence) for piece in policy.pieces(node) for key in piece.keys]
+        assert tuple(named) == wanted
+        sequence.release()
+    audit.check(cache)
+
+
+def path_to(sequence: Sequence) -> list[Any]:
+    """The nodes that its lease protects, from the top."""
+    return path_between(sequence._tree.root, sequence._node)
 
 
 def test_beams_of_no_tokens() -> None:
