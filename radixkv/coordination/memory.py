@@ -253,7 +253,9 @@ class MemoryStore:
             account = self._account(tenant)
             if account.generation <= above:
                 account.generation, account.confirmed = above + 1, {}
-            self.announced[tenant] = max(self.announced.values(), default=0) + 1
+            self.announced[tenant] = max(
+                max(self.announced.values(), default=0) + 1, int(self.clock() * 1000)
+            )
             self.announced.move_to_end(tenant)
             if len(self.announced) > MAX_PURGES:
                 self.announced.popitem(last=False)

@@ -21,7 +21,8 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     raise     KEYS q                              ARGV above -> generation
     confirm   KEYS q                              ARGV replica epoch generation -> 1 if that is the last one
     tenant    KEYS q                              -> {now-ms, field value …}
-    announce  KEYS purges                         ARGV tenant max: at the position behind the last one
+    announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
+              least: were one given again that a store has lost, whoever stands there would miss it
     announced KEYS purges                         ARGV after -> {tenant, position …}
 
     job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
@@ -233,12 +234,15 @@ return whole(generation)
 """
 )
 
-ANNOUNCE = """
+ANNOUNCE = (
+    _COMMON
+    + """
 local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')
-redis.call('ZADD', KEYS[1], string.format('%.0f', (tonumber(last[2] or '0') or 0) + 1), ARGV[1])
+redis.call('ZADD', KEYS[1], whole(math.max((tonumber(last[2] or '0') or 0) + 1, now_ms())), ARGV[1])
 redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -tonumber(ARGV[2]) - 1)
 return 1
 """
+)
 
 ANNOUNCED = """
 local last, after = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES'), ARGV[1]

@@ -141,6 +141,7 @@ async def clear(call: Call) -> Response:
     num_blocks = 0
     for namespace in found:
         service.warmer.forget(namespace)
+        service.keeper.cleared(namespace)
         num_blocks += await anyio.to_thread.run_sync(service.cache.clear, namespace)
     return reply(ClearReply(namespaces=len(found), blocks=num_blocks))
 

@@ -154,6 +154,12 @@ class Keeper:
 
     # ---- once a second
 
+    def cleared(self, namespace: Namespace) -> None:
+        """A tenant has forgotten a namespace here: what is pinned of it stays so elsewhere."""
+        for mine in self._tenants.get(namespace.tenant, {}).values():
+            if mine.namespace == namespace:
+                mine.state, mine.error, mine.ids, mine.pin = "failed", "cleared", None, None
+
     def tick(self) -> None:
         """Begin a step, unless the last one goes on."""
         if self._tenants and (self._step is None or self._step.done()):
@@ -199,18 +205,18 @@ class Keeper:
             await self._spread(mine, fact)
 
     def _look_at(self, mine: Kept, now: float) -> None:
-        """Pin anew what ought to hold for longer, or what failed for a while; notice what was cleared."""
+        """Pin anew what ought to hold for longer, what failed for a while, and what was forgotten without a purge.
+
+        So it is where a store has lost a generation: see ``coordination.tenants``.
+        """
         if mine.task is not None:
             return
         is_later = mine.fact.remaining_s > mine.until - now + _RENEW_S
         mine.until = now + mine.fact.remaining_s
         held = {pin.id for pin in self._service.cache.pins(mine.namespace.tenant)}
-        if mine.state == "done" and (mine.pin is None or mine.pin.id not in held):
-            mine.state, mine.error, mine.ids, mine.pin = "failed", "cleared", None, None
-        elif mine.ids is not None and (
-            (mine.state == "done" and is_later)
-            or (mine.state == "failed" and now > mine.failed_at + _AGAIN_S)
-        ):
+        is_gone = mine.state == "done" and (mine.pin is None or mine.pin.id not in held)
+        may_pass = mine.state == "failed" and now > mine.failed_at + _AGAIN_S
+        if mine.ids is not None and (is_gone or may_pass or (mine.state == "done" and is_later)):
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
 
     # ---- this replica's part

@@ -383,3 +383,14 @@ def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() 
     now[0] -= 3600.0
     reader.poll()
     assert [known.info.id for known in reader.known()] == ["b"]
+
+
+def test_a_position_that_a_store_has_lost_is_given_to_no_other_purge() -> None:
+    clock = ManualClock(1000.0)
+    store = MemoryStore(clock)
+    store.raise_generation(b"t" * 32, 0)
+    (_, read_up_to), *_ = store.purges(0)
+    store.lose()
+    clock.advance(0.5)
+    store.raise_generation(b"u" * 32, 0)
+    assert [tenant for tenant, _ in store.purges(read_up_to)] == [b"u" * 32]
