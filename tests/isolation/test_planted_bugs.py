@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from radixkv import PrefixCache, bases, lending
-from radixkv import cache as cache_module
+from radixkv import registry as registry_module
 from radixkv import tree as tree_module
 from radixkv.audit import properties
 from radixkv.errors import QuotaExceeded
@@ -470,7 +470,7 @@ def readers_share_what_follows(patch: pytest.MonkeyPatch) -> None:
             behind[place] = found
         return behind[place]
 
-    patch.setattr(cache_module, "longest", longest)
+    patch.setattr(registry_module, "longest", longest)
 
 
 def unpublished_and_still_read(patch: pytest.MonkeyPatch) -> None:
