@@ -60,6 +60,7 @@ class Servers:
         if isinstance(group, SentinelServers):
             group.resume()
             until(lambda: self.tend() and group.master.is_running, "a master")
+            self.tend()  # it may have been replaced between the two
             group.wait()
             return
         for node in [group] if isinstance(group, RedisServer) else group.nodes:

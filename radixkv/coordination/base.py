@@ -9,7 +9,8 @@ The writer is a small state machine under one lock, driven by a thread (``_step`
     FENCED   a younger process has the id: say so, and write no more
 
 After any failed write it isn't known what arrived, so the holdings are replaced too: one path heals an
-overflow, an outage, a failover that lost writes, and a restart of the store. Questions never take that lock,
+overflow, an outage, a failover that lost writes, and a restart of the store. A number that may have arrived is
+never used again, since somebody may have read it before the store lost it. Questions never take that lock,
 since it is held while the store is waited for.
 """
 
@@ -437,7 +438,8 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def _send_holdings(self) -> None:
         """Let the mirror take the place of all that was written."""
-        standing = self.store.snapshot(self._writer(), self._seq, 0, self._publisher.mirror, anew=True)
+        seq, self._seq = self._seq, self._seq + 2  # which it takes
+        standing = self.store.snapshot(self._writer(), seq, 0, self._publisher.mirror, anew=True)
         self._obey(standing)
         if standing.verdict == "OK":
             self._seq = self._snapshot_seq = standing.last_seq
@@ -502,11 +504,11 @@ class BaseCoordinator(WarmJobs, FleetPins):
             self._dirty = True
             return
         self._dirty = True
-        standing = self.store.append(self._writer(), self._seq + 1, entries)
+        first_seq, self._seq = self._seq + 1, self._seq + len(entries)
+        standing = self.store.append(self._writer(), first_seq, entries)
         self._dirty = False
         self._obey(standing)
         if standing.verdict == "OK":
-            self._seq += len(entries)
             self._num_published += len(entries)
             self._log_bytes += sum([len(entry.digests) for entry in entries]) + len(entries) * _ENTRY_BYTES
 

@@ -189,8 +189,8 @@ class Reader:
         }
         self._replace(fresh | {name: old[name] for name in fetched.unread if name in old})
         for name, log in self._followed():
-            if log.seq == 0:
-                self._load_snapshot(name, log)
+            if log.seq == 0 or log.hole:
+                self._load_snapshot(name, log, max(0, log.hole - 1))
         for _ in range(_READS_A_POLL):
             if not self._read(0.0):
                 self._catch_up()
@@ -280,29 +280,32 @@ class Reader:
             return False
         if entry is None:
             self.view.num_gaps += 1
-            log.forget(max(seq, log.seq))
+            log.miss(max(seq, log.seq))
         elif log.offer(seq, entry) == "gap":
             self.view.num_gaps += 1
-            self._load_snapshot(name, log)
+            self._load_snapshot(name, log, log.seq)
             if log.offer(seq, entry) == "gap":
-                log.forget(seq - 1)
+                log.miss(seq - 1)
                 log.offer(seq, entry)
         return True
 
     def _catch_up(self) -> None:
-        """A log that ends before its registration's last number was trimmed past us, down to nothing."""
+        """A log that ends before its registration's last number was trimmed past us, down to nothing.
+
+        Or it couldn't be read, as while a shard or a master is replaced: so it is begun anew at the next fetch.
+        """
         for name, remote in self.remotes.items():
             log = remote.log
             if log is None or log.seq >= remote.registration.last_seq:
                 continue
             self.view.num_gaps += 1
-            self._load_snapshot(name, log)
+            self._load_snapshot(name, log, log.seq)
             if log.seq < remote.registration.last_seq:
-                log.forget(remote.registration.last_seq)
+                log.forget(0)
 
-    def _load_snapshot(self, name: str, log: RemoteLog) -> None:
-        """Put the replica's snapshot in the place of what is known, if there is one that is newer."""
-        saved = self._store.load(name, log.epoch, log.seq)
+    def _load_snapshot(self, name: str, log: RemoteLog, after: int) -> None:
+        """Put the replica's snapshot in the place of what is known, if there is one behind number ``after``."""
+        saved = self._store.load(name, log.epoch, after)
         if saved is not None:
             log.load(saved.groups, saved.seq)
 

@@ -46,7 +46,7 @@ def unavailable(error: Exception) -> StoreUnavailable:
 class _UnderWay:
     """One XREAD that waits in the server, on a connection of its own."""
 
-    streams: frozenset[str]
+    cursors: dict[str, str]
     pool: Any
     connection: Any
     sent_at: float
@@ -63,6 +63,12 @@ class _UnderWay:
             except StoreUnavailable as failure:
                 self.failure = failure
         return True
+
+    def serves(self, cursors: Mapping[str, str]) -> bool:
+        """Whether its answer leaves out nothing of what is behind ``cursors``, and is of no other stream."""
+        return self.cursors.keys() == cursors.keys() and all(
+            _position(self.cursors[key]) <= _position(cursor) for key, cursor in cursors.items()
+        )
 
     def receive(self) -> Any:
         """The answer; waits for it. Raises what the client raises."""
@@ -135,7 +141,7 @@ class StreamReads:
 
     def _is_waiting(self, slot: int, streams: Mapping[str, str]) -> bool:
         reading = self._waiting.get(slot)
-        if reading is not None and reading.streams != streams.keys():
+        if reading is not None and not reading.serves(streams):
             self._waiting.pop(slot).end(is_broken=True)
             return False
         return reading is not None
@@ -143,7 +149,7 @@ class StreamReads:
     def _send(self, cursors: Mapping[str, str], block: tuple[Any, ...]) -> _UnderWay:
         with translated():
             pool, connection = self._connection.borrow(next(iter(cursors)))
-            reading = _UnderWay(frozenset(cursors), pool, connection, time.monotonic())
+            reading = _UnderWay(dict(cursors), pool, connection, time.monotonic())
             try:
                 connection.send_command(
                     "XREAD", "COUNT", ENTRIES_A_READ, *block, "STREAMS", *cursors, *cursors.values()
@@ -175,3 +181,8 @@ class StreamReads:
     def _give_up(self, reading: _UnderWay) -> None:
         self._connection.suspect()
         reading.end(is_broken=True)
+
+
+def _position(cursor: str) -> tuple[int, int]:
+    epoch, _, seq = cursor.partition("-")
+    return int(epoch), int(seq)

@@ -3,7 +3,8 @@
 A log is followed by number. Number ``seq + 1`` is applied, older ones are old, a later one is a gap: then the
 snapshot is loaded, which stands at some number ``s``, and reading goes on behind ``s``. If there is no
 snapshot that reaches over the gap, everything known is forgotten: a hint may be missing, but a lost
-``remove`` must not live on. A new epoch is a new log, and the old one is dropped as it is.
+``remove`` must not live on. The log has a hole then, until a snapshot is loaded that stands behind it. A new
+epoch is a new log, and the old one is dropped as it is.
 
 All logs of a reader share one ``View``, in which each has a column. Entries wait in their log until ``flush``,
 which applies them in bulk; whoever asks something flushes before, unless somebody else is at it.
@@ -192,11 +193,14 @@ def _slices(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 class RemoteLog:
-    """What is known of what one registration holds, up to number ``seq`` of its log. One thread offers."""
+    """What is known of what one registration holds, up to number ``seq`` of its log. One thread offers.
+
+    ``hole``: the last number that was missed, and that no snapshot has made good; 0: none.
+    """
 
     def __init__(self, epoch: int, nonce: str, view: View) -> None:
         self.epoch, self.nonce = epoch, nonce
-        self.seq = 0
+        self.seq = self.hole = 0
         self.column: int | None = None
         self._view = view
         self._queue: deque[Entry] = deque()
@@ -223,11 +227,16 @@ class RemoteLog:
     def forget(self, seq: int) -> None:
         """Know nothing, and go on behind ``seq``. O(holder sets)."""
         with self._view.writing:
-            self.seq = seq
+            self.seq, self.hole = seq, 0
             self._queue.clear()
             column, self.column = self.column, None
             if column is not None:
                 self._view.close(column)
+
+    def miss(self, seq: int) -> None:
+        """Know nothing, and go on behind ``seq``, where a hole ends. O(holder sets)."""
+        self.forget(seq)
+        self.hole = seq
 
     def flush(self) -> None:
         """Apply what waits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -383,6 +384,68 @@ def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() 
     now[0] -= 3600.0
     reader.poll()
     assert [known.info.id for known in reader.known()] == ["b"]
+
+
+def test_a_hole_in_a_log_is_made_good_by_the_next_snapshot(fleet: MemoryFleet) -> None:
+    a, b = fleet.join("a", lease_s=60.0, snapshot_entries=8), fleet.join("b", lease_s=60.0)
+    prompts = [prompt(512, seed) for seed in range(10)]
+    store(a, ACME, prompts[0])
+    a.publish()
+    assert hinted(b, ACME, prompts[0]) == {"a": 512}
+    store(a, ACME, prompts[1])
+    a.publish()
+    del fleet.store.records["a"].log[a.info().last_seq]
+    store(a, ACME, prompts[2])
+    a.publish()
+    assert [hinted(b, ACME, ids) for ids in prompts[:3]] == [{}, {}, {"a": 512}]
+    for ids in prompts[3:]:  # without a beat, which would notice
+        store(a, ACME, ids)
+        a.publish()
+    assert a.health().num_snapshots == 1
+    assert all(hinted(b, ACME, ids) == {"a": 512} for ids in prompts)
+
+
+def test_a_log_that_could_not_be_read_once_is_read_later(
+    fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a shard or a master that is being replaced, of which the registration could be read."""
+    a, b = fleet.join("a", lease_s=60.0), fleet.join("b", lease_s=60.0)
+    store(a, ACME, prompt(512))
+    a.publish()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.store, "read", lambda cursors, block_s=0.0: {})
+        assert hinted(b, ACME, prompt(512)) == {}
+    assert hinted(b, ACME, prompt(512)) == {"a": 512}
+
+
+@pytest.mark.parametrize("what", ["append", "snapshot"])
+def test_numbers_that_a_store_may_have_lost_are_not_used_again(
+    fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A failover loses a write whose answer was lost too, and that others have read."""
+    a, b = fleet.join("a", lease_s=60.0), fleet.join("b", lease_s=60.0)
+    before, write = deepcopy(fleet.store.records["a"]), getattr(fleet.store, what)
+
+    def lose(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        b.reader.refresh()
+        fleet.store.records["a"] = before
+        raise StoreUnavailable("the master is gone")
+
+    if what == "snapshot":
+        fleet.store.records["a"].log.clear()
+        before.log.clear()
+    for seed in range(5):
+        store(a, ACME, prompt(512, seed))
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.store, what, lose)
+        with pytest.raises(StoreUnavailable):
+            a.beat()
+            a.publish()
+    fleet.clock.advance(1.0)
+    store(a, ACME, prompt(512, 5))
+    a.publish()
+    assert all(hinted(b, ACME, prompt(512, seed)) == {"a": 512} for seed in range(6))
 
 
 def test_a_position_that_a_store_has_lost_is_given_to_no_other_purge() -> None:

@@ -833,6 +833,14 @@ def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_serv
         assert store.read({"one": (1, 0)}, 0.01) == {}
 
 
+def test_who_reads_from_further_back_does_not_wait_for_a_read_from_further_on(fleet: RedisFleet) -> None:
+    for seq in (1, 2, 3):
+        fleet.client.xadd(fleet.key("one", "ev"), {"o": "clear"}, id=f"1-{seq}")
+    with closing(RedisStore(fleet.server.url)) as store:
+        assert store.read({"one": (1, 3)}, 0.01) == {}, "a read waits in the server"
+        assert [each.seq for each in store.read({"one": (1, 1)}, 0.5)["one"]] == [2, 3]
+
+
 def test_a_client_does_not_take_itself_for_the_server() -> None:
     """A port that the kernel gives to clients, without a listener: who connects from it to it is connected."""
     with socket.socket() as alone:
