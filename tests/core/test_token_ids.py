@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, PrefixCache, TokenError, audit
-from radixkv.tokens import decode, encode, encode_one
+from radixkv.tokens import MAX_BUFFERED, MIN_BUFFERED, decode, encode, encode_one
 
 IDS = [0, 1, 2, 100, 127]
 KEY = b"".join(token_id.to_bytes(4, "little") for token_id in IDS)
@@ -204,3 +205,30 @@ def test_any_int64(ids: list[int]) -> None:
         except TokenError as error:
             outcomes.add(error.index)
     assert outcomes == ({bad[0]} if bad else {encode(ids)})
+
+
+@pytest.mark.parametrize(
+    "wide", [lambda ids: array("q", ids.tobytes()), lambda ids: ids, lambda ids: ids[::-1]]
+)
+def test_long_ids_by_way_of_the_buffer(wide: Callable[[Any], Any]) -> None:
+    """Whatever was converted before, and longer: each key is that of its own ids, also from several threads."""
+    sizes = [MAX_BUFFERED, MIN_BUFFERED, MAX_BUFFERED + 1, MIN_BUFFERED - 1, 5_000, 4_999] * 8
+
+    def is_right(at: int) -> bool:
+        ids = np.random.default_rng(at).integers(0, 2**32, sizes[at])
+        given = wide(ids)
+        expected = np.asarray(given).astype("<u4").tobytes()
+        return encode(given) == expected and encode(given[:-1]) == expected[:-4]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(is_right, range(len(sizes))))
+
+
+def test_a_long_prompt_with_an_id_that_is_none_is_refused_and_leaves_nothing_behind() -> None:
+    good = np.arange(MIN_BUFFERED + 5)
+    bad = good.copy()
+    bad[-1] = -1
+    key = encode(good)
+    with pytest.raises(TokenError, match=f"index {MIN_BUFFERED + 4}"):
+        encode(bad)
+    assert encode(good) == key == good.astype("<u4").tobytes()
