@@ -9,7 +9,7 @@ Departs from it in that the unit is a run of blocks of a tree, only leaves go, s
 included; and the ghosts of either list are bounded by the capacity on their own, where ARC bounds the lists
 together.
 
-State a node: two numbers a piece, an entry of a heap. Cost: O(log n); ghosts as in ``leaves``.
+State a node: two numbers a piece, an entry of a queue. Cost: O(log n); ghosts as in ``leaves``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import Ghosts, Keys, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import Ghosts, Keys, LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 
@@ -66,7 +66,7 @@ class ARC(LeafPolicy[Aged]):
 
     def begin(self) -> None:
         super().begin()
-        self._recent, self._frequent = LeafHeap(), LeafHeap()
+        self._recent, self._frequent = LeafQueue(), LeafQueue()
         self._num_recent = 0  # blocks of T1
         self._target = 0.0
 

@@ -18,17 +18,18 @@ of the newcomers is turned away as their use ends, and the rest stays long enoug
 Ours; the name is TinyLFU's (ACM ToS 2017), whose door turns away everything that is new, at any size; thinning them at
 random until the rest lives long enough is BIP's idea (ISCA 2007), there with a fixed chance.
 
-State a node: as all ``LeafPolicy``, three values a piece and an entry of a heap. Cost: O(log n).
+State a node: as all ``LeafPolicy``, three values a piece and an entry of a queue. Cost: O(log n).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from math import exp, inf, log
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import LeafPolicy, LeafQueue, Piece
 from radixkv_policies.lrfu import HalfLife
 from radixkv_policies.policy import Handle
 
@@ -106,12 +107,13 @@ class Doorkeeper(LeafPolicy[Known]):
 
     def begin(self) -> None:
         super().begin()
-        self._leaves = LeafHeap()
+        self._leaves = LeafQueue()
         self._half_life = HalfLife()
         self._shared_blocks = SHARED_TOKENS / self._block_tokens
         self._strictness = 0.0  # up to FEWEST fewer beginnings are admitted, up to twice that fewer of all
         self._due = [0.0, 0.0]  # what is to be admitted by now, and wasn't: of beginnings, of others
         self._is_declining = False
+        self._now_s = self._clock()  # once for all pieces of a call
         self.record = Record(self._capacity)
 
     # --- the door
@@ -156,15 +158,23 @@ class Doorkeeper(LeafPolicy[Known]):
         self.record.made(num_blocks, now_s)
         return Known(memory is not None)
 
+    def touched(self, nodes: Sequence[Handle]) -> None:
+        self._now_s = self._clock()
+        super().touched(nodes)
+
+    def unleased(self, node: Handle) -> None:
+        self._now_s = self._clock()
+        super().unleased(node)
+
     def used(self, piece: Known) -> None:
         piece.is_known = True
         if piece.ended_s is not None:
-            self._half_life.saw(self._clock() - piece.ended_s, piece.num_blocks)
+            self._half_life.saw(self._now_s - piece.ended_s, piece.num_blocks)
             if self.record.is_forgotten(piece.ended_s):
                 self.record.won += piece.num_blocks
 
     def ended(self, piece: Known) -> None:
-        piece.ended_s, piece.stamp = self._clock(), self.next_stamp()
+        piece.ended_s, piece.stamp = self._now_s, self.next_stamp()
 
     def memory(self, piece: Known) -> object:
         return piece.ended_s, self._is_declining

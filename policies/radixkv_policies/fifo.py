@@ -3,13 +3,13 @@
 Departs from a plain queue in that only leaves go: a parent was inserted no later than its children, and waits for
 them. What a request adds to its own leaf counts as inserted with it.
 
-State a node: a stamp and an entry of a heap. Cost: O(log n).
+State a node: a stamp and an entry of a queue. Cost: O(log n).
 """
 
 from __future__ import annotations
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 
@@ -32,7 +32,7 @@ class FIFO(LeafPolicy[Inserted]):
 
     def begin(self) -> None:
         super().begin()
-        self._leaves = LeafHeap()
+        self._leaves = LeafQueue()
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Inserted:
         return Inserted(self.next_stamp())

@@ -12,7 +12,8 @@ So a leaf ranks by its last piece, and loses no more than that before it is rank
 remembers may outlive its eviction: ``memory`` of it goes to the ``Ghosts``, under the keys of its segments, and comes
 back in ``made``. Blocks that a request adds to its own leaf join its last piece, as long as nobody else used that.
 
-``LeafHeap`` is an order over leaves by a key that doesn't change while a leaf is in it.
+``LeafHeap`` is an order over leaves by a key that doesn't change while a leaf is in it, ``LeafQueue`` one by stamps,
+most of which come in order.
 
 State a node: about 300 bytes with one piece, and what a subclass adds. Cost: O(1) a hook, O(pieces) for ``touched``
 and ``split``, and what a subclass adds.
@@ -199,11 +200,11 @@ class LeafPolicy(Policy, Generic[P]):
     # --- hooks
 
     def touched(self, nodes: Sequence[Handle]) -> None:
-        states, used = self._states, self.used
+        states = self._states
         for node in nodes:
             for piece in states[node].pieces:
                 piece.is_new = False
-                used(piece)
+                self.used(piece)
 
     def inserted(
         self,
@@ -427,3 +428,48 @@ class LeafHeap:
     def first_key(self) -> tuple[float, int] | None:
         """Its key and stamp, or None."""
         return None if self.first() is None else self._heap[0][:2]
+
+
+class LeafQueue:
+    """Leaves by stamp, the oldest first. O(1) for those that come in order, O(log n) amortised for the others.
+
+    A leaf comes with the stamp of its last use or of its insertion, so most are the youngest and stand in a row; a
+    parent that became a leaf is older, and goes to a heap beside it. Stamps are above 0.
+    """
+
+    __slots__ = ("_late", "_row", "_youngest")
+
+    def __init__(self) -> None:
+        self._row: OrderedDict[Handle, int] = OrderedDict()
+        self._youngest = 0  # of the row
+        self._late = LeafHeap()
+
+    def __len__(self) -> int:
+        return len(self._row) + len(self._late)
+
+    def __contains__(self, node: Handle) -> bool:
+        return node in self._row or node in self._late
+
+    def add(self, node: Handle, stamp: int) -> None:
+        """A leaf that isn't in it."""
+        if stamp > self._youngest or not self._row:
+            self._youngest = self._row[node] = stamp
+        else:
+            self._late.add(node, stamp)
+
+    def discard(self, node: Handle) -> None:
+        """A leaf that is in it."""
+        if not self._row.pop(node, 0):
+            self._late.discard(node)
+
+    def first(self) -> Handle | None:
+        """The leaf that comes first, or None."""
+        row, late = self._row, self._late
+        if not row:
+            return late.first()
+        node = next(iter(row))
+        if late:
+            key = late.first_key()
+            if key is not None and key[0] < row[node]:
+                return late.first()
+        return node

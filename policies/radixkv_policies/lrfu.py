@@ -20,7 +20,7 @@ State a node: three numbers a piece, an entry of a heap. Cost: O(log n); ghosts 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, inf, log, log2
+from math import exp, inf, log
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
@@ -41,14 +41,16 @@ MAX_WEIGHT: Final = 4.0
 MIN_SPEED: Final = 0.003
 """A step of average weight is at least as long."""
 
+LN_2: Final = log(2.0)
+
 
 class HalfLife:
     """The half-life, from the gaps after which blocks return: a stochastic quantile of their logarithm."""
 
-    __slots__ = ("_log_gap", "_num_blocks", "_num_gaps", "seconds")
+    __slots__ = ("_gap_s", "_log_gap", "_num_blocks", "_num_gaps", "seconds")
 
     def __init__(self) -> None:
-        self._log_gap = log(FIRST_GAP_S)
+        self._gap_s, self._log_gap = FIRST_GAP_S, log(FIRST_GAP_S)
         self._num_gaps, self._num_blocks = 0, 0
         self.seconds = HALF_LIFE_PER_GAP * FIRST_GAP_S
 
@@ -58,9 +60,9 @@ class HalfLife:
         self._num_blocks += num_blocks
         weight, speed = num_blocks * self._num_gaps / self._num_blocks, 0.1 / (1 + self._num_gaps / 128)
         step = (weight if weight < MAX_WEIGHT else MAX_WEIGHT) * (speed if speed > MIN_SPEED else MIN_SPEED)
-        above = log(gap_s + 1e-3) > self._log_gap
-        self._log_gap += step * (GAP_QUANTILE if above else GAP_QUANTILE - 1)
-        self.seconds = HALF_LIFE_PER_GAP * exp(self._log_gap)
+        self._log_gap += step * (GAP_QUANTILE if gap_s + 1e-3 > self._gap_s else GAP_QUANTILE - 1)
+        self._gap_s = exp(self._log_gap)
+        self.seconds = HALF_LIFE_PER_GAP * self._gap_s
 
 
 @mypyc_attr(acyclic=True)
@@ -110,17 +112,23 @@ class LRFU(LeafPolicy[Decayed]):
         self.half_lives()  # the clock is read once for all of them
         super().touched(nodes)
 
+    def unleased(self, node: Handle) -> None:
+        self.half_lives()
+        super().unleased(node)
+
     def used(self, piece: Decayed) -> None:
         if not piece.num_uses:
             self._saw(piece.ended_s, piece.num_blocks)
         piece.num_uses += 1
 
     def ended(self, piece: Decayed) -> None:
-        now = self.half_lives()
+        now = self._virtual
         if piece.num_uses == 1 and piece.score == -inf:  # most are new: the sum is 1
             piece.score = now
         else:
-            piece.score = now + log2(piece.num_uses + 2.0 ** (piece.score - now))
+            # exp and log are functions of C where this is compiled, ``2.0 **`` and ``log2`` calls of Python's
+            before = exp((piece.score - now) * LN_2)
+            piece.score = now + log(piece.num_uses + before) / LN_2
         piece.num_uses, piece.ended_s, piece.stamp = 0, self._virtual_at, self.next_stamp()
 
     def memory(self, piece: Decayed) -> object:

@@ -4,7 +4,7 @@ A prompt, or the document in it, may be sent again by anyone; an answer comes ba
 A block that holds generated tokens counts as generated until a request matches it as a part of its prompt. Our own,
 after the habit of engines that keep prompt blocks longer than decoded ones.
 
-State a node: a flag and a stamp a piece, an entry of a heap. Cost: O(log n).
+State a node: a flag and a stamp a piece, an entry of a queue. Cost: O(log n).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import Keys, LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 
@@ -37,7 +37,7 @@ class PrefixFirst(LeafPolicy[Written]):
 
     def begin(self) -> None:
         super().begin()
-        self._prompts, self._generated = LeafHeap(), LeafHeap()
+        self._prompts, self._generated = LeafQueue(), LeafQueue()
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
         """Returns the whole blocks of the prompt."""

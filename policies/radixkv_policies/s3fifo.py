@@ -8,7 +8,7 @@ leaf of the main queue goes, or to its young end with one use less.
 Departs from it in that the unit is a run of blocks of a tree and only leaves go: others keep their place in the
 queue until they are leaves, so a queue is ordered by stamps. Sizes are in blocks, leased ones included.
 
-State a node: three numbers a piece, an entry of a heap. Cost: O(log n), ``victim`` amortised: each step to the
+State a node: three numbers a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each step to the
 young end uses up a use. Ghosts as in ``leaves``, at most one a segment of capacity.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import Ghosts, LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import Ghosts, LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 SMALL_SHARE: Final = 0.1
@@ -52,7 +52,7 @@ class S3FIFO(LeafPolicy[Queued]):
 
     def begin(self) -> None:
         super().begin()
-        self._small, self._main = LeafHeap(), LeafHeap()
+        self._small, self._main = LeafQueue(), LeafQueue()
         self._num_small = 0  # blocks
         self._max_small = max(SMALL_SHARE * self._capacity, 1)
 

@@ -7,14 +7,14 @@ oldest.
 Departs from it in that the unit is a run of blocks of a tree and the hand sees leaves only. Its place is a stamp:
 leaves from it on are *ahead*, those before it *behind*, two heaps by stamp that swap when the hand starts over.
 
-State a node: a stamp and a mark a piece, an entry of a heap. Cost: O(log n), ``victim`` amortised: each leaf passed
+State a node: a stamp and a mark a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each leaf passed
 uses up a mark.
 """
 
 from __future__ import annotations
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 
@@ -39,7 +39,7 @@ class SIEVE(LeafPolicy[Marked]):
 
     def begin(self) -> None:
         super().begin()
-        self._ahead, self._behind = LeafHeap(), LeafHeap()
+        self._ahead, self._behind = LeafQueue(), LeafQueue()
         self._hand = 0
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Marked:
@@ -74,5 +74,5 @@ class SIEVE(LeafPolicy[Marked]):
         """The hand stands at ``stamp``; every leaf ahead is at it or younger."""
         self._hand = stamp
 
-    def _side(self, piece: Marked) -> LeafHeap:
+    def _side(self, piece: Marked) -> LeafQueue:
         return self._ahead if piece.stamp >= self._hand else self._behind
