@@ -42,7 +42,7 @@ _Key = tuple[int, int, int, int, int, object, bool, bool]
 """Of a class: places of uses, turn, new tokens, length, pause; type, session over, tool pending."""
 
 _USES: Final = (1, 2, 3, 4, 6, 9, 14, 24, 48)
-_TURNS: Final = (1, 2, 3, 4, 5, 7, 10)
+_TURNS: Final = [1, 2, 3, 4, 5, 7, 10]
 _NEW_TOKENS: Final = (0, 512, 1_024, 1_536, 2_048, 4_096, 8_192, 16_384)
 _TOKENS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 _PAUSES_S: Final = (0.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -80,7 +80,7 @@ class Learned(LeafPolicy[Returning]):
     def begin(self) -> None:
         super().begin()
         self._model = HazardModel()
-        self._groups: dict[_Key, int] = {}
+        self._groups: dict[object, int] = {}
         self._types: dict[object, int] = {None: 0}
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
@@ -88,6 +88,7 @@ class Learned(LeafPolicy[Returning]):
         self._num_blocks = places_in_blocks(_TOKENS, self._block_tokens)
         self._last_facts: Facts | None = None
         self._last_group, self._last_s, self._last_number = 0, 0.0, 0
+        self._now_s = self._clock()  # read once for all pieces of a call
         self._leaves = Leaves(self._model.rank)
         self._counted_s = self._fitted_s = self._started_s = self._clock()
 
@@ -115,14 +116,22 @@ class Learned(LeafPolicy[Returning]):
         self._model.log.append((number, now_s, -1, num_blocks / self._segment_blocks))
         return Returning(num_uses + 1, facts)
 
+    def touched(self, nodes: Sequence[Handle]) -> None:
+        self._now_s = self._clock()
+        super().touched(nodes)
+
+    def unleased(self, node: Handle) -> None:
+        self._now_s = self._clock()
+        super().unleased(node)
+
     def used(self, piece: Returning) -> None:
         piece.num_uses += 1
         if piece.number >= 0:
-            self._model.log.append((piece.number, self._clock(), -1, piece.num_blocks / self._segment_blocks))
+            self._model.log.append((piece.number, self._now_s, -1, piece.num_blocks / self._segment_blocks))
             piece.number = -1
 
     def ended(self, piece: Returning) -> None:
-        now_s = piece.ended_s = self._clock()
+        now_s = piece.ended_s = self._now_s
         facts = piece.facts
         place = _PLACE_OF_USES[piece.num_uses] if piece.num_uses <= _USES[-1] else len(_USES)
         group = facts.groups.get(place)
@@ -175,24 +184,46 @@ class Learned(LeafPolicy[Returning]):
             self._model.describe(group, _features(key, types.get(key[5], 0)))
 
     def _group(self, place: int, facts: Facts) -> int:
-        labels, turn = facts.labels, facts.turn
-        key: _Key = (
-            place,
-            bisect_left(_TURNS, turn),
-            bisect_left(self._new_blocks, facts.num_new),
-            bisect_left(self._num_blocks, facts.end),
-            bisect_left(_PAUSES_S, facts.gap_s),
-            labels.get("type") if labels else None,
-            bool(labels and labels.get("session_over")),
-            bool(labels and labels.get("tool_pending")),
+        """The class of what a request used; ``place``: of its number of uses."""
+        labels = facts.labels
+        turn, new = _place(_TURNS, facts.turn), _place(self._new_blocks, facts.num_new)
+        length, pause = _place(self._num_blocks, facts.end), bisect_left(_PAUSES_S, facts.gap_s)
+        places = (((place << 4 | turn) << 4 | new) << 4 | length) << 4 | pause
+        if not labels:
+            group = self._groups.get(places)
+            return (
+                self._new_group(places, (place, turn, new, length, pause, None, False, False))
+                if group is None
+                else group
+            )
+        kind, is_over, is_pending = (
+            labels.get("type"),
+            bool(labels.get("session_over")),
+            bool(labels.get("tool_pending")),
         )
-        group = self._groups.get(key)
+        labelled = places, kind, is_over, is_pending
+        group = self._groups.get(labelled)
         if group is None:
-            if self._model.num_classes >= MAX_CLASSES:
-                return 0
-            group = self._groups[key] = self._model.add_class()
-            self._undescribed.append((group, key))
+            return self._new_group(labelled, (place, turn, new, length, pause, kind, is_over, is_pending))
         return group
+
+    def _new_group(self, name: object, key: _Key) -> int:
+        """A class that wasn't seen before; the first one, once there are too many."""
+        if self._model.num_classes >= MAX_CLASSES:
+            return 0
+        group = self._groups[name] = self._model.add_class()
+        self._undescribed.append((group, key))
+        return group
+
+
+def _place(edges: list[int], number: int) -> int:
+    """How many edges are below the number. Compiled, a loop over some eight is quicker than a call of ``bisect``."""
+    place = 0
+    for edge in edges:
+        if edge >= number:
+            break
+        place += 1
+    return place
 
 
 def _features(key: _Key, kind: int) -> list[float]:
