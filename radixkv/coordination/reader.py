@@ -153,13 +153,17 @@ class Reader:
         if sighted is None or not sighted.is_as_new_as(registration):
             return self._latest_s(seen)
         is_lost = registration.beats < sighted.registration.beats
-        return max(0.0, (self._lost_until(sighted) if is_lost else sighted.latest) - now)
+        return max(0.0, (self._lost_until(sighted) if is_lost else self._latest(sighted)) - now)
 
     def forgotten(self, known: Mapping[str, int]) -> set[str]:
         """Replicas whose lease may still run, but that a store which has the epochs ``known`` has lost; local."""
         now, sighted = self._clock(), list(self._sighted.items())
         lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
         return {name for name, each in lost if self._lost_until(each) > now}
+
+    def _latest(self, sighted: _Sighted) -> float:
+        """When its lease ends at the latest: a beat that nobody saw may have gone with the store, while it was away."""
+        return max(sighted.latest, self.failed_at + sighted.registration.lease_ms / 1000)
 
     def _lost_until(self, sighted: _Sighted) -> float:
         """Until when a replica that the store has lost may think that its lease runs.
