@@ -21,7 +21,7 @@ import redis
 import trustme
 
 from radixkv import CacheConfig, Namespace, PrefixCache
-from radixkv.coordination import Load, Settings, connect
+from radixkv.coordination import Load, Router, Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.protocol import WIRE_VERSION, JobPart, WarmJob
@@ -35,6 +35,7 @@ from tests.coordination.contract import (
     SECRET,
     CoordinatorContract,
     Fleet,
+    Purged,
     agrees,
     hinted,
     names,
@@ -646,6 +647,28 @@ def test_announcements_that_were_lost_are_obeyed_once(fleet: RedisFleet) -> None
     assert len(purged) == num_purged, "with every beat"
 
 
+def test_a_server_that_goes_back_to_what_it_had_is_told_of_a_purge_again(fleet: RedisFleet) -> None:
+    """With every registration still in it, and a replica that hadn't heard of the purge."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    b.warm(ACME, prompt(512))
+    fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+    until, epochs = a.replica._lease_until, (a.replica.info().epoch, b.replica.info().epoch)
+    fleet.eventually(lambda: a.replica._lease_until > until)  # and has told b all that it knows
+    assert isinstance(fleet.server, RedisServer)
+    fleet.server.command("SAVE")
+    b.replica._stop_threads()
+    a.replica.purge("acme")
+    fleet.server.restart()
+    (fleet.server.folder / "dump.rdb").unlink()
+    assert not fleet.client.exists(f"rk1:{{t:{a.replica.keys.tenant('acme').hex()}}}:q")
+    b.replica._start_threads()
+    fleet.eventually(lambda: b.purged and works(lambda: a.replica.purge_report("acme")))
+    fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
+    assert epochs == (a.replica.info().epoch, b.replica.info().epoch)
+    b.warm(ACME, prompt(512))
+    fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+
+
 # ---- clocks
 
 
@@ -808,6 +831,10 @@ def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -
         fleet.eventually(lambda: names(a.peers()) == ["b"])
         assert a.report_job(job.id, "done", 512) and a.extend_job(job.id, "b")
         assert a.job(job.id, "acme") is not None
+        until = a._lease_until
+        fleet.eventually(lambda: a._lease_until > until or not a.health().is_ok)
+        with closing(Router.connect(url, fleet_secret=SECRET, background=False)) as router:
+            assert {each.replica.id for each in router.rank(ACME, prompt(512, 5))} == {"a", "b"}
         assert a.health().is_ok and b.health().is_ok and a.health().num_outages == 0
         a.leave()
         wrong = RedisCoordinator(Settings(**fleet.settings("c", {})), url.replace("a-password", "wrong"))
