@@ -36,7 +36,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, parse_url
-from redis.exceptions import ConnectionError, MovedError, NoScriptError
+from redis.exceptions import ConnectionError, MovedError, NoScriptError, RedisClusterException
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -330,7 +330,7 @@ class Connection:
             if self._client is None:
                 self._client = self._make()
             elif self._is_stale and isinstance(self._client, _cluster_client):
-                self._client.nodes_manager.initialize()
+                self._client = self._remapped(self._client)
             elif self._is_stale and self._address.kind == "single":
                 self._client = self._upgraded(self._client)
             self._is_stale = False
@@ -354,6 +354,14 @@ class Connection:
         if client.info("server").get("redis_mode") != "cluster":
             return client
         return self._cluster(self._address.hosts)
+
+    def _remapped(self, client: Any) -> Any:
+        """A Cluster's client asks the nodes that it knows; if all of those are gone, those of the URL may not be."""
+        try:
+            client.nodes_manager.initialize()
+        except RedisClusterException:
+            return self._cluster(self._address.hosts)
+        return client
 
     def _cluster(self, hosts: Sequence[tuple[str, int]]) -> Any:
         if self._options.get("db", 0):

@@ -770,6 +770,46 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
         servers.kill()
 
 
+@pytest.mark.parametrize("is_lagging", [False, True])
+def test_after_all_primaries_of_a_cluster_were_replaced(tmp_path: Path, is_lagging: bool) -> None:
+    """One after the other, by what their replicas have; those that lag lack what the others were told last."""
+    binary = find_binary()
+    assert binary is not None
+    servers = ClusterServers(binary, tmp_path, has_replicas=True)
+    try:
+        with closing(RedisFleet(servers)) as fleet:
+            a, b = fleet.join("a"), fleet.join("b")
+            kept, gone = prompt(512), prompt(512, seed=1)
+            store(a, ACME, gone)
+            a.set_limit("acme", 7)
+            home = fleet.client.keyslot(fleet.key("a", "meta")) * 3 // 16_384
+            generation = a.purge("other").generation
+            fleet.eventually(lambda: hinted(b, ACME, gone) and a.health().is_ok)
+            for shard, old in enumerate(list(servers.primaries)):
+                fleet.eventually(lambda old=old, new=servers.replicas[shard]: offset(old) == offset(new))
+                if is_lagging:
+                    servers.replicas[shard].pause()
+                if shard == home:
+                    store(a, ACME, kept)
+                    remove(a, ACME, gone, 0)
+                    fleet.eventually(lambda: hinted(b, ACME, kept) and not hinted(b, ACME, gone))
+                old.kill()
+                servers.replicas[shard].resume()
+                servers.take_over(shard)
+            fleet.eventually(lambda: works(lambda: a.set_limit("other", 3)))
+            fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+            fleet.eventually(lambda: hinted(b, ACME, kept) == {"a": 512} and not hinted(b, ACME, gone))
+            assert a.store.tenant(a.keys.tenant("acme")).limit == 7
+            assert a.store.tenant(a.keys.tenant("other")).generation == generation
+    finally:
+        servers.kill()
+
+
+def offset(server: RedisServer) -> str:
+    """How far what is written to it has come."""
+    return server.text("INFO replication").split("master_repl_offset:")[1].split()[0]
+
+
 # ---- Redis is not on the path of a match
 
 
