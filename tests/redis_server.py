@@ -228,6 +228,10 @@ class ClusterServers(_Several):
         for index, node in enumerate(self.primaries):
             slots = range(index * 16_384 // 3, (index + 1) * 16_384 // 3)
             node.command("CLUSTER ADDSLOTS " + " ".join(map(str, slots)))
+        for epoch, node in enumerate(
+            self.nodes, 1
+        ):  # of one each, or those of a collision change at any time
+            node.command(f"CLUSTER SET-CONFIG-EPOCH {epoch}")
         for node in self.nodes:
             self.nodes[0].command(f"CLUSTER MEET {HOST} {node.port}")
         self.wait()

@@ -527,3 +527,34 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
         router.follow(a.replica.reader.epochs())
     generations = {each.replica.tenants.generation("acme") for each in (a, b)}
     assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None:
+    """That of the one who asks: what it knows of the others is then of no time, for as long as their leases."""
+    now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
+    registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
+    writer = Writer("b", store.boot(registration).value, "nonce")
+    reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, lambda: now[0])
+
+    def remaining_s() -> float:
+        return reader.remaining_s(store.fetch(["b"]).seen[0])
+
+    store.beat(writer, 1, 10.0, "", Load())
+    reader.refresh()
+    now[0] += 4.0
+    assert remaining_s() == 6.0
+    now[0] += seconds
+    assert remaining_s() == 10.0 and reader.forgotten({}) == {"b"}
+    reader.refresh()
+    now[0] += 9.0
+    reader.refresh()
+    assert remaining_s() == 1.0 and reader.known()[0].info.lease_remaining_s == 1.0
+    now[0] += 2.0
+    reader.refresh()
+    assert remaining_s() == 0.0 and not reader.known()[0].info.live
+    store.is_reachable = False
+    now[0] += seconds
+    with pytest.raises(StoreUnavailable):
+        reader.refresh()
+    assert reader.known()[0].info.lease_remaining_s <= 10.0
