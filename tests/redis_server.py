@@ -209,26 +209,48 @@ class _Several:
 
 
 class ClusterServers(_Several):
-    """A Cluster of three primaries without replicas. Their map of slots outlives kills, their keys don't."""
+    """A Cluster of three primaries. Their map of slots outlives kills, their keys don't.
 
-    def __init__(self, binary: Binary, folder: Path, num_primaries: int = 3) -> None:
+    Without replicas, or with one for each, which takes the place of its primary when ``take_over`` says so.
+    """
+
+    def __init__(self, binary: Binary, folder: Path, *, has_replicas: bool = False) -> None:
         super().__init__(binary)
         options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000")
-        options += ("--cluster-require-full-coverage", "no")
+        options += ("--cluster-require-full-coverage", "no", "--cluster-replica-no-failover", "yes")
+        options += ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0")
         self.nodes = []
-        for index in range(num_primaries):
+        for index in range(6 if has_replicas else 3):
             home = folder / str(index)
             home.mkdir()
             self.nodes.append(RedisServer(binary, home, *options))
-        for index, node in enumerate(self.nodes):
-            slots = range(index * 16_384 // num_primaries, (index + 1) * 16_384 // num_primaries)
+        self.primaries, self.replicas = self.nodes[:3], self.nodes[3:]
+        for index, node in enumerate(self.primaries):
+            slots = range(index * 16_384 // 3, (index + 1) * 16_384 // 3)
             node.command("CLUSTER ADDSLOTS " + " ".join(map(str, slots)))
+        for epoch, node in enumerate(
+            self.nodes, 1
+        ):  # of one each, or those of a collision change at any time
+            node.command(f"CLUSTER SET-CONFIG-EPOCH {epoch}")
+        for node in self.nodes:
             self.nodes[0].command(f"CLUSTER MEET {HOST} {node.port}")
         self.wait()
+        for primary, replica in zip(self.primaries, self.replicas, strict=False):
+            replica.command(f"CLUSTER REPLICATE {primary.text('CLUSTER MYID')}")
+        until(lambda: all(map(follows, self.replicas)), "replicas that follow")
 
     @property
     def url(self) -> str:
         return "redis+cluster://" + ",".join(f"{HOST}:{node.port}" for node in self.nodes)
+
+    @property
+    def data_nodes(self) -> list[RedisServer]:
+        return self.primaries
+
+    def take_over(self, shard: int) -> None:
+        """The replica takes the place of a primary that is gone, with what it has."""
+        self.replicas[shard].command("CLUSTER FAILOVER TAKEOVER")
+        self.primaries[shard], self.replicas[shard] = self.replicas[shard], self.primaries[shard]
 
     def wait(self) -> None:
         """Until every node knows all slots."""
@@ -250,6 +272,11 @@ class ClusterServers(_Several):
         for node in self.nodes:
             node.reset()
         self.wait()
+
+
+def follows(replica: RedisServer) -> bool:
+    """Whether a replica has what its primary has, but for what is on its way."""
+    return "master_link_status:up" in replica.text("INFO replication")
 
 
 class SentinelServers(_Several):
@@ -310,10 +337,10 @@ class SentinelServers(_Several):
         def is_known(sentinel: RedisServer) -> bool:
             return "slaves=1,sentinels=3" in sentinel.text("INFO sentinel")
 
-        def follows() -> bool:
-            return "master_link_status:up" in self.replica.text("INFO replication")
-
-        until(lambda: all(map(is_known, self.sentinels)) and follows(), "a master, a replica and sentinels")
+        until(
+            lambda: all(map(is_known, self.sentinels)) and follows(self.replica),
+            "a master, a replica and sentinels",
+        )
 
     def restart(self) -> None:
         """Both servers empty; the roles stay."""

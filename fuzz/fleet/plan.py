@@ -23,7 +23,10 @@ _TO_SERVERS: Final = {
             "skew": 0.0,
         },
     },
-    "cluster": {"restart node": 1.0, "pause server": 2.0 * LEASE_S, "trim": 0.0, "drop connections": 0.0},
+    "cluster": {
+        **{"restart node": 1.0, "pause server": 2.0 * LEASE_S, "trim": 0.0, "drop connections": 0.0},
+        **{"fail over": 0.0, "fail over with a lagging replica": 0.0},
+    },
     "sentinel": {
         "fail over": 0.0,
         "fail over with a lagging replica": 0.0,

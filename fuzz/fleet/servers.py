@@ -16,7 +16,15 @@ import redis
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.redis_server import Binary, ClusterServers, RedisServer, SentinelServers, find_binary, until
+from tests.redis_server import (
+    Binary,
+    ClusterServers,
+    RedisServer,
+    SentinelServers,
+    find_binary,
+    follows,
+    until,
+)
 
 HOUR_S = 3600
 
@@ -32,11 +40,12 @@ class Servers:
         self.skew_file = folder / "skew"
         self.skew_file.write_bytes(bytes(8))
         self.is_skewable = False
+        self._failing: set[int] = set()
         self.group: RedisServer | ClusterServers | SentinelServers
         if store == "single":
             self.group = RedisServer(self._skewable(binary), folder)
         elif store == "cluster":
-            self.group = ClusterServers(binary, folder)
+            self.group = ClusterServers(binary, folder, has_replicas=True)
         else:
             self.group = SentinelServers(binary, folder, down_after_ms=500)
 
@@ -63,6 +72,7 @@ class Servers:
             self.tend()  # it may have been replaced between the two
             group.wait()
             return
+        self.tend()
         for node in [group] if isinstance(group, RedisServer) else group.nodes:
             if not node.is_running:
                 node.restart()
@@ -71,8 +81,15 @@ class Servers:
             group.wait()
 
     def tend(self) -> bool:
-        """Under Sentinel: a master that was replaced comes back as a replica, empty. True."""
+        """A master that was replaced comes back as a replica, empty; in a Cluster it is replaced now. True."""
         group = self.group
+        if isinstance(group, ClusterServers):
+            for shard in range(len(group.primaries)):
+                if not group.replicas[shard].is_running:
+                    group.replicas[shard].restart()
+                elif shard in self._failing:
+                    group.take_over(shard)
+            self._failing.clear()
         if isinstance(group, SentinelServers):
             master = group.master
             for server in group.servers:
@@ -120,17 +137,21 @@ class Servers:
         chance.choice(self.nodes).pause()
 
     def fail_over(self, chance: random.Random, *, lagging: bool = False) -> None:
-        """The master dies. It comes back, empty, as a replica of the new one."""
-        group = self.group
-        assert isinstance(group, SentinelServers)
-        replica = group.replica
-        if not replica.is_running or "master_link_status:up" not in replica.text("INFO replication"):
+        """A master dies, and its replica takes its place. It comes back, empty, as a replica of that one."""
+        group, shard = self.group, chance.randrange(3)
+        assert not isinstance(group, RedisServer)
+        if isinstance(group, SentinelServers):
+            master, replica = group.master, group.replica
+        else:
+            master, replica = group.primaries[shard], group.replicas[shard]
+        if not replica.is_running or not follows(replica):
             return  # the one before isn't over
         self.losses += 1
         if lagging:
             replica.pause()
             time.sleep(chance.uniform(0.05, 0.3))
-        group.master.kill()
+        master.kill()
+        self._failing.add(shard)
         replica.resume()
 
     def fail_over_with_a_lagging_replica(self, chance: random.Random) -> None:
@@ -140,8 +161,9 @@ class Servers:
     def trim(self, chance: random.Random) -> None:
         """Logs lose their beginnings, and what the readers have not read yet of them."""
         for client in self._clients():
-            for key in client.scan_iter("rk1:*:ev"):
-                client.xtrim(key, maxlen=chance.randint(0, 4), approximate=False)
+            with suppress(redis.RedisError):  # it may lose its place, or come to stand still, meanwhile
+                for key in client.scan_iter("rk1:*:ev"):
+                    client.xtrim(key, maxlen=chance.randint(0, 4), approximate=False)
 
     def lose_scripts(self, chance: random.Random) -> None:
         """It has forgotten its scripts."""

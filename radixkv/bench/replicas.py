@@ -326,7 +326,7 @@ def _publish(store: Store, name: str, digests: Iterable[bytes], lease_s: float) 
     mirror = Holdings()
     mirror.store(keys.namespace(_NAMESPACE), digests)
     store.snapshot(writer, 1, 2, mirror, anew=True)
-    store.beat(writer, lease_s, keys.proof(name, writer.epoch, nonce, address), Load())
+    store.beat(writer, 1, lease_s, keys.proof(name, writer.epoch, nonce, address), Load())
     return writer
 
 

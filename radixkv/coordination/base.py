@@ -93,7 +93,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
         self._closed = False
         self._registered = False
         self._dirty = False
-        self._epoch = self._seq = 0
+        self._epoch = self._seq = self._num_beats = 0
         self._nonce = self._proof = ""
         self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
         self._looked_at = float("-inf")
@@ -409,15 +409,17 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def _beat_now(self) -> None:
         before = self.clock()
-        standing = self.store.beat(self._writer(), self.settings.lease_s, self._proof, self._load)
+        self._num_beats += 1
+        standing = self.store.beat(
+            self._writer(), self._num_beats, self.settings.lease_s, self._proof, self._load
+        )
         self._obey(standing)
         if standing.verdict == "OK":
             self._lease_until = before + self.settings.lease_s
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or standing.last_seq != self._seq
             epochs = self.reader.epochs()
-            if self._is_new_epoch or epochs - self._met_epochs:
-                self.tenants.restore()
+            self.tenants.restore(everything=self._is_new_epoch or bool(epochs - self._met_epochs))
             self.tenants.follow(self._writer(), is_new=self._is_new_epoch)
             self._is_new_epoch, self._met_epochs = False, epochs
             self._heard_until = before + self.settings.lease_s

@@ -119,14 +119,14 @@ class MemoryStore:
             self.records[registration.replica_id] = record
             return Durable(epoch, None)
 
-    def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
+    def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
         """See the protocol."""
         with self._open():
             record, standing = self._standing(writer)
             if record is not None:
-                beats, lease_ms = record.registration.beats + 1, max(1, int(lease_s * 1000))
+                lease_ms = max(1, int(lease_s * 1000))
                 record.registration = replace(
-                    record.registration, proof=proof, lease_ms=lease_ms, beats=beats
+                    record.registration, proof=proof, lease_ms=lease_ms, beats=number
                 )
                 record.live_until = self.clock() + lease_s
                 record.listed_until = record.live_until + LISTED_S
@@ -276,6 +276,16 @@ class MemoryStore:
             account, now = self.accounts.get(tenant, Account()), self.clock()
             shares = tuple(share for until, share in account.shares.values() if until > now)
             return TenantFacts(account.limit, account.generation, shares, dict(account.confirmed))
+
+    def generations(self, tenants: Sequence[bytes]) -> list[int | None]:
+        """See the protocol."""
+        with self._open():
+            return [self.accounts.get(tenant, Account()).generation for tenant in tenants]
+
+    def unannounced(self, tenants: Sequence[bytes]) -> set[bytes]:
+        """See the protocol."""
+        with self._open():
+            return {tenant for tenant in tenants if tenant not in self.announced}
 
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """See the protocol."""

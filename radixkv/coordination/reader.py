@@ -68,6 +68,11 @@ class _Sighted(NamedTuple):
     registration: Registration
     latest: float
 
+    @property
+    def lease_s(self) -> float:
+        """As stated."""
+        return self.registration.lease_ms / 1000
+
     def is_before(self, other: Registration) -> bool:
         """Whether ``other`` is of a later beat, of the same registration or a younger one."""
         mine = self.registration
@@ -152,22 +157,27 @@ class Reader:
         sighted = self._sighted.get(registration.replica_id)
         if sighted is None or not sighted.is_as_new_as(registration):
             return self._latest_s(seen)
+        if self._is_turned(now):
+            return sighted.lease_s
         is_lost = registration.beats < sighted.registration.beats
-        return max(0.0, (self._lost_until(sighted) if is_lost else sighted.latest) - now)
+        return max(0.0, (self._lost_until(sighted) if is_lost else self._latest(sighted)) - now)
 
     def forgotten(self, known: Mapping[str, int]) -> set[str]:
         """Replicas whose lease may still run, but that a store which has the epochs ``known`` has lost; local."""
         now, sighted = self._clock(), list(self._sighted.items())
         lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
-        return {name for name, each in lost if self._lost_until(each) > now}
+        return {name for name, each in lost if self._lost_until(each) > now or self._is_turned(now)}
+
+    def _latest(self, sighted: _Sighted) -> float:
+        """When its lease ends at the latest: a beat that nobody saw may have gone with the store, while it was away."""
+        return max(sighted.latest, self.failed_at + sighted.lease_s)
 
     def _lost_until(self, sighted: _Sighted) -> float:
         """Until when a replica that the store has lost may think that its lease runs.
 
         Its last beat may be one that was never seen, but none is later than the moment at which this is met.
         """
-        registration = sighted.registration
-        return self._lost.setdefault(registration.replica_id, self._clock() + registration.lease_ms / 1000)
+        return self._lost.setdefault(sighted.registration.replica_id, self._clock() + sighted.lease_s)
 
     def known(self) -> list[Known]:
         """All other replicas as of now; local."""
@@ -175,7 +185,10 @@ class Reader:
         return [remote.known(now) for remote in self.remotes.values()]
 
     def _refresh(self) -> None:
-        before = self._tried_at = self._clock()
+        before = self._clock()
+        if self._is_turned(before):
+            self._turn(before)
+        self._tried_at = before
         self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
         old = self.remotes
         fetched, after = self._store.fetch(), self._clock()
@@ -195,6 +208,22 @@ class Reader:
             if not self._read(0.0):
                 self._catch_up()
                 break
+
+    def _is_turned(self, now: float) -> bool:
+        """Whether the clock has jumped since the last look, or nobody has looked for two leases: times say nothing."""
+        return not 0.0 <= now - self._tried_at <= 2 * self._settings.lease_s
+
+    def _turn(self, now: float) -> None:
+        """Leases that may have run at the last look may run on, by what they were stated for, and no longer."""
+        self._sighted = {
+            name: each._replace(latest=now + each.lease_s) for name, each in self._sighted.items()
+        }
+        self._lost = {name: now + self._sighted[name].lease_s for name in self._lost}
+        self.failed_at = min(self.failed_at, now)
+        self.remotes = {
+            name: replace(each, live_until=min(each.live_until, now + each.info.lease_remaining_s))
+            for name, each in self.remotes.items()
+        }
 
     def _pause_s(self, seen: Iterable[Seen]) -> float:
         """Until the next fetch: no lease that is extended in time may seem to be over before."""
@@ -224,7 +253,7 @@ class Reader:
         self._sighted = {
             name: each
             for name, each in self._sighted.items()
-            if max(each.latest + each.registration.lease_ms / 1000, self._lost.get(name, now)) > now
+            if max(each.latest + each.lease_s, self._lost.get(name, now)) > now
         }
         listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
         missing = self._sighted.keys() - listed

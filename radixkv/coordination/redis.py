@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha1
@@ -36,7 +36,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, parse_url
-from redis.exceptions import ConnectionError, MovedError, NoScriptError
+from redis.exceptions import ConnectionError, MovedError, NoScriptError, RedisClusterException
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -104,6 +104,7 @@ RETENTION_S = 7 * 24 * 3600
 
 _RETENTION_MS = RETENTION_S * 1000
 _SNAPSHOT_TRIES = 3
+_TENANTS_A_CALL = 1_024
 _ENTRY_ID = re.compile(rb"([0-9]{1,15})-([0-9]{1,15})")
 _REPLICA_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
@@ -329,7 +330,7 @@ class Connection:
             if self._client is None:
                 self._client = self._make()
             elif self._is_stale and isinstance(self._client, _cluster_client):
-                self._client.nodes_manager.initialize()
+                self._client = self._remapped(self._client)
             elif self._is_stale and self._address.kind == "single":
                 self._client = self._upgraded(self._client)
             self._is_stale = False
@@ -353,6 +354,14 @@ class Connection:
         if client.info("server").get("redis_mode") != "cluster":
             return client
         return self._cluster(self._address.hosts)
+
+    def _remapped(self, client: Any) -> Any:
+        """A Cluster's client asks the nodes that it knows; if all of those are gone, those of the URL may not be."""
+        try:
+            client.nodes_manager.initialize()
+        except RedisClusterException:
+            return self._cluster(self._address.hosts)
+        return client
 
     def _cluster(self, hosts: Sequence[tuple[str, int]]) -> Any:
         if self._options.get("db", 0):
@@ -429,16 +438,18 @@ class RedisStore:
         return Durable(int(epoch), replicated)
 
     @translated()
-    def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
+    def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
         """See the protocol."""
         self.connection.check()
         names = ReplicaKeys(writer.replica_id)
         lease_ms = max(1, int(lease_s * 1000))
         fields = [item for name in LOAD_FIELDS for item in (name, str(getattr(load, name)))]
+        standing: list[str | bytes | int] = [writer.epoch, writer.nonce, lease_ms]
+        form: list[str | bytes | int] = [_RETENTION_MS, proof, names.snapshot_prefix]
         verdict, last_seq, now_ms = self.connection.run(
             scripts.BEAT,
             [names.meta, names.lease, names.log, names.snapshot_meta, names.load],
-            [writer.epoch, writer.nonce, lease_ms, _RETENTION_MS, proof, names.snapshot_prefix, *fields],
+            [*standing, *form, number, *fields],
         )
         if verdict == b"OK":
             commands = [
@@ -592,6 +603,25 @@ class RedisStore:
         return TenantFacts(limit, generation, shares, confirmed)
 
     @translated()
+    def generations(self, tenants: Sequence[bytes]) -> list[int | None]:
+        """See the protocol. What has not the form of this version counts for nothing."""
+        replies: list[Any] = []
+        for some in _slices(tenants):
+            replies += self.connection.gather(
+                [("HGET", _tenant_key(tenant), "generation") for tenant in some]
+            )
+        return [_generation(reply) for reply in replies]
+
+    @translated()
+    def unannounced(self, tenants: Sequence[bytes]) -> set[bytes]:
+        """See the protocol."""
+        found: set[bytes] = set()
+        for some in _slices(tenants):
+            places = self.connection.run(scripts.UNANNOUNCED, [PURGES_KEY], [each.hex() for each in some])
+            found |= {some[int(place) - 1] for place in places}
+        return found
+
+    @translated()
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """See the protocol."""
         reply = self.connection.run(scripts.ANNOUNCED, [PURGES_KEY], [after])
@@ -740,6 +770,18 @@ def _logged(entry_id: bytes, fields: list[bytes]) -> Logged:
 def _standing(verdict: bytes, last_seq: bytes) -> Standing:
     known: dict[bytes, Verdict] = {b"OK": "OK", b"GAP": "GAP", b"LOST": "LOST", b"FENCED": "FENCED"}
     return Standing(known[verdict], int(last_seq))
+
+
+def _slices(tenants: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    return (tenants[at : at + _TENANTS_A_CALL] for at in range(0, len(tenants), _TENANTS_A_CALL))
+
+
+def _generation(reply: Any) -> int | None:
+    if isinstance(reply, Exception):
+        return None
+    with suppress(WireError):
+        return number(reply or b"0")
+    return 0
 
 
 def _tenant_key(tenant: bytes) -> str:

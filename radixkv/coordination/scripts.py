@@ -8,8 +8,8 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
               -> epoch. Fences the last registration, drops its lease and snapshot, begins the log anew.
     append    KEYS meta ev                        ARGV epoch nonce first-seq entries (see wire.pack_entries)
     beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms proof snap-prefix
-              (field value) … of the load -> also Redis's time in ms; 0 for last_seq if the log doesn't
-              follow the snapshot
+              number (field value) … of the load -> also Redis's time in ms; 0 for last_seq if the log
+              doesn't follow the snapshot
     snapshot  KEYS meta ev snapmeta               ARGV epoch nonce seq keep-from anew retention-ms checksum
               snap-prefix chunk … anew=1: the snapshot takes the place of all that was written. It stands at
               a number that nobody has read, and an empty entry behind it lets every reader see the gap.
@@ -24,6 +24,7 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
               least: were one given again that a store has lost, whoever stands there would miss it
     announced KEYS purges                         ARGV after -> {tenant, position …}
+    unannounced KEYS purges                       ARGV tenant … -> the places, from 1, of those that aren't there
 
     job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
     list      KEYS jobs                           ARGV job ttl-ms max -> {how many, job that is too many …}
@@ -120,9 +121,8 @@ BEAT = (
 local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-local beats = tonumber(redis.call('HGET', KEYS[1], 'beats') or '0') or 0
-redis.call('HSET', KEYS[1], 'proof', ARGV[5], 'lease_ms', ARGV[3], 'beats', whole(beats + 1))
-for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', KEYS[1], 'proof', ARGV[5], 'lease_ms', ARGV[3], 'beats', ARGV[7])
+for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end
 for i = 0, math.min(tonumber(redis.call('HGET', KEYS[4], 'count') or '0') or 0, 4096) - 1 do
@@ -248,6 +248,14 @@ ANNOUNCED = """
 local last, after = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES'), ARGV[1]
 if (tonumber(last[2] or '0') or 0) < tonumber(after) then after = '0' end
 return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. after, '+inf', 'WITHSCORES')
+"""
+
+UNANNOUNCED = """
+local places = {}
+for place, tenant in ipairs(ARGV) do
+  if not redis.call('ZSCORE', KEYS[1], tenant) then table.insert(places, place) end
+end
+return places
 """
 
 CONFIRM = """

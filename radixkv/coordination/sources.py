@@ -38,6 +38,7 @@ _LIVE_AGAIN_S = 1e-3
 """A lease that ends this much later than before was extended by a beat."""
 _KEPT_S = 10.0
 _TENANT_BYTES = 150
+_CHECKED_A_FETCH = 64
 
 Match = Callable[["Namespace", bytes], int]
 """How many tokens of a key this process itself has resident."""
@@ -262,6 +263,7 @@ class Generations:
         self._known: dict[bytes, int] = {}
         self._announced: OrderedDict[bytes, None] = OrderedDict()
         self._wanted: set[bytes] = set()
+        self._unchecked: list[bytes] = []
         self._cursor = 0
         self._epochs: frozenset[tuple[str, int]] = frozenset()
 
@@ -291,12 +293,23 @@ class Generations:
         raised = self._store.purges(self._cursor)
         digests = {digest for digest, _ in raised}
         self._announce([digest for digest, _ in raised])
-        for digest in (digests & self._known.keys()) | (self._wanted & self._announced.keys()):
-            self._known[digest] = self._store.tenant(digest).generation
-            self._wanted.discard(digest)
+        asked = [
+            *((digests & self._known.keys()) | (self._wanted & self._announced.keys()) | self._in_turn())
+        ]
+        for digest, generation in zip(asked, self._store.generations(asked), strict=True):
+            if generation is not None:
+                self._known[digest] = generation
+                self._wanted.discard(digest)
         self._epochs = epochs
         if raised:
             self._cursor = raised[-1][1]
+
+    def _in_turn(self) -> set[bytes]:
+        """The next of those that are known: a store that went back to what it had a while ago says nothing."""
+        self._unchecked = self._unchecked or list(self._known)
+        some = self._unchecked[-_CHECKED_A_FETCH:]
+        del self._unchecked[-_CHECKED_A_FETCH:]
+        return self._known.keys() & some
 
     def _announce(self, digests: list[bytes]) -> None:
         """These were raised, in this order; keep the last of all."""

@@ -144,8 +144,11 @@ class Store(Protocol):
         ``clear`` at number 1. No lease yet: that comes with the first beat.
         """
 
-    def beat(self, writer: Writer, lease_s: float, proof: str, load: Load) -> Standing:
+    def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
         """Extend the lease, state the proof of the address and the load, and be listed.
+
+        ``number`` is greater than that of any beat of this registration, be it one that didn't arrive or was
+        lost: so no two beats look alike to who reads them before and after the store has lost some.
 
         ``last_seq`` is 0 if the log doesn't begin where the snapshot ends: who reads it from there on lacks something.
         """
@@ -197,6 +200,12 @@ class Store(Protocol):
 
     def tenant(self, tenant: bytes) -> TenantFacts:
         """All that is known; of shares those that count."""
+
+    def generations(self, tenants: Sequence[bytes]) -> list[int | None]:
+        """The generation of each; None of those that could not be read, as their shard is away."""
+
+    def unannounced(self, tenants: Sequence[bytes]) -> set[bytes]:
+        """Those of these tenants that ``purges(0)`` doesn't have."""
 
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """The tenants whose generation was raised, in this order, each with its position; those behind ``after``.

@@ -32,6 +32,7 @@ _MAX_SHARES = 4_096
 _MAX_NAMES = 65_536
 _MAX_BLOCKS = 10**15 - 1
 _ITEM_BYTES = 200
+_CHECKED_A_BEAT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Tenants:
         self._names: OrderedDict[bytes, str] = OrderedDict()
         self._meeting = threading.Lock()
         self._generations: OrderedDict[bytes, int] = OrderedDict()
+        self._unchecked: list[bytes] = []
         self._wanted: dict[str, int] = {}
         self._grants: dict[str, Grant] = {}
         self._cursor = 0
@@ -162,12 +164,16 @@ class Tenants:
         Raises StoreUnavailable.
         """
         facts = self._store.tenant(self._keys.tenant(tenant))
+        generation = max(facts.generation, self.generation(tenant))
+        confirmed = (
+            facts.confirmed if facts.generation == generation else {}
+        )  # a store that has lost the purge
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
         lists["pending"] += fetched.unread
         for seen in fetched.seen:
             name, epoch = seen.registration.replica_id, seen.registration.epoch
-            if facts.confirmed.get(name, 0) >= epoch or facts.generation == 0:
+            if confirmed.get(name, 0) >= epoch or generation == 0:
                 lists["confirmed"].append(name)
             else:
                 lists["pending" if self._reader.remaining_s(seen) > 0 else "unconfirmed"].append(name)
@@ -177,31 +183,36 @@ class Tenants:
                 names[:] = [each for each in names if each != name]
             lists["pending"].append(name)
         unlisted = set(living) - epochs.keys() - set(fetched.unread) - set(lists["pending"])
-        lists["pending"] += [name for name in unlisted if facts.generation]
+        lists["pending"] += [name for name in unlisted if generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
-        return Purge(facts.generation, **sorted_lists, replicated=replicated)
+        return Purge(generation, **sorted_lists, replicated=replicated)
 
-    def restore(self) -> None:
-        """Give generations that are known here back to a store that has lost them. O(tenants that were purged).
+    def restore(self, *, everything: bool) -> None:
+        """Give generations that are known here back to a store that has lost them: all, or the next 256 in turn.
 
-        To be called where a replica has come that may not know them. Raises StoreUnavailable.
+        All of them where a replica has come that may not know them. In turn, since a store may go back to what it had
+        a while ago, or lose one shard, with every registration still in it. Raises StoreUnavailable.
         """
-        known = list(self._generations.items())
-        announced = {digest for digest, _ in self._store.purges(0)} if known else set()
-        for digest, generation in known:
-            is_announced = digest in announced or len(announced) >= MAX_PURGES
-            if not is_announced or self._store.tenant(digest).generation < generation:
-                self._store.raise_generation(digest, generation - 1)
+        if everything or not self._unchecked:
+            self._unchecked = list(self._generations)
+        taken = self._unchecked if everything else self._unchecked[-_CHECKED_A_BEAT:]
+        self._unchecked = self._unchecked[: -len(taken)]
+        digests = [digest for digest in taken if digest in self._generations]
+        unannounced = self._store.unannounced(digests) if digests else set()
+        for digest, generation in zip(digests, self._store.generations(digests), strict=True):
+            known = self._generations[digest]
+            if generation is not None and (generation < known or digest in unannounced):
+                self._store.raise_generation(digest, known - 1)
 
     def _obey(self, writer: Writer, digest: bytes, tenant: str | None) -> None:
         """Purge what is announced, and confirm it; ``tenant`` None: it has nothing here.
 
         Also what was purged already, or more often: where the store has lost its generations, the same number may
-        stand for a later purge, and so may a smaller one, which is raised then.
+        stand for a later purge, and so may a smaller one, or none, which is raised then.
         """
         generation = self._store.tenant(digest).generation
         known = self._generations.get(digest, 0)
-        if generation < known:
+        if generation < max(known, 1):
             generation = self._store.raise_generation(digest, known).value
         if generation:
             self._generations[digest] = generation

@@ -86,7 +86,7 @@ class Registration:
     lease_ms: int = 0
     """As stated by the last beat; 0 before the first."""
     beats: int = 0
-    """How many there were under this epoch: only a new one extends the lease. 0 once it has left."""
+    """The number of the last one: only a new one extends the lease. 0 before the first, and once it has left."""
 
     def difference(self, other: Registration) -> tuple[str, object, object] | None:
         """The setting that keeps the two out of one fleet, with both values, or None."""

@@ -19,6 +19,7 @@ from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
 from radixkv.coordination.protocol import WIRE_VERSION, Load
 from radixkv.coordination.reader import Reader
+from radixkv.coordination.sources import Generations
 from radixkv.coordination.store import Writer
 from radixkv.coordination.wire import Registration
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
@@ -355,9 +356,9 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
     def remaining_s() -> float:
         return reader.remaining_s(store.fetch(["b"]).seen[0])
 
-    store.beat(writer, 10.0, "", Load())
+    store.beat(writer, 1, 10.0, "", Load())
     reader.refresh()
-    store.beat(writer, 10.0, "", Load())
+    store.beat(writer, 2, 10.0, "", Load())
     wall.advance(3600.0)
     assert remaining_s() == 10.0 and reader.known()[0].info.live, "as of the last fetch"
     reader.refresh()
@@ -375,7 +376,7 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
 def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() -> None:
     now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
     registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
-    store.beat(Writer("b", store.boot(registration).value, "nonce"), 10.0, "", Load())
+    store.beat(Writer("b", store.boot(registration).value, "nonce"), 1, 10.0, "", Load())
     reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, lambda: now[0])
     store.is_reachable = False
     with pytest.raises(StoreUnavailable):
@@ -457,3 +458,103 @@ def test_a_position_that_a_store_has_lost_is_given_to_no_other_purge() -> None:
     clock.advance(0.5)
     store.raise_generation(b"u" * 32, 0)
     assert [tenant for tenant, _ in store.purges(read_up_to)] == [b"u" * 32]
+
+
+def test_a_beat_after_a_loss_is_no_beat_of_before(fleet: MemoryFleet) -> None:
+    """A store goes back to what it had; as many beats later it must not look as it did to who saw those it lost."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    b.warm(ACME, prompt(512))
+    saved = deepcopy(fleet.store.records)
+    for _ in range(2):
+        b.replica.beat()
+    a.replica.reader.refresh()
+    fleet.clock.advance(0.8 * fleet.lease_s)
+    fleet.store.records = saved
+    for _ in range(2):
+        b.replica.beat()
+    fleet.clock.advance(0.5 * fleet.lease_s)
+    assert b.replica.knows_generations and b.cache.match(ACME, prompt(512)).num_tokens == 512
+    a.replica.beat()
+    assert a.replica.purge("acme").pending == ("b",)
+
+
+def test_a_beat_that_went_with_the_store_unseen_may_have_extended_a_lease(fleet: MemoryFleet) -> None:
+    a, b = (Purged(fleet, name).replica for name in "ab")
+    saved = deepcopy(fleet.store.records)
+    a.reader.refresh()
+    fleet.clock.advance(0.5 * fleet.lease_s)
+    b.beat()
+    fleet.go_down()
+    with pytest.raises(StoreUnavailable):
+        a.reader.refresh()
+    fleet.store.records = saved
+    fleet.come_back()
+    fleet.clock.advance(0.7 * fleet.lease_s)
+    a.beat()
+    assert b.knows_generations and a.purge("acme").pending == ("b",)
+    fleet.clock.advance(0.5 * fleet.lease_s)
+    assert not b.knows_generations and a.purge_report("acme").unconfirmed == ("b",)
+
+
+@pytest.mark.parametrize("lost", ["all of it", "that it was announced", "the number"])
+def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, lost: str) -> None:
+    """It goes back to what it had, or loses a shard, and every registration is still in it."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    router = Generations(a.replica.keys, fleet.store)
+    b.warm(ACME, prompt(512))
+    fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+    assert a.replica.purge("acme").pending == ("b",)
+    router.follow(a.replica.reader.epochs())
+    assert router("acme") == 0
+    router.follow(a.replica.reader.epochs())
+    assert router("acme") == 1
+    if lost != "that it was announced":
+        fleet.store.accounts.clear()
+    if lost != "the number":
+        fleet.store.announced.clear()
+    report = a.replica.purge_report("acme")
+    assert (report.generation, report.pending) == (
+        1,
+        ("b",) if lost == "that it was announced" else ("a", "b"),
+    )
+    fleet.clock.advance(0.01)
+    router.follow(a.replica.reader.epochs())
+    fleet.eventually(lambda: b.purged and a.replica.purge_report("acme").is_complete)
+    assert hinted(a.replica, ACME, prompt(512)) == {} and b.cache.match(ACME, prompt(512)).num_tokens == 0
+    b.warm(ACME, prompt(512))
+    fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+    for _ in range(2):
+        router.follow(a.replica.reader.epochs())
+    generations = {each.replica.tenants.generation("acme") for each in (a, b)}
+    assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None:
+    """That of the one who asks: what it knows of the others is then of no time, for as long as their leases."""
+    now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
+    registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
+    writer = Writer("b", store.boot(registration).value, "nonce")
+    reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, lambda: now[0])
+
+    def remaining_s() -> float:
+        return reader.remaining_s(store.fetch(["b"]).seen[0])
+
+    store.beat(writer, 1, 10.0, "", Load())
+    reader.refresh()
+    now[0] += 4.0
+    assert remaining_s() == 6.0
+    now[0] += seconds
+    assert remaining_s() == 10.0 and reader.forgotten({}) == {"b"}
+    reader.refresh()
+    now[0] += 9.0
+    reader.refresh()
+    assert remaining_s() == 1.0 and reader.known()[0].info.lease_remaining_s == 1.0
+    now[0] += 2.0
+    reader.refresh()
+    assert remaining_s() == 0.0 and not reader.known()[0].info.live
+    store.is_reachable = False
+    now[0] += seconds
+    with pytest.raises(StoreUnavailable):
+        reader.refresh()
+    assert reader.known()[0].info.lease_remaining_s <= 10.0

@@ -21,7 +21,7 @@ import redis
 import trustme
 
 from radixkv import CacheConfig, Namespace, PrefixCache
-from radixkv.coordination import Load, Settings, connect
+from radixkv.coordination import Load, Router, Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.protocol import WIRE_VERSION, JobPart, WarmJob
@@ -35,6 +35,7 @@ from tests.coordination.contract import (
     SECRET,
     CoordinatorContract,
     Fleet,
+    Purged,
     agrees,
     hinted,
     names,
@@ -646,6 +647,28 @@ def test_announcements_that_were_lost_are_obeyed_once(fleet: RedisFleet) -> None
     assert len(purged) == num_purged, "with every beat"
 
 
+def test_a_server_that_goes_back_to_what_it_had_is_told_of_a_purge_again(fleet: RedisFleet) -> None:
+    """With every registration still in it, and a replica that hadn't heard of the purge."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    b.warm(ACME, prompt(512))
+    fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+    until, epochs = a.replica._lease_until, (a.replica.info().epoch, b.replica.info().epoch)
+    fleet.eventually(lambda: a.replica._lease_until > until)  # and has told b all that it knows
+    assert isinstance(fleet.server, RedisServer)
+    fleet.server.command("SAVE")
+    b.replica._stop_threads()
+    a.replica.purge("acme")
+    fleet.server.restart()
+    (fleet.server.folder / "dump.rdb").unlink()
+    assert not fleet.client.exists(f"rk1:{{t:{a.replica.keys.tenant('acme').hex()}}}:q")
+    b.replica._start_threads()
+    fleet.eventually(lambda: b.purged and works(lambda: a.replica.purge_report("acme")))
+    fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
+    assert epochs == (a.replica.info().epoch, b.replica.info().epoch)
+    b.warm(ACME, prompt(512))
+    fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
+
+
 # ---- clocks
 
 
@@ -747,6 +770,46 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
         servers.kill()
 
 
+@pytest.mark.parametrize("is_lagging", [False, True])
+def test_after_all_primaries_of_a_cluster_were_replaced(tmp_path: Path, is_lagging: bool) -> None:
+    """One after the other, by what their replicas have; those that lag lack what the others were told last."""
+    binary = find_binary()
+    assert binary is not None
+    servers = ClusterServers(binary, tmp_path, has_replicas=True)
+    try:
+        with closing(RedisFleet(servers)) as fleet:
+            a, b = fleet.join("a"), fleet.join("b")
+            kept, gone = prompt(512), prompt(512, seed=1)
+            store(a, ACME, gone)
+            a.set_limit("acme", 7)
+            home = fleet.client.keyslot(fleet.key("a", "meta")) * 3 // 16_384
+            generation = a.purge("other").generation
+            fleet.eventually(lambda: hinted(b, ACME, gone) and a.health().is_ok)
+            for shard, old in enumerate(list(servers.primaries)):
+                fleet.eventually(lambda old=old, new=servers.replicas[shard]: offset(old) == offset(new))
+                if is_lagging:
+                    servers.replicas[shard].pause()
+                if shard == home:
+                    store(a, ACME, kept)
+                    remove(a, ACME, gone, 0)
+                    fleet.eventually(lambda: hinted(b, ACME, kept) and not hinted(b, ACME, gone))
+                old.kill()
+                servers.replicas[shard].resume()
+                servers.take_over(shard)
+            fleet.eventually(lambda: works(lambda: a.set_limit("other", 3)))
+            fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
+            fleet.eventually(lambda: hinted(b, ACME, kept) == {"a": 512} and not hinted(b, ACME, gone))
+            assert a.store.tenant(a.keys.tenant("acme")).limit == 7
+            assert a.store.tenant(a.keys.tenant("other")).generation == generation
+    finally:
+        servers.kill()
+
+
+def offset(server: RedisServer) -> str:
+    """How far what is written to it has come."""
+    return server.text("INFO replication").split("master_repl_offset:")[1].split()[0]
+
+
 # ---- Redis is not on the path of a match
 
 
@@ -808,6 +871,10 @@ def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -
         fleet.eventually(lambda: names(a.peers()) == ["b"])
         assert a.report_job(job.id, "done", 512) and a.extend_job(job.id, "b")
         assert a.job(job.id, "acme") is not None
+        until = a._lease_until
+        fleet.eventually(lambda: a._lease_until > until or not a.health().is_ok)
+        with closing(Router.connect(url, fleet_secret=SECRET, background=False)) as router:
+            assert {each.replica.id for each in router.rank(ACME, prompt(512, 5))} == {"a", "b"}
         assert a.health().is_ok and b.health().is_ok and a.health().num_outages == 0
         a.leave()
         wrong = RedisCoordinator(Settings(**fleet.settings("c", {})), url.replace("a-password", "wrong"))
@@ -902,7 +969,7 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     )
     registration = Registration("a", 0, "nonce", "http://h", "fp", 16, WIRE_VERSION, "canary")
     yield lambda: store.boot(registration)
-    yield lambda: store.beat(writer, 60.0, "proof", Load())
+    yield lambda: store.beat(writer, 1, 60.0, "proof", Load())
     yield lambda: store.append(writer, 2, [Entry("clear", b"")])
     yield lambda: store.snapshot(writer, 1, 1, holdings, anew=True)
     yield lambda: store.fetch(["a", "b"])
@@ -916,6 +983,8 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.confirm(tenant, "a", 1, 1)
     yield lambda: store.tenant(tenant)
     yield lambda: store.purges(0)
+    yield lambda: store.generations([tenant])
+    yield lambda: store.unannounced([tenant])
     yield lambda: store.save_job(job)
     yield lambda: store.own_job(job.id, ("b", 1), ("a", 1))
     yield lambda: store.add_part(job.id, ("a", 1), JobPart("b", 1, "queued"))

@@ -87,6 +87,8 @@ def readable(store: Store) -> dict[str, Any]:
         "snapshots": {seen.registration.replica_id: snapshot(store, seen.registration) for seen in everybody},
         "tenants": [account(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
         "purges": [tenant for tenant, _ in store.purges(0)],
+        "generations": store.generations([b"t" * 32, b"v" * 32, b"u" * 32]),
+        "unannounced": store.unannounced([b"v" * 32, b"u" * 32, b"t" * 32]),
         "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
         "pins": [pinned(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
     }
@@ -132,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         self.clock = ManualClock(1000.0)
         self.memory = MemoryStore(self.clock)
         self.writers: dict[str, list[Writer]] = {"a": [], "b": []}
-        self.num_boots = 0
+        self.num_boots = self.num_beats = 0
         for name in self.writers:
             self.boot(name, None)
 
@@ -194,12 +196,13 @@ class Machine(RuleBasedStateMachine):
     )
     def beat(self, name: str, age: int, load: Load, fault: str | None) -> None:
         writer, old = self.writer(name, age), self.memory.records.get(name)
+        self.num_beats = number = self.num_beats + 1
 
         def unlist(store: MemoryStore) -> None:
             if name in store.records and old is not None:
                 store.records[name].listed_until = old.listed_until
 
-        self.both(lambda store: store.beat(writer, LEASE_S, "proof", load), fault, unlist)
+        self.both(lambda store: store.beat(writer, number, LEASE_S, "proof", load), fault, unlist)
 
     @rule(
         name=names,
