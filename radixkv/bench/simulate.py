@@ -165,6 +165,8 @@ def table(result: dict[str, Any]) -> str:
         _matrix("token hit rate, %", rows, "token_hit_rate"),
         _matrix("share of the gap from LRU to the optimum closed, %", result["results"], "share_of_gap"),
     ]
+    stretches = [row | {"worst": row["worst_slice"]["above_lru"]} for row in result["results"]]
+    parts.append(_matrix("the worst sixth of the time, points above LRU", stretches, "worst"))
     admission = [row for row in result["results"] if row["admission_gain"] is not None]
     if admission:
         parts.append(

@@ -158,10 +158,10 @@ def test_what_cant_be_run_is_refused(options: dict[str, Any], said: str, tmp_pat
 
 
 def test_the_command(trace: Path, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
+    page, picture = tmp_path / "report.html", tmp_path / "curves.svg"
     done = command(
         "simulate", str(trace), "--policy", "lfu,optimum", "--capacity", "0.5k,2k", "--score-from", "5m",
-        "--tenants", "acme", "--json", "--html", str(page),
+        "--tenants", "acme", "--json", "--html", str(page), "--svg", str(picture),
     )  # fmt: skip
     assert done.returncode == 0 and not done.stderr, done.stderr
     result = json.loads(done.stdout)
@@ -169,7 +169,7 @@ def test_the_command(trace: Path, tmp_path: Path) -> None:
         ("lfu", 500), ("lfu", 2_000), ("optimum", 500), ("optimum", 2_000),
     ]  # fmt: skip
     assert result["score_from_s"] == 300 and result["tenants"] == ["acme"]
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text().startswith("<!doctype html>") and picture.read_text().endswith("</svg>\n")
 
 
 def test_the_text(result: dict[str, Any]) -> None:
@@ -198,6 +198,8 @@ def test_a_trace_may_come_by_a_pipe(trace: Path) -> None:
         (("--profile", "gpt"), "llama-3-8b"),
         (("--tflops", "0"), "--tflops"),
         (("--tenants", "nobody"), "default"),
+        (("--html", "/nowhere/report.html"), "'--html': File '/nowhere/report.html' can't be written"),
+        (("--svg", "/nowhere/curves.svg"), "'--svg': File '/nowhere/curves.svg' can't be written"),
     ],
 )
 def test_complaints(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
