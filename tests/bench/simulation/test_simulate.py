@@ -218,6 +218,10 @@ def test_complaints_about_files(tmp_path: Path) -> None:
     assert "bad.jsonl line 1: hashes" in complaint(command("simulate", str(bad)))
     assert "--mix" in complaint(command("workload", "--mix", "talk=1"))
     assert "--duration" in complaint(command("workload", "--duration", "-1m"))
+    assert "--duration: 0.0 is not allowed" in complaint(command("workload", "--duration", "0"))
+    assert "the end of the trace, 60 s" in complaint(
+        command("workload", "--mix", "rag=1@2m", "--duration", "1m")
+    )
 
 
 def test_the_progress_bar_goes_to_stderr(trace: Path) -> None:
