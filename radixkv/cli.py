@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from radixkv import COMPILED, __version__
 from radixkv.cli_client import keys, purge, stats, warm
+from radixkv.cli_output import NewFile
 from radixkv.cli_output import json_option as _json_option
 from radixkv.cli_output import print_json as _print_json
 from radixkv.cli_output import progress as _progress
@@ -245,9 +246,7 @@ def audit() -> None:
 )
 @click.option("--no-timing", is_flag=True, help="With --url: leave the timing audit out.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, writable=True), help="Write the report there as a page."
-)
+@click.option("--html", type=NewFile(), help="Write the report there as a page.")
 @_json_option
 def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) -> None:
     """Audit a library's caches in this process, or a server with the keys of two of its tenants.
@@ -395,7 +394,8 @@ def _names(text: str | None) -> list[str] | None:
 @click.option("--keep-tails", is_flag=True, help="Keep partial last blocks, as published studies do.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [one a core]")
-@click.option("--html", type=click.Path(dir_okay=False, writable=True), help="Write the report here.")
+@click.option("--html", type=NewFile(), help="Write the report here.")
+@click.option("--svg", type=NewFile(), help="Draw the hit rates here.")
 @_json_option
 def simulate(
     traces: tuple[str, ...],
@@ -406,6 +406,7 @@ def simulate(
     profile: str,
     tflops: float | None,
     html: str | None,
+    svg: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -417,12 +418,13 @@ def simulate(
     from pathlib import Path
 
     from radixkv.bench import simulate as simulator
-    from radixkv.bench.simulation import profiles, report
+    from radixkv.bench.simulation import picture, profiles, report
 
     model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
     given = {"policies": _names(policy), "capacities": _capacities(capacity), "tenants": _names(tenants)}
-    if html is not None:
-        report.require()
+    for option, path, library in (("--html", html, "plotly"), ("--svg", svg, "matplotlib")):
+        if path is not None:
+            report.require(option, library)
     with _progress(1_000, "simulating") as advance:
         result = simulator.run(
             [Path(each) for each in traces],
@@ -434,6 +436,8 @@ def simulate(
         )
     if html is not None:
         Path(html).write_text(report.render(result), encoding="utf-8")
+    if svg is not None:
+        Path(svg).write_text(picture.draw(result), encoding="utf-8")
     _print_result(result, simulator.table, as_json)
 
 
@@ -456,7 +460,7 @@ def simulate(
     "--labels/--no-labels", default=True, show_default=True, help="What a service would know of a request."
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--output", type=click.Path(dir_okay=False, writable=True), help="Write here.  [stdout]")
+@click.option("--output", type=NewFile(), help="Write here.  [stdout]")
 def workload(
     mix: tuple[str, ...],
     duration: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,24 @@ DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class NewFile(click.Path):
+    """The path of a file to write; one that can't be is refused before the work, not after it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path as it was given."""
+        from pathlib import Path
+
+        path = str(super().convert(value, param, ctx))
+        folder = Path(path).parent
+        if not os.access(folder, os.W_OK):
+            said = f"File {path!r} can't be written: '{folder}' is no directory that can be written to."
+            self.fail(said, param, ctx)
+        return path
 
 
 def client_options(command: Command) -> Command:

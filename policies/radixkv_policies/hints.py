@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Label = str | int | bool
+Label = str | int | float | bool
 """The value of a label."""
 
 DEFAULT_PRIORITY = 35
@@ -42,7 +42,7 @@ class RequestHints:
     labels: see the module. priority: 0 (goes first) to 100 for all its blocks, None for the default.
     duration_s: how long that priority holds after the last use; None for ever. ranges: priorities of parts of the
     request; the last range that holds a token wins over those before it, and over ``priority``.
-    Raises ValueError for a priority or duration out of range.
+    Raises ValueError for a label of another type, and for a priority or duration out of range.
     """
 
     labels: Mapping[str, Label] = field(default_factory=dict)
@@ -52,6 +52,11 @@ class RequestHints:
 
     def __post_init__(self) -> None:
         _check(self.priority, self.duration_s)
+        for name, label in self.labels.items():
+            if not isinstance(name, str) or not isinstance(label, (str, int, float)):
+                raise ValueError(
+                    f"label {name!r}: {label!r} is not allowed: a string, a number or a boolean by name"
+                )
 
 
 def _check(priority: int | None, duration_s: float | None) -> None:

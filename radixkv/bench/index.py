@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import xxhash
 
-from radixkv import COMPILED, audit
+from radixkv import audit
 from radixkv.bench import figures as micro
 from radixkv.bench.drive import (
     OPERATIONS,
@@ -46,10 +46,9 @@ from radixkv.bench.measure import (
     figures_table,
     frozen_heap,
     heading,
-    machine,
     resident_bytes,
     summary,
-    versions,
+    surroundings,
 )
 from radixkv.bench.workloads import Request, Workload, build
 from radixkv.cache import PrefixCache
@@ -87,9 +86,7 @@ def run(
         "workload": workload,
         "trace": str(trace) if trace else None,
         "seed": seed,
-        "machine": machine(),
-        "compiled": COMPILED,
-        "versions": versions(),
+        **surroundings(),
         "num_blocks": num_blocks,
         "block_size": block_size,
         "policy": policy,

@@ -136,6 +136,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def surroundings() -> dict[str, Any]:
+    """What a result says of where it was measured."""
+    return {"machine": machine(), "compiled": COMPILED, "versions": versions()}
+
+
 def heading(result: Mapping[str, Any]) -> str:
     """Machine, versions and seed of a result, in a line."""
     named = ", ".join(f"{package} {number}" for package, number in result["versions"].items() if number)

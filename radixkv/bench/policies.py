@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from radixkv import COMPILED, audit
+from radixkv import audit
 from radixkv.bench.drive import Progress, drive, warm_up
-from radixkv.bench.measure import columns, frozen_heap, heading, machine, versions
+from radixkv.bench.measure import columns, frozen_heap, heading, surroundings
 from radixkv.bench.workloads import Workload, build
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, policy_names
@@ -51,7 +51,7 @@ def run(
     ``other_threads``: share of a core, the median. progress: gets the requests done.
     Raises ConfigError for a policy that isn't known, and IntegrityError if a cache isn't clean in the end.
     """
-    names = _checked(policies)
+    names = list(dict.fromkeys([BASELINE, *chosen(policies, policy_names())]))
     requests = build(workload, seed, trace, limit)
     configs = {
         name: CacheConfig(num_blocks=num_blocks, block_size=block_size, policy=name, seed=seed)
@@ -70,9 +70,7 @@ def run(
         "trace": str(trace) if trace else None,
         "limit": limit,
         "seed": seed,
-        "machine": machine(),
-        "compiled": COMPILED,
-        "versions": versions(),
+        **surroundings(),
         "num_blocks": num_blocks,
         "block_size": block_size,
         "rounds": rounds,
@@ -80,17 +78,12 @@ def run(
     }
 
 
-def _checked(policies: Sequence[str]) -> list[str]:
-    """These, and LRU first. Raises ConfigError for an unknown one."""
-    known = policy_names()
-    for name in policies:
+def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """These policies, each once, ``all`` spelled out. Raises ConfigError for an unknown one."""
+    for name in names:
         if name != "all" and name not in known:
             raise ConfigError("--policy", name, f"all, or some of {', '.join(known)}")
-    return list(
-        dict.fromkeys(
-            [BASELINE, *(each for name in policies for each in (known if name == "all" else [name]))]
-        )
-    )
+    return tuple(dict.fromkeys(each for name in names for each in (known if name == "all" else (name,))))
 
 
 def _from(start: int, progress: Progress | None) -> Progress | None:

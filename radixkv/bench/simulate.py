@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from radixkv.bench.policies import chosen
 from radixkv.bench.simulation.advice import advise
 from radixkv.bench.simulation.optimum import optimum
 from radixkv.bench.simulation.profiles import ModelProfile, profile_of
@@ -43,15 +44,6 @@ def known_policies() -> tuple[str, ...]:
     return (*policy_names(), OPTIMUM, OPTIMUM_BYPASS)
 
 
-def chosen_policies(names: Sequence[str]) -> tuple[str, ...]:
-    """These, each once, ``all`` spelled out. Raises ConfigError for an unknown one."""
-    known = known_policies()
-    for name in names:
-        if name != "all" and name not in known:
-            raise ConfigError("--policy", name, f"all, or some of {', '.join(known)}")
-    return tuple(dict.fromkeys(each for name in names for each in (known if name == "all" else (name,))))
-
-
 def run(
     traces: Sequence[Path],
     *,
@@ -72,11 +64,11 @@ def run(
     progress: gets the tasks done and all tasks. Raises ConfigError for what can't be run.
     """
     began = time.perf_counter()
-    chosen, sizes = chosen_policies(policies), _checked_capacities(capacities)
+    named, sizes = chosen(policies, known_policies()), _checked_capacities(capacities)
     trace = read(traces, block_tokens=block_tokens, keep_tails=keep_tails, tenants=tenants)
     work = _Work(trace, Scorer(trace, profile or profile_of("llama-3-8b"), score_from_s), seed)
-    names = dict.fromkeys((*chosen, LRU, OPTIMUM))
-    names |= dict.fromkeys(name + ADMITTING_ALL for name in chosen if declines(name))
+    names = dict.fromkeys((*named, LRU, OPTIMUM))
+    names |= dict.fromkeys(name + ADMITTING_ALL for name in named if declines(name))
     tasks = [(name, size) for name in names for size in sizes]
     runs: dict[Task, Sums] = {}
     for task, sums in _run_all(work, tasks, jobs):
@@ -91,7 +83,7 @@ def run(
         "seed": seed,
         "keep_tails": keep_tails,
         **work.scorer.describe(),
-        "results": [rows.row(name, size) for name in chosen for size in sizes],
+        "results": [rows.row(name, size) for name in named for size in sizes],
         "baselines": [rows.row(name, size) for name in (LRU, OPTIMUM) for size in sizes],
     }
     return result | {"advice": advise(result), "seconds": time.perf_counter() - began}
@@ -165,6 +157,8 @@ def table(result: dict[str, Any]) -> str:
         _matrix("token hit rate, %", rows, "token_hit_rate"),
         _matrix("share of the gap from LRU to the optimum closed, %", result["results"], "share_of_gap"),
     ]
+    stretches = [row | {"worst": row["worst_slice"]["above_lru"]} for row in result["results"]]
+    parts.append(_matrix("the worst sixth of the time, points above LRU", stretches, "worst"))
     admission = [row for row in result["results"] if row["admission_gain"] is not None]
     if admission:
         parts.append(

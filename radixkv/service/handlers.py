@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio.to_thread
 from starlette.requests import Request
@@ -27,6 +27,7 @@ from radixkv.service.schemas import (
     LookupRequest,
     OperatorStatsReply,
     OrderRequest,
+    PinOrder,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
@@ -34,8 +35,11 @@ from radixkv.service.schemas import (
 from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:
+    from radixkv.namespaces import Namespace
     from radixkv.service.core import Service
+    from radixkv.service.prompts import Ids
 
+Ordered = TypeVar("Ordered", OrderRequest, PinOrder)
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
@@ -82,19 +86,24 @@ def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
 
 async def warm_for_replica(call: Call) -> Response:
     """Take part in a job for a tenant that another replica's signed request names; never asks further replicas."""
-    service = call.service
-    tenant = service.fleet.tenant_of(call.request.headers, WARM_PATH, call.body)
-    if tenant not in service.keyring.tenants:
-        raise not_found("tenant")
-    body = call.read(OrderRequest)
-    prompt = LookupRequest(prompt=None, token_ids=body.token_ids, salt=body.salt, adapter=body.adapter)
-    prefix = await prefix_of(prompt, service.tokenizer, service.rules)
-    namespace = service.namespace(tenant, body.salt, body.adapter)
+    body, namespace, ids = await ordered(call, WARM_PATH, OrderRequest)
     try:
-        await service.orders.receive(namespace, prefix.ids, body)
+        await call.service.orders.receive(namespace, ids, body)
     except StoreUnavailable:
         raise store_unavailable("the store of jobs can't be reached") from None
     return reply(JobAccepted(job=body.job), 202)
+
+
+async def ordered(call: Call, path: str, schema: type[Ordered]) -> tuple[Ordered, Namespace, Ids]:
+    """What another replica's signed request orders for a tenant: the body, where and what. Raises ApiError."""
+    service = call.service
+    tenant = service.fleet.tenant_of(call.request.headers, path, call.body)
+    if tenant not in service.keyring.tenants:
+        raise not_found("tenant")
+    body = call.read(schema)
+    prompt = LookupRequest(prompt=None, token_ids=body.token_ids, salt=body.salt, adapter=body.adapter)
+    prefix = await prefix_of(prompt, service.tokenizer, service.rules)
+    return body, service.namespace(tenant, body.salt, body.adapter), prefix.ids
 
 
 async def purge_for_replica(call: Call) -> Response:

@@ -13,10 +13,11 @@ from radixkv.coordination.wire import is_pin_id
 from radixkv.pins import Pin
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.fleet import PIN_PATH
+from radixkv.service.handlers import ordered
 from radixkv.service.keeping import Kept
 from radixkv.service.problems import invalid, not_found
 from radixkv.service.prompts import prefix_of
-from radixkv.service.schemas import LookupRequest, PinOrder, PinPart, PinReply, PinRequest, PinsReply
+from radixkv.service.schemas import PinOrder, PinPart, PinReply, PinRequest, PinsReply
 
 
 async def pin(call: Call) -> Response:
@@ -48,14 +49,8 @@ async def pin(call: Call) -> Response:
 
 async def pin_for_replica(call: Call) -> Response:
     """Take part in a pin for a tenant that another replica's signed request names; asks nobody further."""
-    service = call.service
-    tenant = service.fleet.tenant_of(call.request.headers, PIN_PATH, call.body)
-    if tenant not in service.keyring.tenants:
-        raise not_found("tenant")
-    body = call.read(PinOrder)
-    prompt = LookupRequest(prompt=None, token_ids=body.token_ids, salt=body.salt, adapter=body.adapter)
-    prefix = await prefix_of(prompt, service.tokenizer, service.rules)
-    await service.keeper.receive(service.namespace(tenant, body.salt, body.adapter), prefix.ids, body.pin)
+    body, namespace, ids = await ordered(call, PIN_PATH, PinOrder)
+    await call.service.keeper.receive(namespace, ids, body.pin)
     return Response(status_code=202)
 
 

@@ -6,7 +6,7 @@ shown them; a tenant gets the order that they lead to, and a strict tenant one i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from starlette.responses import Response
 
@@ -118,24 +118,18 @@ async def metrics(call: Call) -> Response:
 
 async def healthz(call: Call) -> Response:
     """Whether this process is well."""
-    reasons = call.host.sickness()
-    return reply(
-        HealthReply(
-            status="unhealthy" if reasons else "ok", reasons=reasons, coordination=call.host.coordination()
-        ),
-        503 if reasons else 200,
-    )
+    return _health(call, "unhealthy", call.host.sickness())
 
 
 async def readyz(call: Call) -> Response:
     """Whether requests may be sent here."""
-    reasons = call.host.unreadiness()
-    return reply(
-        HealthReply(
-            status="not_ready" if reasons else "ok", reasons=reasons, coordination=call.host.coordination()
-        ),
-        503 if reasons else 200,
-    )
+    return _health(call, "not_ready", call.host.unreadiness())
+
+
+def _health(call: Call, otherwise: Literal["unhealthy", "not_ready"], reasons: list[str]) -> Response:
+    status = otherwise if reasons else "ok"
+    told = HealthReply(status=status, reasons=reasons, coordination=call.host.coordination())
+    return reply(told, 503 if reasons else 200)
 
 
 ENDPOINTS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from math import log
 from typing import Any
 
 from radixkv.bench.simulation.score import BASELINES, LRU
@@ -41,17 +42,20 @@ def _percent(share: float) -> str:
 def size(num_blocks: float, result: Mapping[str, Any]) -> str:
     """Blocks, and what they weigh."""
     gigabytes = num_blocks * result["block_bytes"] / 1e9
-    return f"{num_blocks:,.0f} blocks ({gigabytes:,.{0 if gigabytes >= 10 else 1}f} GB)"
+    return f"{num_blocks:,.0f} blocks ({gigabytes:,.{0 if gigabytes >= 10 else 1}f}\N{NO-BREAK SPACE}GB)"
 
 
 def _less_memory(lru: Row, best: Row, result: Mapping[str, Any]) -> str | None:
     saved, capacity = best["memory_saved"], lru["capacity"]
     if saved is None or saved < _WORTH_SAYING:
         return f"At {size(capacity, result)} no policy that was tried beats LRU's {_percent(_rate(lru))}."
+    needed = best["capacity_for_lru_rate"]
+    least = min(row["capacity"] for row in result["baselines"])
+    guess = "" if needed >= least else f", a guess: nothing below {least:,} was run"
     return (
         f"At {size(capacity, result)}, {best['policy']} has the same hit rate as LRU "
         f"with {100 * saved:.0f}\N{NO-BREAK SPACE}% less memory: "
-        f"{size(best['capacity_for_lru_rate'], result)} for {_percent(_rate(lru))}. "
+        f"{size(needed, result)} for {_percent(_rate(lru))}{guess}. "
         f"With all of it, {_percent(_rate(best))}."
     )
 
@@ -66,6 +70,8 @@ def _best_overall(online: list[Row]) -> list[str]:
         return []
     means = {name: sum(each) / len(each) for name, each in shares.items()}
     name = max(means, key=means.__getitem__)
+    if means[name] <= 0:
+        return ["Over all capacities, LRU is the best of what was tried."]
     worst = min(
         (row for row in online if row["policy"] == name), key=lambda row: row["worst_slice"]["above_lru"]
     )
@@ -73,21 +79,24 @@ def _best_overall(online: list[Row]) -> list[str]:
     said = f"Over all capacities, {name} closes most of the gap: {_percent(means[name])} on average."
     if dip["above_lru"] < 0:
         said += (
-            f" In its worst stretch, {dip['from_s']:.0f}–{dip['to_s']:.0f} s at {worst['capacity']:,} blocks, "
-            f"it lies {-100 * dip['above_lru']:.1f} points below LRU."
+            f" In its worst stretch, {dip['from_s']:,.0f}–{dip['to_s']:,.0f}\N{NO-BREAK SPACE}s "
+            f"at {worst['capacity']:,} blocks, it lies {-100 * dip['above_lru']:.1f} points below LRU."
         )
     return [said]
 
 
 def _more_memory(lru: list[Row], best: Mapping[int, Row]) -> list[str]:
-    """Where more memory brings most, against what the best policy brings there."""
+    """Where twice the memory brings most, against what the best policy brings there."""
     steps = [(row, more) for row, more in pairwise(lru) if row["capacity"] in best]
     if not steps:
         return []
-    row, more = max(steps, key=lambda step: _rate(step[1]) - _rate(step[0]))
+    row, more = max(
+        steps,
+        key=lambda step: (_rate(step[1]) - _rate(step[0])) / log(step[1]["capacity"] / step[0]["capacity"]),
+    )
     policy = best[row["capacity"]]
     return [
-        f"Memory brings most from {row['capacity']:,} to {more['capacity']:,} blocks: "
+        f"Twice the memory brings most from {row['capacity']:,} to {more['capacity']:,} blocks: "
         f"{100 * (_rate(more) - _rate(row)):.1f} points with LRU; at {row['capacity']:,}, "
         f"{policy['policy']} instead of LRU brings {100 * (_rate(policy) - _rate(row)):.1f}."
     ]

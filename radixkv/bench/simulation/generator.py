@@ -88,11 +88,16 @@ _SPEC = re.compile(r"(?:(?P<tenant>[^:=@,]+):)?(?P<parts>[^@]+)(?:@(?P<start>[^-
 
 def parse_mix(specs: Sequence[str], duration_s: float, seconds: Callable[[str], float]) -> list[Part]:
     """The parts of ``[tenant:]kind=rate[,kind=rate…][@from[-to]]``, each. Raises ConfigError."""
+    if not duration_s > 0:
+        raise ConfigError("--duration", duration_s, "a time > 0")
     return [part for spec in specs for part in _parts(spec, duration_s, seconds)]
 
 
 def _parts(spec: str, duration_s: float, seconds: Callable[[str], float]) -> Iterator[Part]:
-    allowed = f"[tenant:]kind=rate[,kind=rate…][@from[-to]], kinds {', '.join(KINDS)}"
+    allowed = (
+        f"[tenant:]kind=rate[,kind=rate…][@from[-to]], kinds {', '.join(KINDS)}, rates > 0, "
+        f"from before to and before the end of the trace, {duration_s:g} s"
+    )
     found = _SPEC.fullmatch(spec.strip())
     if found is None:
         raise ConfigError("--mix", spec, allowed)

@@ -13,19 +13,18 @@ refused and computes everything itself; an answer that finds none isn't kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from radixkv.bench.simulation.trace import Outcome, Trace, events
+from radixkv.bench.simulation.trace import Outcome, Trace, events, hints_of
 from radixkv.cache import PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.config import CacheConfig
 from radixkv.errors import CapacityError
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.sequence import Sequence
-from radixkv_policies import POLICIES, Policy, RequestHints
+from radixkv_policies import POLICIES, Policy
 from radixkv_policies.policy import SEGMENT_TOKENS
 
 _EXTRA: Final = np.array([2**32 - 1], "<u4").tobytes()
@@ -46,14 +45,6 @@ def declines(policy: str) -> bool:
 
 def _admitting_all(policy: type[Policy]) -> type[Policy]:
     return type(policy.__name__, (policy,), {"admit": Policy.admit})
-
-
-def _hints(labels: Mapping[str, Any] | None) -> RequestHints | None:
-    """What a service would have told of the request."""
-    if not labels:
-        return None
-    priority = labels.get("priority")
-    return RequestHints(labels=labels, priority=priority if isinstance(priority, int) else None)
 
 
 class _Replay:
@@ -103,7 +94,7 @@ class _Replay:
             sequence = self._cache.open(
                 self._namespaces[self._tenants[number]],
                 key + _EXTRA,
-                hints=_hints(self._trace.labels[number]),
+                hints=hints_of(self._trace.labels[number]),
             )
         except CapacityError:
             self._refused += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from html import escape
+from importlib.util import find_spec
 from typing import Any, Final
 
 from radixkv.bench.simulation.score import BASELINES, LRU, OPTIMUM, OPTIMUM_BYPASS
@@ -15,10 +16,12 @@ from radixkv.errors import ConfigError
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
+Curves = dict[str, list[tuple[int, float]]]
+"""By policy: capacity in blocks, token hit rate in %."""
 
 _COLOURS: Final = ("#1f6feb", "#d1242f", "#8250df", "#bf8700", "#0a7ea4", "#cf5aa0", "#7a4a1d", "#57606a")
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
-_LRU_COLOUR, _OPTIMUM_COLOUR = "#24292f", "#2da44e"
+BOUND_COLOURS: Final = {LRU: "#24292f", OPTIMUM: "#2da44e"}
 _BAND: Final = "rgba(110, 150, 200, 0.18)"
 
 _STYLE: Final = """
@@ -29,7 +32,7 @@ h1 { font-size: 1.5rem; margin: 0.5rem 0 0; } h2 { font-size: 1.15rem; margin: 2
 .facts { color: #57606a; margin: 0.25rem 0 1rem; overflow-wrap: anywhere; }
 .advice { background: #f3f7fc; border-left: 4px solid #1f6feb; padding: 0.75rem 1rem 0.75rem 2rem; margin: 0; }
 .advice li + li { margin-top: 0.4rem; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin-top: 0.5rem; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: 0.25rem 0.75rem; text-align: right; border-bottom: 1px solid #d8dee4; }
 th { background: #f6f8fa; position: sticky; top: 0; } th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
@@ -41,14 +44,10 @@ _CONTENT_POLICY: Final = (
 )
 
 
-def require() -> None:
-    """Raise ConfigError unless Plotly is there."""
-    try:
-        import plotly  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "--html", "plotly", "an installation with the extra: pip install 'radixkv[bench]'"
-        ) from None
+def require(option: str, library: str) -> None:
+    """Raise ConfigError unless the library that this option needs is there."""
+    if find_spec(library) is None:
+        raise ConfigError(option, library, "an installation with the extra: pip install 'radixkv[bench]'")
 
 
 def render(result: Result) -> str:
@@ -68,7 +67,7 @@ def render(result: Result) -> str:
             f"<h1>Hit rate by capacity and policy</h1>{_facts(result)}",
             f'<ul class="advice">{"".join(f"<li>{escape(each)}</li>" for each in result["advice"])}</ul>',
             f"<h2>Token hit rate</h2>{_chart(result, None)}{_table(result, None)}",
-            f"<h2>Above or below LRU, by stretch of time</h2>{_slices(result)}",
+            f"<h2>Above or below LRU, by stretch of time</h2>{_slices(result)}{_dips(result)}",
             *tenants,
             "</body></html>",
         ]
@@ -92,21 +91,27 @@ def _facts(result: Result) -> str:
 
 def _chart(result: Result, tenant: str | None) -> str:
     """Hit rate over capacity. LRU and the optimum are the band's edges; every other policy is a line."""
-    rows = _distinct([*result["baselines"], *result["results"]])
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        scores = row if tenant is None else row["tenants"][tenant]
-        curves.setdefault(row["policy"], []).append((row["capacity"], 100 * scores["token_hit_rate"]))
+    curves = curves_of(result, tenant)
     band = [
-        _line(LRU, curves.pop(LRU), color=_LRU_COLOUR, width=3),
-        _line(OPTIMUM, curves.pop(OPTIMUM), color=_OPTIMUM_COLOUR, width=3)
+        _line(LRU, curves.pop(LRU), color=BOUND_COLOURS[LRU], width=3),
+        _line(OPTIMUM, curves.pop(OPTIMUM), color=BOUND_COLOURS[OPTIMUM], width=3)
         | {"fill": "tonexty", "fillcolor": _BAND},
     ]
     bound = curves.pop(OPTIMUM_BYPASS, None)
     if bound is not None:
-        band.append(_line(OPTIMUM_BYPASS, bound, color=_OPTIMUM_COLOUR, width=2, dash="dot"))
-    lines = [_line(name, points, **_look(index)) for index, (name, points) in enumerate(curves.items())]
-    return _figure([*band, *lines], "capacity, blocks", "token hit rate, %", log=True)
+        band.append(_line(OPTIMUM_BYPASS, bound, color=BOUND_COLOURS[OPTIMUM], width=2, dash="dot"))
+    lines = [_line(name, points, **look(index)) for index, (name, points) in enumerate(curves.items())]
+    sizes = f"capacity, blocks of {result['block_tokens']:,} tokens"
+    return _figure([*band, *lines], sizes, "token hit rate, %", log=True)
+
+
+def curves_of(result: Result, tenant: str | None = None) -> Curves:
+    """Everybody's, or a tenant's; each from the smallest capacity up."""
+    curves: Curves = {}
+    for row in _distinct([*result["baselines"], *result["results"]]):
+        scores = row if tenant is None else row["tenants"][tenant]
+        curves.setdefault(row["policy"], []).append((row["capacity"], 100 * scores["token_hit_rate"]))
+    return curves
 
 
 def _slices(result: Result) -> str:
@@ -114,21 +119,40 @@ def _slices(result: Result) -> str:
     rows = [row for row in result["results"] if row["policy"] not in BASELINES]
     if not rows:
         return "<p>Only LRU and the optimum were run.</p>"
-    capacity = min(rows, key=lambda row: float(row["worst_slice"]["above_lru"]))["capacity"]
+    capacity = min(rows, key=_above_lru)["capacity"]
     lines = []
     for index, row in enumerate(row for row in rows if row["capacity"] == capacity):
         points = [(each["to_s"], 100 * each["above_lru"]) for each in row["slices"]]
-        lines.append(_line(row["policy"], points, **_look(index)))
+        lines.append(_line(row["policy"], points, **look(index)))
     said = (
         f"<p>At {capacity:,} blocks, where the deepest dip is; each point is the stretch that ends there.</p>"
     )
     return said + _figure(lines, "time, s", "points above LRU", log=False)
 
 
-def _look(index: int) -> dict[str, Any]:
+def _dips(result: Result) -> str:
+    """How deep below LRU each policy dips in a stretch of time, at which capacity and when."""
+    deepest: dict[str, Row] = {}
+    for row in result["results"]:
+        if row["policy"] not in BASELINES:
+            deepest[row["policy"]] = min(deepest.get(row["policy"], row), row, key=_above_lru)
+    body = "".join(
+        f"<tr><td>{escape(name)}</td><td>{row['worst_slice']['from_s']:,.0f}–{row['worst_slice']['to_s']:,.0f} s</td>"
+        f"<td>{row['capacity']:,}</td><td>{_hundredfold(_above_lru(row), 2)}</td></tr>"
+        for name, row in deepest.items()
+    )
+    return _grid(("policy", "its worst stretch", "blocks", "points above LRU"), body) if body else ""
+
+
+def _above_lru(row: Row) -> float:
+    return float(row["worst_slice"]["above_lru"])
+
+
+def look(index: int) -> dict[str, Any]:
+    """Of a policy's line: neighbours, which may lie on each other, differ in colour and dash."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
-        "dash": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+        "dash": _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)],
         "width": 2,
     }
 
@@ -151,14 +175,29 @@ def _figure(lines: list[dict[str, Any]], x: str, y: str, *, log: bool) -> str:
     from plotly.io import to_html
 
     values = sorted({value for line in lines for value in line["x"]})
-    ticks = {"type": "log", "tickvals": values, "ticktext": [f"{value:,}" for value in values]} if log else {}
+    ticks = (
+        {"type": "log", "tickvals": values, "ticktext": [f"{value:,}" for value in values]}
+        if log
+        else {"tickformat": ","}
+    )
     layout = {
         "height": 460,
         "margin": {"l": 55, "r": 10, "t": 10, "b": 50},
         "hovermode": "x unified",
-        "legend": {"orientation": "h", "y": -0.18, "traceorder": "normal"},
-        "xaxis": {"title": {"text": x}, "gridcolor": "#eaeef2", **ticks},
-        "yaxis": {"title": {"text": y}, "gridcolor": "#eaeef2", "zerolinecolor": "#afb8c1"},
+        "legend": {
+            "orientation": "h",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
+        "xaxis": {"title": {"text": x, "standoff": 8}, "gridcolor": "#eaeef2", "automargin": True, **ticks},
+        "yaxis": {
+            "title": {"text": y},
+            "rangemode": "tozero",
+            "gridcolor": "#eaeef2",
+            "zerolinecolor": "#afb8c1",
+        },
     }
     config = {"responsive": True, "displaylogo": False}
     drawn: str = to_html(
@@ -181,8 +220,12 @@ _HEAD: Final = (
 
 def _table(result: Result, tenant: str | None) -> str:
     rows = sorted(_distinct([*result["results"], *result["baselines"]]), key=lambda row: int(row["capacity"]))
-    head = "".join(f"<th>{name}</th>" for name in _HEAD)
     body = "".join(_row(row, rows[at - 1] if at else None, result, tenant) for at, row in enumerate(rows))
+    return _grid(_HEAD, body)
+
+
+def _grid(names: Iterable[str], body: str) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -205,7 +248,12 @@ def _row(row: Row, before: Row | None, result: Result, tenant: str | None) -> st
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
+    return "–" if share is None else f"{_hundredfold(share, 1)}\N{NO-BREAK SPACE}%"
+
+
+def _hundredfold(share: float, digits: int) -> str:
+    """In percent or points; never a negative nothing."""
+    return f"{round(100 * share, digits) + 0.0:.{digits}f}"
 
 
 def _distinct(rows: Iterable[Row]) -> list[Row]:

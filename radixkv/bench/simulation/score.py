@@ -55,7 +55,11 @@ class Scorer:
     def __init__(self, trace: Trace, profile: ModelProfile, score_from_s: float = 0.0) -> None:
         self._trace, self._profile = trace, profile
         self._scored = trace.times >= score_from_s
-        if not self._scored.any() or not trace.prompt_tokens[self._scored].any():
+        if not trace.prompt_tokens.any():
+            raise ConfigError(
+                "TRACE", f"{len(trace)} requests without a prompt", "at least one with a prompt"
+            )
+        if not trace.prompt_tokens[self._scored].any():
             raise ConfigError(
                 "--score-from", score_from_s, f"seconds from 0 to the last request's, {trace.seconds:g}"
             )

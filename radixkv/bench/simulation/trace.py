@@ -14,7 +14,8 @@ id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
     block_tokens    tokens a block; required with ``hashes``, and the same on every line; ignored with ``token_ids``
     duration_s      seconds from the request's start to its end, while it holds its blocks; 0 by default
     tenant          a name; by default the file's, if there are several files, otherwise "default"
-    labels          an object of what the service knew: session, turn, type, tool_pending, session_over, priority …
+    labels          an object of what the service knew: session, turn, type, tool_pending, session_over, priority …;
+                    strings, numbers and booleans, null for what it didn't know
 
 Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. Several files make one trace, merged by time.
 
@@ -38,12 +39,16 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ConfigError, TokenError
 from radixkv.tokens import TOKEN_BYTES, encode
+from radixkv_policies import RequestHints
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens that one of Mooncake's hash ids stands for."""
 
 MAX_BLOCKS = 2**32 - 1
 """Different blocks in a trace: ids are uint32, and the last one is not given out."""
+
+MAX_NUMBER = 1e15
+"""Of seconds and milliseconds: up to here floats still tell them apart."""
 
 Labels = Mapping[str, Any]
 
@@ -120,6 +125,14 @@ def events(trace: Trace) -> Iterator[tuple[int, bool]]:
             yield number, True
     while running:
         yield heappop(running)[1], True
+
+
+def hints_of(labels: Labels | None) -> RequestHints | None:
+    """What a service would have told its cache of the request. Raises ValueError for what can't be told."""
+    if not labels:
+        return None
+    priority = labels.get("priority")
+    return RequestHints(labels=labels, priority=priority if isinstance(priority, int) else None)
 
 
 def read(
@@ -202,8 +215,8 @@ class _Line:
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number; ≥ 0 where there is a default."""
         value = self._fields.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
-            raise self.bad(name, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
+            raise self.bad(name, f"a number within ±{MAX_NUMBER:g}")
         if default is not None and value < 0:
             raise self.bad(name, "a number ≥ 0")
         return float(value)
@@ -224,7 +237,12 @@ class _Line:
         value = self._fields.get("labels")
         if value is not None and not isinstance(value, dict):
             raise self.bad("labels", "an object")
-        return value or None
+        known = {name: label for name, label in (value or {}).items() if label is not None}
+        try:
+            hints_of(known)
+        except ValueError as error:
+            raise self.bad("labels", str(error)) from error
+        return known or None
 
     def hashes(self, name: str, at_least: int) -> list[int | str]:
         value = self._fields.get(name)
@@ -319,7 +337,7 @@ class _Reader:
 def _parse(place: str, text: str) -> _Line:
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(place, text.strip()[:80], f"JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ConfigError(place, text.strip()[:80], "a JSON object")

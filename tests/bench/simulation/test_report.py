@@ -48,6 +48,20 @@ def test_it_says_what_the_rows_say(result: dict[str, Any]) -> None:
         assert said.split("&")[0].replace("'", "&#x27;") in page
 
 
+def test_it_says_where_each_policy_dips(result: dict[str, Any]) -> None:
+    page = render(result)
+    deepest = min(
+        (row for row in result["results"] if row["policy"] == "lfu"),
+        key=lambda row: row["worst_slice"]["above_lru"],
+    )
+    stretch = deepest["worst_slice"]
+    assert (
+        f"<tr><td>lfu</td><td>{stretch['from_s']:,.0f}–{stretch['to_s']:,.0f} s</td>"
+        f"<td>{deepest['capacity']:,}</td><td>{100 * stretch['above_lru']:.2f}</td></tr>"
+    ) in page
+    assert page.count("its worst stretch") == 1 and ">-0.0" not in page
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [500, 1200])
 def test_a_browser_draws_it(result: dict[str, Any], width: int, tmp_path: Path) -> None:

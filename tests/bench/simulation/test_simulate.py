@@ -154,14 +154,20 @@ def test_what_cant_be_run_is_refused(options: dict[str, Any], said: str, tmp_pat
         run([path], **{"policies": ["lru"], "capacities": [4], "jobs": 1, **options})
 
 
+def test_a_trace_without_prompts_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {"time": 0, "token_ids": [], "output_ids": [1] * 16})
+    with pytest.raises(ConfigError, match="TRACE: '1 requests without a prompt'"):
+        run([path], policies=["lru"], capacities=[4], jobs=1)
+
+
 # commands -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_command(trace: Path, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
+    page, picture = tmp_path / "report.html", tmp_path / "curves.svg"
     done = command(
         "simulate", str(trace), "--policy", "lfu,optimum", "--capacity", "0.5k,2k", "--score-from", "5m",
-        "--tenants", "acme", "--json", "--html", str(page),
+        "--tenants", "acme", "--json", "--html", str(page), "--svg", str(picture),
     )  # fmt: skip
     assert done.returncode == 0 and not done.stderr, done.stderr
     result = json.loads(done.stdout)
@@ -169,7 +175,7 @@ def test_the_command(trace: Path, tmp_path: Path) -> None:
         ("lfu", 500), ("lfu", 2_000), ("optimum", 500), ("optimum", 2_000),
     ]  # fmt: skip
     assert result["score_from_s"] == 300 and result["tenants"] == ["acme"]
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text().startswith("<!doctype html>") and picture.read_text().endswith("</svg>\n")
 
 
 def test_the_text(result: dict[str, Any]) -> None:
@@ -198,6 +204,8 @@ def test_a_trace_may_come_by_a_pipe(trace: Path) -> None:
         (("--profile", "gpt"), "llama-3-8b"),
         (("--tflops", "0"), "--tflops"),
         (("--tenants", "nobody"), "default"),
+        (("--html", "/nowhere/report.html"), "'--html': File '/nowhere/report.html' can't be written"),
+        (("--svg", "/nowhere/curves.svg"), "'--svg': File '/nowhere/curves.svg' can't be written"),
     ],
 )
 def test_complaints(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -210,6 +218,10 @@ def test_complaints_about_files(tmp_path: Path) -> None:
     assert "bad.jsonl line 1: hashes" in complaint(command("simulate", str(bad)))
     assert "--mix" in complaint(command("workload", "--mix", "talk=1"))
     assert "--duration" in complaint(command("workload", "--duration", "-1m"))
+    assert "--duration: 0.0 is not allowed" in complaint(command("workload", "--duration", "0"))
+    assert "the end of the trace, 60 s" in complaint(
+        command("workload", "--mix", "rag=1@2m", "--duration", "1m")
+    )
 
 
 def test_the_progress_bar_goes_to_stderr(trace: Path) -> None:

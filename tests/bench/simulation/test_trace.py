@@ -38,7 +38,7 @@ def test_the_plain_format(tmp_path: Path) -> None:
             "tokens": 20,
             "output_tokens": 13,
             "tenant": "acme",
-            "labels": {"turn": 1},
+            "labels": {"turn": 1, "type": None},
             "duration_s": 2.5,
         },
         {**LINE, "time": 1, "hashes": ["a", "c"]},
@@ -90,7 +90,10 @@ def test_several_files_are_several_tenants(tmp_path: Path) -> None:
         ({**LINE, "time": "now"}, "line 2: time"),
         ({**LINE, "time": float("nan")}, "line 2: time"),
         ({**LINE, "tenant": ""}, "line 2: tenant"),
+        ({**LINE, "time": 10**400}, "line 2: time"),
         ({**LINE, "labels": [1]}, "line 2: labels"),
+        ({**LINE, "labels": {"type": ["chat"]}}, "line 2: labels.*'type': .'chat'.* is not allowed"),
+        ({**LINE, "labels": {"priority": 101}}, "line 2: labels.*priority=101 is not allowed: 0 to 100"),
         ({**LINE, "duration_s": -1}, "line 2: duration_s"),
         ({**LINE, "block_tokens": 0}, "line 2: block_tokens"),
         ({**LINE, "block_tokens": 32}, "blocks of 16 tokens"),
@@ -103,7 +106,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], said: str) ->
         read([write(tmp_path / "trace.jsonl", LINE, line)])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\x00", "3"])
+@pytest.mark.parametrize("text", ["{", "[]", "\x00", "3", "[" * 100_000])
 def test_what_is_no_object_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
