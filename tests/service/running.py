@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -44,6 +47,18 @@ def client(url: str, key: str | None) -> httpx.Client:
     """A client with a key."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+
+
+def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection over which a request went out whole; who closes it hangs up."""
+    place, content = urlsplit(live.url), json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {KEYS[who]}", "content-type: application/json",
+        f"content-length: {len(content)}", "", "",
+    )  # fmt: skip
+    connection = socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S)
+    connection.sendall("\r\n".join(head).encode() + content)
+    return connection
 
 
 @contextmanager

@@ -90,7 +90,6 @@ def test_a_fleet_from_birth_to_death(start: Start) -> None:
     assert view(one)["two"]["last_seq"] is None, "it counts what all tenants do"
 
     first_life = view(one)["two"]
-    killed_at = time.monotonic()
     two.kill()
     after = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "later"}).json()
     assert after["tokens"] == len(IDS), "what fails elsewhere doesn't fail here"
@@ -103,7 +102,6 @@ def test_a_fleet_from_birth_to_death(start: Start) -> None:
         everybody = acme.get("/v1/replicas", params={"all": "true"}).json()["replicas"]
         assert {each["id"]: each["live"] for each in everybody} == {"one": True, "two": False}
         assert acme.get("/v1/replicas", params={"all": "yes"}).status_code == 422
-    assert time.monotonic() - killed_at < LEASE_S + 5
     gone = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "s"}).json()
     assert [each["replica"] for each in gone["replicas"]] == ["one"]
 

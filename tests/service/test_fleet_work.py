@@ -383,9 +383,10 @@ def test_pins_on_some_replicas(fleet: Fleet) -> None:
 
 
 def test_a_pin_ends_in_time_and_for_one_that_was_cut_off(fleet: Fleet) -> None:
-    brief = fleet.pin("a", ttl_s=3, salt="brief")
-    lasting = fleet.pin("a", ttl_s=100, salt="lasting")
-    assert fleet.pinned_blocks("c") == 64
+    lasting = fleet.pin("a", ttl_s=600, salt="lasting")
+    assert fleet.pinned_blocks("c") == 32
+    brief = fleet.pin("a", ttl_s=10, salt="brief")
+    assert states(brief) == states(lasting) == {"a": "done", "b": "done", "c": "done"}
     fleet.proxy.refuse = True
     try:
         eventually(lambda: set(fleet.pins("c")) == {lasting["id"]}, "it knows its own, and their time")

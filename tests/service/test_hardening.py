@@ -21,7 +21,7 @@ from radixkv.service.client import Client
 from radixkv.service.endpoint import problem_of
 from radixkv.service.settings import RouteSettings, ServeSettings
 from radixkv.service.worker import Work
-from tests.service.running import KEYS, Running, client, eventually, served, service_in_thread
+from tests.service.running import DEADLINE_S, KEYS, Running, client, eventually, served, service_in_thread
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_an_error_of_ours_is_logged_by_its_place_and_not_by_its_text(caplog: Any
         def work(_: Work[None]) -> None:
             crash(IDS)
 
-        error = live.service.worker.submit("acme", work).future.exception(10)
+        error = live.service.worker.submit("acme", work).future.exception(DEADLINE_S)
         assert isinstance(error, RuntimeError) and problem_of(error).status == 500
     assert "RuntimeError" in caplog.text and "in crash" in caplog.text, "it says what and where"
     assert "emerald" not in caplog.text and str(IDS[0]) not in caplog.text

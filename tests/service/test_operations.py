@@ -13,7 +13,7 @@ from radixkv.engines.hf import demo_model
 from radixkv.errors import IntegrityError
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.worker import Work
-from tests.service.running import Running, service_in_thread
+from tests.service.running import DEADLINE_S, Running, service_in_thread
 from tests.tokenizer.kinds import train_byte_level
 
 
@@ -32,7 +32,7 @@ def test_a_broken_law_makes_it_unhealthy() -> None:
         def broken(_: Work[None]) -> None:
             raise IntegrityError("a law")
 
-        assert live.service.worker.submit("acme", broken).future.exception(10), (
+        assert live.service.worker.submit("acme", broken).future.exception(DEADLINE_S), (
             "nobody waits for it, yet it counts"
         )
         assert live.nobody.get("/healthz").status_code == live.nobody.get("/readyz").status_code == 503

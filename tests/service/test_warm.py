@@ -220,7 +220,7 @@ def test_a_completion_that_is_purged_midway_ends_with_the_error(live: Running, s
     body = {
         "prompt": list(range(5, 105)),
         "salt": salt,
-        "max_tokens": 700,
+        "max_tokens": 8000,
         "ignore_eos": True,
         "stream": True,
     }

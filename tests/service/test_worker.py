@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from radixkv.service.worker import Busy, Cancelled, Closed, ModelWorker, Work
+from tests.service.running import DEADLINE_S
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_tenants_take_turns(worker: ModelWorker) -> None:
     ]
     release.set()
     for work in works:
-        work.future.result(10)
+        work.future.result(DEADLINE_S)
     assert order == ["a", "b", "c", "a", "b", "a"]
 
 
@@ -53,7 +54,7 @@ def test_a_lane_is_bounded_and_the_others_dont_mind(worker: ModelWorker) -> None
     queued[1].cancel()
     worker.submit("a", lambda _: None)  # what was cancelled takes no room
     release.set()
-    assert other.future.result(10) == "b's"
+    assert other.future.result(DEADLINE_S) == "b's"
 
 
 def test_what_waits_never_starts_once_cancelled(worker: ModelWorker) -> None:
@@ -62,7 +63,7 @@ def test_what_waits_never_starts_once_cancelled(worker: ModelWorker) -> None:
     last = worker.submit("a", lambda _: None)
     work.cancel()
     release.set()
-    last.future.result(10)
+    last.future.result(DEADLINE_S)
     assert not ran and work.future.cancelled()
 
 
@@ -77,15 +78,15 @@ def test_what_runs_is_told_to_stop(worker: ModelWorker) -> None:
     work = worker.submit("a", run)
     started.wait()
     work.cancel()
-    assert isinstance(work.future.exception(10), Cancelled)
+    assert isinstance(work.future.exception(DEADLINE_S), Cancelled)
 
 
 def test_an_error_reaches_who_waits_and_the_thread_goes_on(worker: ModelWorker) -> None:
     def fail(_: Work[None]) -> None:
         raise ZeroDivisionError
 
-    assert isinstance(worker.submit("a", fail).future.exception(10), ZeroDivisionError)
-    assert worker.submit("a", lambda _: 5).future.result(10) == 5
+    assert isinstance(worker.submit("a", fail).future.exception(DEADLINE_S), ZeroDivisionError)
+    assert worker.submit("a", lambda _: 5).future.result(DEADLINE_S) == 5
 
 
 def test_closing_cancels_everything() -> None:
