@@ -54,6 +54,11 @@ tell less than so many that are independent.
 LEVEL_RIDGE: Final = 2.0
 """How strongly the level of a bin is held to the prior's."""
 
+MAX_STEP: Final = 2.0
+"""How far a level or weight goes in a fit, in logits. A step that is longer is shortened as a whole: cut one by one,
+levels and weights would go another way, and not come back after a sudden change.
+"""
+
 Entry = tuple[int, float, int, float]
 """A use ended: (its number, when, class ≥ 0, weight). It returned: (its number, when, −1, weight)."""
 
@@ -67,6 +72,7 @@ class HazardModel:
         self.log: deque[Entry] = deque(maxlen=4 * MAX_ROWS)
         self._features = np.zeros((MAX_CLASSES, NUM_FEATURES))
         self.num_classes = 0
+        self._num_described = self._num_ranked = 0
         self.at_risk = np.zeros((MAX_CLASSES, NUM_BINS))
         self.returned = np.zeros((MAX_CLASSES, NUM_BINS))
         self._rows = _Rows()
@@ -82,11 +88,12 @@ class HazardModel:
         return self.num_classes - 1
 
     def describe(self, group: int, features: Sequence[float]) -> None:
-        """The features of a class. In the thread of ``update``, and before it."""
+        """The features of a class, told in the order of their numbers. In the thread of ``update``, and before it."""
         self._features[group] = features
+        self._num_described = group + 1
 
     def update(self, now_s: float, *, fit: bool) -> None:
-        """Count what is known by now; with ``fit``, learn from the counts and rank anew."""
+        """Count what is known by now; with ``fit``, learn from the counts and rank anew, otherwise rank new classes."""
         for _ in range(len(self.log)):
             self._rows.take(self.log.popleft())
         self._rows.count(now_s, self.at_risk, self.returned)
@@ -95,17 +102,18 @@ class HazardModel:
             self._counted_s = now_s
             self.at_risk *= kept
             self.returned *= kept
-            self._fit()
+            num = self._num_described
+            self._step(self._features[:num], self.at_risk[:num], self.returned[:num])
+        if fit or self._num_described > self._num_ranked:
+            self._rank_classes(0 if fit else self._num_ranked)
 
-    def _fit(self) -> None:
-        """A Newton step on the counts of the classes, then their ranks."""
-        num = max(self.num_classes, 1)
-        features, at_risk, returned = self._features[:num], self.at_risk[:num], self.returned[:num]
-        self._step(features, at_risk, returned)
-        modelled = self._modelled(features)
+    def _rank_classes(self, start: int) -> None:
+        """Rank the classes from ``start`` on by what is known."""
+        these = slice(start, self._num_described)
+        at_risk, modelled = self.at_risk[these], self._modelled(self._features[these])
         rank = self.rank.copy()
-        rank[:num] = _rank((returned + CLASS_WEIGHT * modelled) / (at_risk + CLASS_WEIGHT))
-        self.rank = rank
+        rank[these] = _rank((self.returned[these] + CLASS_WEIGHT * modelled) / (at_risk + CLASS_WEIGHT))
+        self.rank, self._num_ranked = rank, self._num_described
 
     def _modelled(self, features: Floats) -> Floats:
         """The hazard by the model alone, ``[classes, NUM_BINS]``."""
@@ -129,7 +137,8 @@ class HazardModel:
         curve[np.diag_indices(NUM_BINS + flat)] += ridge + np.append(weight.sum(axis=0), np.zeros(flat))
         held = np.append(self._level - self._prior, self._weights)
         slope = np.append(excess.sum(axis=0), _product(features, excess) @ basis) - ridge * held
-        step = np.clip(np.linalg.solve(curve, slope), -2.0, 2.0)
+        step = np.linalg.solve(curve, slope)
+        step *= MAX_STEP / max(float(np.abs(step).max()), MAX_STEP)
         self._level = self._level + step[:NUM_BINS]
         self._weights = self._weights + step[NUM_BINS:].reshape(NUM_FEATURES, 3)
 

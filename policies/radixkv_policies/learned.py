@@ -10,8 +10,8 @@ leaves anew, about once a second; one that comes meanwhile is ranked at once and
 Nothing is trained beforehand, no label is needed, nothing is drawn at random. See policies/README.md for how it
 works and where it loses.
 
-State a node: six values a piece, an entry of a heap; a tenant: the model's 6 MB and the ghosts. Cost: O(log n) a
-hook. Learning and ranking anew, O(leaves), are in ``maintain``.
+State a node: six values a piece, an entry of a heap; a tenant: the model's 6 MB, and at least 32,768 ghosts, 3 MB when
+full. Cost: O(log n) a hook. Learning and ranking anew, O(leaves), are in ``maintain``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ import numpy as np
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.facts import Facts, labels_of, places_in_blocks
 from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
-from radixkv_policies.leaves import LeafPolicy, Piece
+from radixkv_policies.leaves import Ghosts, LeafPolicy, Piece
 from radixkv_policies.policy import Handle
 
 COUNT_EVERY_S: Final = 1.0
 FIT_EVERY_S: Final = 5.0
 FIT_SHARE: Final = 0.03
+
+LEARNED_GHOSTS: Final = 32_768
+"""At least so many, even of a small cache: what returns after its ghost is gone is taken for what didn't."""
 
 MAX_TYPES: Final = 7
 """Types of requests that the model tells apart, by their label."""
@@ -144,6 +147,9 @@ class Learned(LeafPolicy[Returning]):
         piece.number = self._last_number
         self._model.log.append((piece.number, now_s, group, piece.num_blocks / self._segment_blocks))
 
+    def make_ghosts(self, max_ghosts: int) -> Ghosts:
+        return super().make_ghosts(max(LEARNED_GHOSTS, max_ghosts))
+
     def memory(self, piece: Returning) -> object:
         return piece.num_uses, piece.facts, piece.number, piece.ended_s
 
@@ -241,7 +247,7 @@ def _features(key: _Key, kind: int) -> list[float]:
 
 
 _Entry = tuple[Any, ...]
-"""Rank, when the use ended, a serial, the leaf, its class; one object in the dict and in the heap."""
+"""Rank, when the use ended, a serial, the leaf, its class. The heap has the rank that counts."""
 
 
 class Leaves:
@@ -270,10 +276,9 @@ class Leaves:
         rank = self._rank.item(group, bisect_right(_EDGES_S, now_s - ended_s) - 1)
         entry = self._entries[node] = (rank, ended_s, serial, node, group)
         if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = list(self._entries.values())
+            self._heap = [each for each in self._heap if self._is_valid(each)]
             heapify(self._heap)
-        else:
-            heappush(self._heap, entry)
+        heappush(self._heap, entry)
 
     def discard(self, node: Handle) -> None:
         """A leaf that is in it."""
@@ -283,15 +288,17 @@ class Leaves:
         """The leaf that comes first, or None."""
         if self._ranked is not None:
             self._take_up()
-        heap, entries = self._heap, self._entries
+        heap = self._heap
         while heap:
-            entry = heap[0]
-            found = entries.get(entry[3])
-            if found is not None and found[2] == entry[2]:
-                node: Handle = entry[3]
+            if self._is_valid(heap[0]):
+                node: Handle = heap[0][3]
                 return node
             heappop(heap)
         return None
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        found = self._entries.get(entry[3])
+        return found is not None and found[2] == entry[2]
 
     def rank_anew(self, now_s: float, rank: Floats) -> None:
         """Rank all by their age. O(n log n)."""

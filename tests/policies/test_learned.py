@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from radixkv.clock import ManualClock
 from radixkv_policies import Learned
-from radixkv_policies.hazard import EDGES_S, MAX_ROWS, NUM_BINS, NUM_FEATURES, Floats, HazardModel
-from radixkv_policies.learned import Leaves
-from radixkv_policies.leaves import MIN_GHOSTS
+from radixkv_policies.hazard import (
+    EDGES_S,
+    MAX_CLASSES,
+    MAX_ROWS,
+    NUM_BINS,
+    NUM_FEATURES,
+    Floats,
+    HazardModel,
+)
+from radixkv_policies.learned import LEARNED_GHOSTS, Leaves
 from radixkv_policies.policy import Handle
 
 
@@ -86,6 +93,21 @@ def test_a_leaf_that_comes_while_all_are_ranked() -> None:
     assert order == [3, 0, 2]
 
 
+def test_ranks_outlive_a_heap_that_is_built_anew() -> None:
+    """Leaves come and go until the heap is full of who left: who stayed has the rank that it was last given."""
+    rank = np.zeros((2, NUM_BINS + 1))
+    rank[:, :] = [[1.0], [2.0]]
+    leaves = Leaves(rank)
+    leaves.add("stays", 0, 0.0, 0.0)
+    leaves.rank_anew(1.0, rank[::-1] * 2)  # worth 4 from now on
+    assert leaves.first() == "stays"
+    for node in range(200):
+        leaves.add(node, 0, 1.0, 1.0)  # worth 4 too, and younger
+        leaves.discard(node)
+    leaves.add("comes", 1, 1.0, 1.0)  # worth 2
+    assert leaves.first() == "comes"
+
+
 def test_hits_and_survivors_are_counted_together() -> None:
     """Ten uses, four of which return after 3 s: no bin counts before it has passed, then all ten are in it."""
     model = HazardModel()
@@ -116,6 +138,39 @@ def test_a_class_that_returns_outranks_one_that_does_not() -> None:
     assert model.rank[good, 0] > 2 * model.rank[bad, 0]
 
 
+def test_a_new_class_is_ranked_before_the_next_fit() -> None:
+    """By what the model knows of its features, not by the prior."""
+    model = HazardModel()
+    known = model.add_class()
+    model.describe(known, [1.0] + [0.0] * (NUM_FEATURES - 1))
+    for number in range(4_000):
+        model.log.append((number, float(number), known, 1.0))
+        model.log.append((number, number + 0.9, -1, 1.0))
+    model.update(6_000.0, fit=True)
+    before, fresh = model.rank.copy(), model.add_class()
+    model.describe(fresh, [1.0] + [0.0] * (NUM_FEATURES - 1))
+    model.update(6_001.0, fit=False)
+    assert model.rank[fresh, 0] > 1.2 * before[fresh, 0]
+    np.testing.assert_array_equal(
+        model.rank[[known, *range(2, MAX_CLASSES)]], before[[known, *range(2, MAX_CLASSES)]]
+    )
+
+
+def test_the_model_settles_however_far_it_has_to_go() -> None:
+    """Much evidence, of classes that nearly never or nearly always return: it comes to what was counted."""
+    rng = np.random.default_rng(1)
+    model = HazardModel()
+    groups = [model.add_class() for _ in range(20)]
+    for group in groups:
+        model.describe(group, rng.uniform(-1, 1, NUM_FEATURES).round().tolist())
+    model.at_risk[groups] = rng.uniform(0, 1e4, (20, NUM_BINS))
+    model.returned[groups] = model.at_risk[groups] * rng.choice([0.001, 0.9], 20)[:, None]
+    for _ in range(40):
+        model.update(0.0, fit=True)
+    misplaced = np.abs(model.at_risk * model._modelled(model._features) - model.returned).sum()
+    assert misplaced < 0.01 * model.at_risk.sum()
+
+
 def test_nothing_learned_is_lru() -> None:
     """The prior rank falls with age."""
     assert (np.diff(HazardModel().rank[0]) <= 0).all() and NUM_BINS == 25
@@ -125,12 +180,12 @@ def test_state_is_bounded() -> None:
     """However long the history."""
     clock = ManualClock()
     policy = Learned(8, clock, 0)
-    for node in range(MIN_GHOSTS + 500):
+    for node in range(LEARNED_GHOSTS + 500):
         clock.advance(0.01)
         policy.inserted(node, 2, 2, None, [2 * node, 2 * node + 1])
         policy.unleased(node)
         policy.trimmed(node, 2)
         policy.removed(node)
-    assert policy.num_ghosts == MIN_GHOSTS and len(policy) == 0
+    assert policy.num_ghosts == LEARNED_GHOSTS and len(policy) == 0
     policy.maintain()
     assert MAX_ROWS == 32_768
