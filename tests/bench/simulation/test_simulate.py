@@ -177,7 +177,7 @@ def test_what_cant_be_run_is_refused(options: dict[str, Any], said: str, tmp_pat
 
 def test_a_trace_without_prompts_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", {"time": 0, "token_ids": [], "output_ids": [1] * 16})
-    with pytest.raises(ConfigError, match="TRACE: '1 requests without a prompt'"):
+    with pytest.raises(ConfigError, match="TRACE='1 requests without a prompt'"):
         run([path], policies=["lru"], capacities=[4], jobs=1)
 
 
