@@ -115,7 +115,9 @@ class _Work:
         if policy in (OPTIMUM, OPTIMUM_BYPASS):
             return optimum(self.trace, capacity, bypass=policy == OPTIMUM_BYPASS)
         name = policy.removesuffix(ADMITTING_ALL)
-        return replay(self.trace, name, capacity, self.seed, admits_all=name != policy)
+        return replay(
+            self.trace, name, capacity, self.seed, profile=self.scorer.profile, admits_all=name != policy
+        )
 
 
 _work: _Work | None = None

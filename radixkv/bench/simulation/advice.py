@@ -86,7 +86,7 @@ def _best_overall(online: list[Row]) -> list[str]:
 
 
 def _more_memory(lru: list[Row], best: Mapping[int, Row]) -> list[str]:
-    """Where twice the memory brings most, against what the best policy brings there."""
+    """The step at which memory brings most for each doubling, against what the best policy brings there."""
     steps = [(row, more) for row, more in pairwise(lru) if row["capacity"] in best]
     if not steps:
         return []
@@ -96,7 +96,7 @@ def _more_memory(lru: list[Row], best: Mapping[int, Row]) -> list[str]:
     )
     policy = best[row["capacity"]]
     return [
-        f"Twice the memory brings most from {row['capacity']:,} to {more['capacity']:,} blocks: "
+        f"More memory pays most from {row['capacity']:,} to {more['capacity']:,} blocks: "
         f"{100 * (_rate(more) - _rate(row)):.1f} points with LRU; at {row['capacity']:,}, "
         f"{policy['policy']} instead of LRU brings {100 * (_rate(policy) - _rate(row)):.1f}."
     ]

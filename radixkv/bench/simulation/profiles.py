@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.errors import ConfigError
+from radixkv_policies.gdsf import PrefillProfile
 
 DEFAULT_TFLOPS = 400.0
 """Sustained by one H100 in bf16: 40 % of its dense peak of 989."""
@@ -33,6 +34,17 @@ class ModelProfile:
     tflops: float = DEFAULT_TFLOPS
 
     @property
+    def attention_flops(self) -> float:
+        """Of n tokens together, divided by n²."""
+        return 2.0 * self.num_layers * self.num_heads * self.head_dim
+
+    @property
+    def for_policies(self) -> PrefillProfile:
+        """What a policy that weighs prefill is told: the derivative of ``prefill_seconds``."""
+        flops = self.tflops * 1e12
+        return PrefillProfile(2.0 * self.parameters / flops, 2.0 * self.attention_flops / flops)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """In 16 bits."""
         return 2 * self.num_layers * self.kv_values
@@ -40,9 +52,8 @@ class ModelProfile:
     def prefill_seconds(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds that the first so many tokens of a prompt take to compute."""
         n = tokens.astype(np.float64)
-        attention = 2.0 * self.num_layers * self.num_heads * self.head_dim
-        seconds: NDArray[np.float64] = n * (2.0 * self.parameters + attention * n) / (self.tflops * 1e12)
-        return seconds
+        flops: NDArray[np.float64] = n * (2.0 * self.parameters + self.attention_flops * n)
+        return flops / (self.tflops * 1e12)
 
 
 PROFILES = {

@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from radixkv.bench.simulation.profiles import ModelProfile
 from radixkv.bench.simulation.trace import Outcome, Trace, events, hints_of
 from radixkv.cache import PrefixCache
 from radixkv.clock import ManualClock
@@ -25,17 +26,32 @@ from radixkv.errors import CapacityError
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.sequence import Sequence
 from radixkv_policies import POLICIES, Policy
+from radixkv_policies.gdsf import GDSF
 from radixkv_policies.policy import SEGMENT_TOKENS
 
 _EXTRA: Final = np.array([2**32 - 1], "<u4").tobytes()
 
 
-def replay(trace: Trace, policy: str, capacity: int, seed: int = 0, *, admits_all: bool = False) -> Outcome:
+def replay(
+    trace: Trace,
+    policy: str,
+    capacity: int,
+    seed: int = 0,
+    *,
+    profile: ModelProfile | None = None,
+    admits_all: bool = False,
+) -> Outcome:
     """Hits of a cache of ``capacity`` blocks under this policy. O(nodes on the paths + evictions).
 
-    admits_all: the policy isn't asked what to admit.
+    profile: of the model, for policies that weigh what its prefill costs. admits_all: the policy isn't asked what to
+    admit.
     """
-    return _Replay(trace, policy, capacity, seed, admits_all).run()
+    made = POLICIES[policy]
+    if profile is not None and issubclass(made, GDSF):
+        made = type(made.__name__, (made,), {"profile": profile.for_policies})
+    if admits_all:
+        made = type(made.__name__, (made,), {"admit": Policy.admit})
+    return _Replay(trace, made, capacity, seed).run()
 
 
 def declines(policy: str) -> bool:
@@ -43,21 +59,16 @@ def declines(policy: str) -> bool:
     return policy in POLICIES and POLICIES[policy].admit is not Policy.admit
 
 
-def _admitting_all(policy: type[Policy]) -> type[Policy]:
-    return type(policy.__name__, (policy,), {"admit": Policy.admit})
-
-
 class _Replay:
-    def __init__(self, trace: Trace, policy: str, capacity: int, seed: int, admits_all: bool) -> None:
+    def __init__(self, trace: Trace, policy: type[Policy], capacity: int, seed: int) -> None:
         self._clock = ManualClock()
         segment_tokens = max(SEGMENT_TOKENS // trace.block_tokens, 1)  # a token stands for a block
         config = CacheConfig(
             num_blocks=capacity + 1,
             block_size=1,
-            policy=policy,
             seed=seed,
             segment_tokens=segment_tokens,
-            default_tenant=Tenant("default", policy=_admitting_all(POLICIES[policy]) if admits_all else None),
+            default_tenant=Tenant("default", policy=policy),
         )
         self._cache = PrefixCache(config, clock=self._clock)
         self._namespaces = [Namespace(tenant=name, model="trace") for name in trace.tenants]

@@ -53,7 +53,7 @@ class Scorer:
     """Reduces runs over one trace. Raises ConfigError if no request is left to score."""
 
     def __init__(self, trace: Trace, profile: ModelProfile, score_from_s: float = 0.0) -> None:
-        self._trace, self._profile = trace, profile
+        self._trace, self.profile = trace, profile
         self._scored = trace.times >= score_from_s
         if not trace.prompt_tokens.any():
             raise ConfigError(
@@ -71,7 +71,7 @@ class Scorer:
 
     def describe(self) -> dict[str, Any]:
         """What was run, and what an endless cache would have found."""
-        trace, profile = self._trace, self._profile
+        trace, profile = self._trace, self.profile
         return {
             "requests": len(trace),
             "scored_requests": int(self._scored.sum()),
@@ -98,7 +98,7 @@ class Scorer:
         hits = np.minimum(outcome.hit_blocks * self._trace.block_tokens, self._trace.prompt_tokens)[
             self._scored
         ]
-        saved = self._profile.prefill_seconds(hits)
+        saved = self.profile.prefill_seconds(hits)
         rest = outcome.refused, outcome.evicted_blocks, outcome.declined_blocks
         return Sums(self._sum(hits), self._sum(saved), *rest)
 

@@ -68,11 +68,11 @@ def test_nothing_is_praised_that_loses() -> None:
     assert "LRU is the best of what was tried" in text and "closes most" not in text
 
 
-def test_where_twice_the_memory_brings_most() -> None:
+def test_where_more_memory_pays_most() -> None:
     needed = dict.fromkeys(SIZES, 1_000.0)
     text = said(*rows("good", {1_000: 0.15, 2_000: 0.25, 4_000: 0.26}, needed))
     assert (
-        "Twice the memory brings most from 1,000 to 2,000 blocks: 10.0 points with LRU; "
+        "More memory pays most from 1,000 to 2,000 blocks: 10.0 points with LRU; "
         "at 1,000, good instead of LRU brings 5.0."
     ) in text
 

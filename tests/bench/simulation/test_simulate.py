@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from radixkv.bench.simulate import known_policies, run, table
-from radixkv.bench.simulation.profiles import PROFILES, profile_of
+from radixkv.bench.simulation.profiles import PROFILES, ModelProfile, profile_of
 from radixkv.bench.simulation.score import OPTIMUM_BYPASS, Curve
 from radixkv.config import policy_names
 from radixkv.errors import ConfigError
@@ -138,6 +138,27 @@ def test_profiles() -> None:
     assert seconds[2] > 2 * seconds[1], "attention is quadratic"
 
 
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_token_costs_what_a_policy_is_told(name: str) -> None:
+    """One more token, behind so many."""
+    profile, tokens = PROFILES[name], np.array([0, 1_000, 100_000])
+    told = profile.for_policies
+    steps = profile.prefill_seconds(tokens + 1) - profile.prefill_seconds(tokens)
+    assert steps == pytest.approx(told.per_token_s + told.per_token_and_position_s * (tokens + 0.5), rel=1e-6)
+
+
+def test_a_policy_that_weighs_prefill_is_told_of_the_model(tmp_path: Path) -> None:
+    """The deep prompt stays only if what stands far behind is dear."""
+    deep, flat = list(range(40)), [100]
+    path = mooncake(tmp_path / "t.jsonl", flat, flat, deep, *([200 + at] for at in range(10)), flat, deep)
+    found = {}
+    for attention in (0, 128):
+        profile = ModelProfile("made up", 1e6 if attention else 1e12, 32, attention, 128, 2_048)
+        (row,) = run([path], policies=["gdsf"], capacities=[42], profile=profile, jobs=1)["results"]
+        found[attention] = round(row["token_hit_rate"] * row["prompt_tokens"] / 512)
+    assert found[0] < found[128]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -156,7 +177,7 @@ def test_what_cant_be_run_is_refused(options: dict[str, Any], said: str, tmp_pat
 
 def test_a_trace_without_prompts_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", {"time": 0, "token_ids": [], "output_ids": [1] * 16})
-    with pytest.raises(ConfigError, match="TRACE: '1 requests without a prompt'"):
+    with pytest.raises(ConfigError, match="TRACE='1 requests without a prompt'"):
         run([path], policies=["lru"], capacities=[4], jobs=1)
 
 
