@@ -357,9 +357,9 @@ def test_a_pin_of_the_fleet_from_birth_to_its_end(fleet: Fleet) -> None:
 
 
 def test_pins_on_some_replicas(fleet: Fleet) -> None:
-    named = fleet.pin("a", replicas=["b", "c"], salt="b and c")
+    named = fleet.pin("a", ttl_s=600, replicas=["b", "c"], salt="b and c")
     assert states(named) == {"b": "done", "c": "done"} and named["salt"] is None, "a knows no more of it"
-    two = fleet.pin("c", replicas=2, salt="two")
+    two = fleet.pin("c", ttl_s=600, replicas=2, salt="two")
     assert set(states(two).values()) == {"done"} and len(states(two)) == 2
     nobody = fleet.ask(
         "a", "POST", "/v1/pins", body={"token_ids": IDS, "ttl_s": 9, "replicas": ["a", "nobody"]}
