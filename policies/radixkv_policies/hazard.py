@@ -5,7 +5,7 @@ Time since the end of a use is cut into ``NUM_BINS`` bins, log-spaced: ``[0, 0.5
 class.
 
     counts[class, bin]    at risk, returned       decayed with HALF_LIFE_S
-    logit hazard          a[bin] + Σ_k ψ_k(bin) · (w_k · f)       ψ = 1, z, z² − 1 of the log age
+    logit hazard          a[bin] + Σ_k ψ_k(bin) · (w_k · f)       ψ = 1, z, z² − 1 of the log age, up to 315 s
     hazard[class, bin]    (returned + κ × modelled) ÷ (at risk + κ)
 
 The model ties classes together, so that a rare one borrows from its neighbours; the counts correct it where there are
@@ -54,6 +54,11 @@ tell less than so many that are independent.
 LEVEL_RIDGE: Final = 2.0
 """How strongly the level of a bin is held to the prior's."""
 
+OLDEST_Z: Final = 0.9
+"""From this log age on, 315 s, features tell the same of each bin: of older ages there is too little evidence for more,
+and extrapolated from younger ones they ranked below LRU where a large cache had just begun to evict.
+"""
+
 MAX_STEP: Final = 2.0
 """How far a level or weight goes in a fit, in logits. A step that is longer is shortened as a whole: cut one by one,
 levels and weights would go another way, and not come back after a sudden change.
@@ -83,7 +88,7 @@ class HazardModel:
         self.rank = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
 
     def add_class(self) -> int:
-        """A new class; ``num_classes < MAX_CLASSES``. It ranks by the prior until the next ``update``."""
+        """A new class; ``num_classes < MAX_CLASSES``. It ranks as all do together until the next ``update``."""
         self.num_classes += 1
         return self.num_classes - 1
 
@@ -108,11 +113,12 @@ class HazardModel:
             self._rank_classes(0 if fit else self._num_ranked)
 
     def _rank_classes(self, start: int) -> None:
-        """Rank the classes from ``start`` on by what is known."""
-        these = slice(start, self._num_described)
-        at_risk, modelled = self.at_risk[these], self._modelled(self._features[these])
-        rank = self.rank.copy()
-        rank[these] = _rank((self.returned[these] + CLASS_WEIGHT * modelled) / (at_risk + CLASS_WEIGHT))
+        """Rank the classes from ``start`` on by what is known of them, and those to come by what is known of all."""
+        these, rank = slice(start, self._num_described), self.rank.copy()
+        modelled = self._modelled(self._features[these])
+        rank[these] = _rank(_corrected(modelled, self.at_risk[these], self.returned[these]))
+        of_all = self.at_risk.sum(axis=0, keepdims=True), self.returned.sum(axis=0, keepdims=True)
+        rank[self._num_described :] = _rank(_corrected(_sigmoid(self._prior), *of_all))
         self.rank, self._num_ranked = rank, self._num_described
 
     def _modelled(self, features: Floats) -> Floats:
@@ -233,6 +239,11 @@ def _rank(hazard: Floats) -> Floats:
     return rank
 
 
+def _corrected(hazard: Floats, at_risk: Floats, returned: Floats) -> Floats:
+    """A hazard, corrected by counts."""
+    return np.asarray((returned + CLASS_WEIGHT * hazard) / (at_risk + CLASS_WEIGHT))
+
+
 def _product(one: Floats, other: Floats) -> Floats:
     """``oneᵀ other``, without BLAS, which would take all cores for it."""
     return np.asarray(np.einsum("ck,cl->kl", one, other))
@@ -243,8 +254,8 @@ def _sigmoid(logits: Floats) -> Floats:
 
 
 def _basis() -> Floats:
-    """ψ of each bin, ``[NUM_BINS, 3]``."""
-    z = np.linspace(-1.7, 1.7, NUM_BINS)
+    """ψ of each bin, ``[NUM_BINS, 3]``; of older ones than ``OLDEST_Z`` the same."""
+    z = np.minimum(np.linspace(-1.7, 1.7, NUM_BINS), OLDEST_Z)
     return np.stack((np.ones(NUM_BINS), z, z * z - 1), axis=1)
 
 
