@@ -529,6 +529,25 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
     assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
 
 
+def test_a_purge_whose_announcement_alone_was_lost_is_announced_again(fleet: MemoryFleet) -> None:
+    """A failover between the two: the number has come, and the tenant stands where it was announced before."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    a.replica.purge("acme")
+    fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+    before = deepcopy(fleet.store.announced)
+    fleet.clock.advance(0.01)
+    assert a.replica.purge("acme").pending == ("b",)
+    fleet.store.announced = before
+    fleet.clock.advance(0.01)
+    fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+    assert b.replica.tenants.generation("acme") == 2
+    num_purged = len(b.purged)
+    for _ in range(3):
+        fleet.clock.advance(0.01)
+        fleet.settle()
+    assert len(b.purged) == num_purged, "it is announced once"
+
+
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None:
     """That of the one who asks: what it knows of the others is then of no time, for as long as their leases."""
