@@ -3,7 +3,8 @@
 A share is absolute and stated anew with every beat, so a number that got lost heals by itself; what was
 granted last holds while the store is away. A generation is raised by a purge and announced to all; every
 replica forgets what it has of the tenant, and then confirms, under its epoch. Since namespace digests
-depend on the generation, what others still publish of an older one is met by nobody.
+depend on the generation, what others still publish of an older one is met by nobody. What a store has lost of that is
+told to it again by who obeyed it (``restore``), and no purge of it is complete meanwhile.
 
 Bounded: 65,536 purged tenants, as many names of tenants met here, 4,096 tenants with a share; about 200 bytes each
 (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten here.
@@ -175,9 +176,8 @@ class Tenants:
         """
         facts = self._store.tenant(self._keys.tenant(tenant))
         generation = max(facts.generation, self.generation(tenant))
-        confirmed = (
-            facts.confirmed if facts.generation == generation else {}
-        )  # a store that has lost the purge
+        is_kept = facts.generation == generation  # otherwise the store has lost it, and who confirmed
+        confirmed = facts.confirmed if is_kept else {}
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
         lists["pending"] += fetched.unread
