@@ -577,3 +577,17 @@ def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None
     with pytest.raises(StoreUnavailable):
         reader.refresh()
     assert reader.known()[0].info.lease_remaining_s <= 10.0
+
+
+def test_who_is_cut_off_knows_no_longer_of_purges_because_its_clock_is_turned_back(
+    fleet: MemoryFleet,
+) -> None:
+    a = fleet.join("a")
+    fleet.clock.advance(0.1)
+    assert a.knows_generations
+    fleet.go_down()
+    fleet.clock.now -= 3600.0
+    assert not a.knows_generations, "at once: who serves doesn't wait for the thread that beats"
+    fleet.come_back()
+    a.beat()
+    assert a.knows_generations
