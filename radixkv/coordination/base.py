@@ -267,8 +267,8 @@ class BaseCoordinator(WarmJobs, FleetPins):
         A tenant that would rather not be served than served stale isn't served while this is False. It is where more
         than a lease is left: the clock was turned back, and nobody has looked at it yet.
         """
-        until, now = min(self._heard_until, self._lease_until), self.clock()
-        return self._registered and now < until <= now + self.settings.lease_s
+        ends, now = (self._heard_until, self._lease_until), self.clock()
+        return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
 
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation. See the protocol."""
