@@ -580,7 +580,7 @@ def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None
 
 
 def test_who_is_cut_off_knows_no_longer_of_purges_because_its_clock_is_turned_back(
-    fleet: MemoryFleet,
+    fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = fleet.join("a")
     fleet.clock.advance(0.1)
@@ -589,5 +589,15 @@ def test_who_is_cut_off_knows_no_longer_of_purges_because_its_clock_is_turned_ba
     fleet.clock.now -= 3600.0
     assert not a.knows_generations, "at once: who serves doesn't wait for the thread that beats"
     fleet.come_back()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.store, "purges", away)
+        with pytest.raises(StoreUnavailable):
+            a.beat()
+        assert a.info().live and not a.knows_generations, "it has a lease again, and hasn't heard yet"
     a.beat()
     assert a.knows_generations
+
+
+def away(after: int) -> list[tuple[bytes, int]]:
+    """A store that answers the beat, and no more a moment later."""
+    raise StoreUnavailable("a moment after the beat")
