@@ -264,9 +264,11 @@ class BaseCoordinator(WarmJobs, FleetPins):
     def knows_generations(self) -> bool:
         """No purge can be complete that this replica hasn't obeyed: it heard of all within a lease. Local.
 
-        A tenant that would rather not be served than served stale isn't served while this is False.
+        A tenant that would rather not be served than served stale isn't served while this is False. It is where more
+        than a lease is left: the clock was turned back, and nobody has looked at it yet.
         """
-        return self._registered and self.clock() < min(self._heard_until, self._lease_until)
+        ends, now = (self._heard_until, self._lease_until), self.clock()
+        return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
 
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation. See the protocol."""

@@ -282,10 +282,10 @@ class MemoryStore:
         with self._open():
             return [self.accounts.get(tenant, Account()).generation for tenant in tenants]
 
-    def unannounced(self, tenants: Sequence[bytes]) -> set[bytes]:
+    def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         """See the protocol."""
         with self._open():
-            return {tenant for tenant in tenants if tenant not in self.announced}
+            return {tenant for tenant, at in positions.items() if self.announced.get(tenant, -1) < at}
 
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """See the protocol."""

@@ -218,7 +218,10 @@ class Reader:
         self._sighted = {
             name: each._replace(latest=now + each.lease_s) for name, each in self._sighted.items()
         }
-        self._lost = {name: now + self._sighted[name].lease_s for name in self._lost}
+        lost = [
+            name for name in list(self._lost) if name in self._sighted
+        ]  # another thread may add one meanwhile
+        self._lost = {name: now + self._sighted[name].lease_s for name in lost}
         self.failed_at = min(self.failed_at, now)
         self.remotes = {
             name: replace(each, live_until=min(each.live_until, now + each.info.lease_remaining_s))

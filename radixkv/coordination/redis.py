@@ -613,11 +613,12 @@ class RedisStore:
         return [_generation(reply) for reply in replies]
 
     @translated()
-    def unannounced(self, tenants: Sequence[bytes]) -> set[bytes]:
+    def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         """See the protocol."""
         found: set[bytes] = set()
-        for some in _slices(tenants):
-            places = self.connection.run(scripts.UNANNOUNCED, [PURGES_KEY], [each.hex() for each in some])
+        for some in _slices(list(positions)):
+            args: Args = [item for each in some for item in (each.hex(), positions[each])]
+            places = self.connection.run(scripts.UNANNOUNCED, [PURGES_KEY], args)
             found |= {some[int(place) - 1] for place in places}
         return found
 

@@ -24,7 +24,8 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
               least: were one given again that a store has lost, whoever stands there would miss it
     announced KEYS purges                         ARGV after -> {tenant, position …}
-    unannounced KEYS purges                       ARGV tenant … -> the places, from 1, of those that aren't there
+    unannounced KEYS purges                       ARGV (tenant position) … -> the places, from 1, of those that
+              aren't there, or only before that position
 
     job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
     list      KEYS jobs                           ARGV job ttl-ms max -> {how many, job that is too many …}
@@ -252,8 +253,9 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. after, '+inf', 'WITHSCORES')
 
 UNANNOUNCED = """
 local places = {}
-for place, tenant in ipairs(ARGV) do
-  if not redis.call('ZSCORE', KEYS[1], tenant) then table.insert(places, place) end
+for at = 1, #ARGV, 2 do
+  local position = redis.call('ZSCORE', KEYS[1], ARGV[at])
+  if not position or tonumber(position) < tonumber(ARGV[at + 1]) then table.insert(places, (at + 1) / 2) end
 end
 return places
 """

@@ -204,8 +204,8 @@ class Store(Protocol):
     def generations(self, tenants: Sequence[bytes]) -> list[int | None]:
         """The generation of each; None of those that could not be read, as their shard is away."""
 
-    def unannounced(self, tenants: Sequence[bytes]) -> set[bytes]:
-        """Those of these tenants that ``purges(0)`` doesn't have."""
+    def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
+        """Those of these tenants that ``purges(0)`` doesn't have, or only at a position before the one given."""
 
     def purges(self, after: int) -> list[tuple[bytes, int]]:
         """The tenants whose generation was raised, in this order, each with its position; those behind ``after``.

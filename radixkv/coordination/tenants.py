@@ -3,7 +3,8 @@
 A share is absolute and stated anew with every beat, so a number that got lost heals by itself; what was
 granted last holds while the store is away. A generation is raised by a purge and announced to all; every
 replica forgets what it has of the tenant, and then confirms, under its epoch. Since namespace digests
-depend on the generation, what others still publish of an older one is met by nobody.
+depend on the generation, what others still publish of an older one is met by nobody. What a store has lost of that is
+told to it again by who obeyed it (``restore``), and no purge of it is complete meanwhile.
 
 Bounded: 65,536 purged tenants, as many names of tenants met here, 4,096 tenants with a share; about 200 bytes each
 (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten here.
@@ -15,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store, Writer
 from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
@@ -54,6 +55,16 @@ class Purge:
         return not self.pending
 
 
+class _Obeyed(NamedTuple):
+    """The last purge of a tenant that was obeyed here: where it was announced."""
+
+    generation: int
+    position: int
+
+
+_NEVER = _Obeyed(0, 0)
+
+
 class Tenants:
     """See the module's docstring. ``follow`` by one thread at a time; the rest from any."""
 
@@ -73,7 +84,7 @@ class Tenants:
         self._reader = reader
         self._names: OrderedDict[bytes, str] = OrderedDict()
         self._meeting = threading.Lock()
-        self._generations: OrderedDict[bytes, int] = OrderedDict()
+        self._generations: OrderedDict[bytes, _Obeyed] = OrderedDict()
         self._unchecked: list[bytes] = []
         self._wanted: dict[str, int] = {}
         self._grants: dict[str, Grant] = {}
@@ -89,7 +100,7 @@ class Tenants:
 
     def generation(self, tenant: str) -> int:
         """The generation of a tenant as known here; local."""
-        return self._generations.get(self._keys.tenant(tenant), 0)
+        return self._generations.get(self._keys.tenant(tenant), _NEVER).generation
 
     def first_met(self, tenant: str) -> int:
         """The generation of a tenant that has something here now; local."""
@@ -148,14 +159,14 @@ class Tenants:
         if is_new:
             self._cursor = 0
         for tenant, position in raised:
-            self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant))
+            self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant), position)
             self._cursor = position  # smaller than before where the store has lost what it announced
 
     def raise_generation(self, tenant: str) -> Durable:
         """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
-        above = max(self._store.tenant(digest).generation, self._generations.get(digest, 0))
+        above = max(self._store.tenant(digest).generation, self.generation(tenant))
         return self._store.raise_generation(digest, above)
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
@@ -165,9 +176,8 @@ class Tenants:
         """
         facts = self._store.tenant(self._keys.tenant(tenant))
         generation = max(facts.generation, self.generation(tenant))
-        confirmed = (
-            facts.confirmed if facts.generation == generation else {}
-        )  # a store that has lost the purge
+        is_kept = facts.generation == generation  # otherwise the store has lost it, and who confirmed
+        confirmed = facts.confirmed if is_kept else {}
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
         lists["pending"] += fetched.unread
@@ -197,25 +207,26 @@ class Tenants:
             self._unchecked = list(self._generations)
         taken = self._unchecked if everything else self._unchecked[-_CHECKED_A_BEAT:]
         self._unchecked = self._unchecked[: -len(taken)]
-        digests = [digest for digest in taken if digest in self._generations]
-        unannounced = self._store.unannounced(digests) if digests else set()
-        for digest, generation in zip(digests, self._store.generations(digests), strict=True):
-            known = self._generations[digest]
-            if generation is not None and (generation < known or digest in unannounced):
-                self._store.raise_generation(digest, known - 1)
+        known = {digest: self._generations[digest] for digest in taken if digest in self._generations}
+        positions = {digest: obeyed.position for digest, obeyed in known.items()}
+        unannounced = self._store.unannounced(positions) if known else set()
+        for digest, generation in zip(known, self._store.generations(list(known)), strict=True):
+            mine = known[digest].generation
+            if generation is not None and (generation < mine or digest in unannounced):
+                self._store.raise_generation(digest, mine - 1)
 
-    def _obey(self, writer: Writer, digest: bytes, tenant: str | None) -> None:
-        """Purge what is announced, and confirm it; ``tenant`` None: it has nothing here.
+    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, position: int) -> None:
+        """Purge what is announced there, and confirm it; ``tenant`` None: it has nothing here.
 
         Also what was purged already, or more often: where the store has lost its generations, the same number may
         stand for a later purge, and so may a smaller one, or none, which is raised then.
         """
         generation = self._store.tenant(digest).generation
-        known = self._generations.get(digest, 0)
+        known = self._generations.get(digest, _NEVER).generation
         if generation < max(known, 1):
             generation = self._store.raise_generation(digest, known).value
         if generation:
-            self._generations[digest] = generation
+            self._generations[digest] = _Obeyed(generation, position)
             self._generations.move_to_end(digest)
             if len(self._generations) > MAX_PURGES:
                 self._generations.popitem(last=False)

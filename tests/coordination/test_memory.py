@@ -529,6 +529,25 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
     assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
 
 
+def test_a_purge_whose_announcement_alone_was_lost_is_announced_again(fleet: MemoryFleet) -> None:
+    """A failover between the two: the number has come, and the tenant stands where it was announced before."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    a.replica.purge("acme")
+    fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+    before = deepcopy(fleet.store.announced)
+    fleet.clock.advance(0.01)
+    assert a.replica.purge("acme").pending == ("b",)
+    fleet.store.announced = before
+    fleet.clock.advance(0.01)
+    fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+    assert b.replica.tenants.generation("acme") == 2
+    num_purged = len(b.purged)
+    for _ in range(3):
+        fleet.clock.advance(0.01)
+        fleet.settle()
+    assert len(b.purged) == num_purged, "it is announced once"
+
+
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None:
     """That of the one who asks: what it knows of the others is then of no time, for as long as their leases."""
@@ -558,3 +577,27 @@ def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None
     with pytest.raises(StoreUnavailable):
         reader.refresh()
     assert reader.known()[0].info.lease_remaining_s <= 10.0
+
+
+def test_who_is_cut_off_knows_no_longer_of_purges_because_its_clock_is_turned_back(
+    fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = fleet.join("a")
+    fleet.clock.advance(0.1)
+    assert a.knows_generations
+    fleet.go_down()
+    fleet.clock.now -= 3600.0
+    assert not a.knows_generations, "at once: who serves doesn't wait for the thread that beats"
+    fleet.come_back()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.store, "purges", away)
+        with pytest.raises(StoreUnavailable):
+            a.beat()
+        assert a.info().live and not a.knows_generations, "it has a lease again, and hasn't heard yet"
+    a.beat()
+    assert a.knows_generations
+
+
+def away(after: int) -> list[tuple[bytes, int]]:
+    """A store that answers the beat, and no more a moment later."""
+    raise StoreUnavailable("a moment after the beat")

@@ -24,7 +24,7 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Router, Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
-from radixkv.coordination.protocol import WIRE_VERSION, JobPart, WarmJob
+from radixkv.coordination.protocol import WIRE_VERSION, FleetPin, JobPart, WarmJob
 from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore, _greet
 from radixkv.coordination.store import Share, Writer
 from radixkv.coordination.wire import Entry, Registration
@@ -230,6 +230,8 @@ def test_no_ids_names_or_contents_in_the_server(fleet: RedisFleet) -> None:
     a.report_job(job.id, "failed", 512, error="out_of_blocks")
     a.set_limit(tenant, 100)
     assert a.reserve(tenant, 64).blocks == b.reserve(tenant, 36).blocks + 28
+    pin = FleetPin("1" * 32, b.keys.namespace(namespace), 1024, "=a,b")
+    assert a.keep_pin(tenant, pin, 60.0) and a.state_pin(tenant, pin.id, "failed", 0, "out_of_blocks")
     assert a.purge(tenant).generation == 1
     with cache.open(namespace, ids) as sequence:
         sequence.commit(len(ids))
@@ -239,7 +241,8 @@ def test_no_ids_names_or_contents_in_the_server(fleet: RedisFleet) -> None:
     a.publish()
     a.beat()
     kinds = {key.decode().rpartition(":")[2] for key in fleet.client.scan_iter("*")}
-    assert kinds >= {"meta", "lease", "ev", "snapmeta", "0", "load", "q", "job", "replicas", "purges", "jobs"}
+    assert kinds >= {"meta", "lease", "ev", "snapmeta", "0", "load", "q", "p", "job"}
+    assert kinds >= {"replicas", "purges", "jobs"}
     dump = b"\n".join(everything(fleet.client))
     assert len(dump) > 1000 and job.id.encode() in dump
     for text in (tenant, salt, adapter, "secret-model", SECRET.decode()):
@@ -991,7 +994,7 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.tenant(tenant)
     yield lambda: store.purges(0)
     yield lambda: store.generations([tenant])
-    yield lambda: store.unannounced([tenant])
+    yield lambda: store.unannounced({tenant: 1})
     yield lambda: store.save_job(job)
     yield lambda: store.own_job(job.id, ("b", 1), ("a", 1))
     yield lambda: store.add_part(job.id, ("a", 1), JobPart("b", 1, "queued"))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv import audit
+from tests.coordination.test_redis import client_of, everything
 from tests.redis_server import ClusterServers, SentinelServers
 from tests.service.running import Running, eventually, service_in_thread
 
 IDS = list(range(5, 5 + 16 * 40))
+SALT = "a salt that stays here"
 Pair = tuple[Running, Running]
 
 
@@ -32,6 +34,11 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         yield found[0], found[1]
         for each in found:
             audit.check(each.service.cache)
+        with closing(client_of(servers)) as client:
+            written = b"\n".join(everything(client))
+    assert len(written) > 1_000
+    for name in (b"acme", SALT.encode(), b"a secret of this test's fleet"):
+        assert name not in written and name.hex().encode() not in written
 
 
 def reachable(each: Running) -> list[str]:
@@ -54,8 +61,8 @@ def test_the_work_of_a_fleet(pair: Pair) -> None:
     warmed = a.acme.post("/v1/warm", json={"token_ids": IDS, "replicas": "all"}).json()
     assert states(warmed) == {"a": "done", "b": "done"} and matched(b) == len(IDS)
 
-    a.acme.post("/v1/warm", json={"token_ids": IDS, "salt": "routed"})
-    routed = {"token_ids": IDS, "salt": "routed", "predict": False}
+    a.acme.post("/v1/warm", json={"token_ids": IDS, "salt": SALT})
+    routed = {"token_ids": IDS, "salt": SALT, "predict": False}
 
     def is_routed_to_a() -> bool:
         first = b.acme.post("/v1/route", json=routed).json()["candidates"][0]
@@ -75,5 +82,5 @@ def test_the_work_of_a_fleet(pair: Pair) -> None:
 
     assert b.operator.post("/v1/tenants/acme/purge").status_code == 200
     eventually(lambda: a.operator.get("/v1/tenants/acme/purge").json()["complete"], "both have confirmed")
-    assert [matched(a), matched(b), matched(a, "routed")] == [0, 0, 0]
+    assert [matched(a), matched(b), matched(a, SALT)] == [0, 0, 0]
     eventually(lambda: a.acme.get("/v1/pins").json() == b.acme.get("/v1/pins").json() == {"pins": []})

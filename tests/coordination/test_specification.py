@@ -88,7 +88,7 @@ def readable(store: Store) -> dict[str, Any]:
         "tenants": [account(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
         "purges": [tenant for tenant, _ in store.purges(0)],
         "generations": store.generations([b"t" * 32, b"v" * 32, b"u" * 32]),
-        "unannounced": store.unannounced([b"v" * 32, b"u" * 32, b"t" * 32]),
+        "unannounced": store.unannounced({b"v" * 32: 0, b"u" * 32: 10**14, b"t" * 32: 1}),
         "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
         "pins": [pinned(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
     }
