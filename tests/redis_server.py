@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 
 
 class Binary(NamedTuple):

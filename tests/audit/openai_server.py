@@ -1,19 +1,22 @@
 """An OpenAI-compatible server over a real socket, with a prefix cache that may be shared across keys.
 
-It answers as slowly as it computes: ``COMPUTE_S`` for a prompt that it doesn't know, next to nothing for others.
+It answers as slowly as it computes, by the clock of its ``Behaviour``: ``COMPUTE_S`` for a prompt that it doesn't know,
+next to nothing for others, and some noise. No machine is quiet enough for a test to tell them apart by a real clock.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from radixkv.clock import ManualClock
 
 COMPUTE_S = 0.008
 
@@ -32,6 +35,8 @@ class Behaviour:
     known: set[tuple[str, str]] = field(default_factory=set)
     served: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     paths: list[str] = field(default_factory=list)
+    clock: ManualClock = field(default_factory=ManualClock)
+    noise: random.Random = field(default_factory=lambda: random.Random(0))
 
 
 @contextmanager
@@ -81,8 +86,7 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
         def _complete(self, number: int, prompt: str, stream: bool) -> None:
             who = "" if behaviour.shares else self.headers["Authorization"]
             cached = (who, prompt) in behaviour.known
-            if not cached:
-                time.sleep(COMPUTE_S)
+            behaviour.clock.advance(behaviour.noise.expovariate(4 / COMPUTE_S) + (0 if cached else COMPUTE_S))
             if behaviour.caches:
                 behaviour.known.add((who, prompt))
             tokens = len(prompt.split())

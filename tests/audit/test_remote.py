@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from radixkv.audit import remote
+from radixkv.audit import target as target_module
 from radixkv.audit.target import Target, TargetError
 from radixkv.audit.timing import TimingPlan
 from radixkv.audit.verdict import AuditReport, Verdict
@@ -17,7 +19,13 @@ PLAN = TimingPlan(samples=40, control=30, prompt_words=4)
 
 
 def audited(behaviour: Behaviour, **named: Any) -> AuditReport:
-    with openai_server(behaviour) as url:
+    """What the audit says of it, by the clock of that server."""
+    with openai_server(behaviour) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            target_module,
+            "time",
+            SimpleNamespace(perf_counter=behaviour.clock, sleep=behaviour.clock.advance),
+        )
         return remote.run(url, ("key-a", "key-b"), PLAN, probes=3, **named)
 
 

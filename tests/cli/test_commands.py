@@ -19,6 +19,7 @@ from radixkv.cli import commands
 from radixkv.service.client import ServiceError
 from tests.service.running import Running, service_in_thread
 
+pytestmark = pytest.mark.timeout(600)  # most commands are processes of their own, and load torch
 Result = subprocess.CompletedProcess[str]
 
 
@@ -32,7 +33,7 @@ def run(*arguments: str, **environment: str) -> Result:
     """``radixkv`` in a process of its own, as a user runs it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
     command = [sys.executable, "-m", "radixkv.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, env={**clean, **environment})
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env={**clean, **environment})
 
 
 def complaint(result: Result, code: int = 2) -> str:
@@ -261,7 +262,7 @@ def test_audit_of_a_cache_of_ones_own(tmp_path: Path) -> None:
     root = str(Path(radixkv.__file__).parents[1])
     paths = [root, f"{root}/policies", f"{root}/kernels", os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment)
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert done.stdout.splitlines()[-1] == "leaky_cache:Leaky: leaks"
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("cross-tenant probe"))

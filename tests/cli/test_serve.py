@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.service.server import bind
-from tests.service.running import Process, client, eventually, served
+from tests.service.running import START_S, Process, client, eventually, served
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_busy_port_is_one_line(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         process = Process(["--port", port], tmp_path / "log")
-        assert process.process.wait(60) == 2
+        assert process.process.wait(START_S) == 2
     (line,) = process.output.splitlines()
     assert line.startswith(f"radixkv: --port: {port} is not allowed") and "no other process" in line
 

@@ -766,16 +766,16 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
             kept, gone = prompt(512), prompt(512, seed=1)
             store(a, ACME, kept)
             store(a, ACME, gone)
-            a.set_limit("acme", 7)
-            generation = a.purge("other").generation
+            fleet.eventually(lambda: a.set_limit("acme", 7).replicated and a.purge("other").replicated)
+            generation = a.purge_report("other").generation
             fleet.eventually(lambda: hinted(b, ACME, kept) and hinted(b, ACME, gone))
             old.kill()
             remove(a, ACME, gone, 0)
             fleet.eventually(lambda: servers.master is not old)
             fleet.eventually(lambda: a.health().is_ok and b.health().is_ok)
             fleet.eventually(lambda: hinted(b, ACME, kept) == {"a": 512} and not hinted(b, ACME, gone))
-            assert a.store.tenant(a.keys.tenant("acme")).limit == 7
-            assert a.store.tenant(a.keys.tenant("other")).generation == generation
+            fleet.eventually(lambda: a.store.tenant(a.keys.tenant("acme")).limit == 7)
+            fleet.eventually(lambda: a.store.tenant(a.keys.tenant("other")).generation == generation)
     finally:
         servers.kill()
 
@@ -825,7 +825,7 @@ def offset(server: RedisServer) -> str:
 
 def test_a_paused_server_delays_nobody(fleet: RedisFleet) -> None:
     """While Redis is stopped every local answer goes on; the state says so, and all heals when it goes on."""
-    a, b = fleet.replica("a"), fleet.join("b")
+    a, b = fleet.replica("a", lease_s=8.0), fleet.join("b", lease_s=8.0)
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
     a.attach(cache)
     a.register()
@@ -842,7 +842,7 @@ def test_a_paused_server_delays_nobody(fleet: RedisFleet) -> None:
         a.peers()
         a.health()
         longest_s = max(longest_s, time.perf_counter() - start)
-    assert longest_s < 0.5, "the client's timeout is 0.5 s: nothing may have waited for it"
+    assert longest_s < 2.0, "the client's timeout is 2 s: nothing may have waited for it"
     fleet.eventually(lambda: not a.info().live and not a.knows_generations)
     assert a.peers() == [] and a.hints(ACME, prompt(512)) == []
     fleet.server.resume()

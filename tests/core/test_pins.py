@@ -344,16 +344,21 @@ def test_a_strict_tenant_may_pin_all_that_it_has() -> None:
     audit.check(cache)
 
 
+def threads() -> set[threading.Thread]:
+    """Those of upkeep."""
+    return {thread for thread in threading.enumerate() if thread.name == "radixkv-upkeep"}
+
+
 def test_upkeep_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the monotonic clock, in its thread, which is there from the first pin on; the cache goes with its last one."""
     monkeypatch.setattr(upkeep, "PERIOD_S", 0.01)
-    before = set(threading.enumerate())
+    before = threads()
     cache = PrefixCache(CacheConfig(8, 4, default_tenant=Tenant("default", max_pinned_blocks=8)))
     compute(cache, range(8))
-    assert set(threading.enumerate()) <= before
+    assert threads() <= before
     cache.pin(NS, range(8), 0.05)
     cache.pin(NS, range(4), 0.02)
-    (thread,) = set(threading.enumerate()) - before
+    (thread,) = threads() - before
     until = time.monotonic() + 60
     while cache.stats().num_pins:
         assert time.monotonic() < until

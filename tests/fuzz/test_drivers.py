@@ -15,6 +15,9 @@ from fuzz.coverage_guided import TARGETS
 from fuzz.fleet import history, plan
 from fuzz.targets.material import Material
 
+pytestmark = pytest.mark.timeout(
+    600
+)  # drivers load torch, Hypothesis and Schemathesis, each in its own process
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "fuzz" / "corpus"
 SEED, FAULTS_S = 296, 5.0
@@ -23,7 +26,7 @@ SEED, FAULTS_S = 296, 5.0
 def driven(driver: str, *options: str) -> str:
     """What a driver prints."""
     command = [sys.executable, str(ROOT / "fuzz" / driver), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 

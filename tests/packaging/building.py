@@ -24,7 +24,7 @@ def build(source: Path, kind: str, out: Path, **environment: str) -> Path:
         str(source),
     ]
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=inherited | environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=inherited | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = out.iterdir()
     return made

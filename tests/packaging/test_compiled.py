@@ -14,6 +14,7 @@ import pytest
 
 from tests.packaging.building import ROOT, build, files_of
 
+pytestmark = pytest.mark.timeout(600)  # a compiler that shares its cores takes minutes
 CODE = """
 import radixkv
 cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))
@@ -52,7 +53,7 @@ def use(site: Path, **environment: str) -> tuple[str, ...]:
         text=True,
         env={**inherited, "PYTHONPATH": str(site), **environment},
         cwd=site,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     compiled, matched, *files = done.stdout.split()
@@ -124,7 +125,7 @@ def compile_in(tree: Path, **environment: str) -> subprocess.CompletedProcess[st
         text=True,
         env={**inherited, **environment},
         cwd=tree,
-        timeout=150,
+        timeout=500,
     )
 
 

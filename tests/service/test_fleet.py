@@ -18,8 +18,9 @@ from radixkv.service.fleet import WARM_PATH
 from tests.redis_server import RedisServer
 from tests.service.running import Process, Running, client, eventually, served, service_in_thread
 
+pytestmark = pytest.mark.timeout(600)  # replicas are started, which loads torch, and leases run out
 SECRET = b"a secret of this test's fleet"
-LEASE_S = 2.0
+LEASE_S = 4.0
 IDS = list(range(5, 5 + 16 * 40))
 
 Start = Callable[[str], Process]
@@ -132,7 +133,7 @@ def join(redis_server: RedisServer, tmp_path: Path) -> Iterator[Callable[..., Ru
     with ExitStack() as stack:
 
         def begin(name: str, **settings: str) -> Running:
-            fleet = {"redis": redis_server.url, "replica": name, "lease-s": "1", "fleet-secret": str(secret)}
+            fleet = {"redis": redis_server.url, "replica": name, "lease-s": "4", "fleet-secret": str(secret)}
             return stack.enter_context(service_in_thread(**{"num-blocks": "256", **fleet, **settings}))
 
         yield begin

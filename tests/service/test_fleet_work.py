@@ -19,6 +19,7 @@ from tests.redis_server import RedisServer, find_binary
 from tests.service.running import Process, client, eventually
 from tests.tcp_proxy import TcpProxy
 
+pytestmark = pytest.mark.timeout(600)  # replicas are started, which loads torch, and leases run out
 IDS = list(range(5, 5 + 16 * 40))
 LEASE_S = 3
 BUDGET = {"max_pinned_blocks": 200}

@@ -40,7 +40,7 @@ def join(redis_server: RedisServer, secret: Path) -> Iterator[Join]:
     with ExitStack() as stack:
 
         def begin(name: str, **settings: str) -> Running:
-            fleet = {"redis": redis_server.url, "replica": name, "lease-s": "1", "fleet-secret": str(secret)}
+            fleet = {"redis": redis_server.url, "replica": name, "lease-s": "4", "fleet-secret": str(secret)}
             return stack.enter_context(service_in_thread(**{"num-blocks": "256", **fleet, **settings}))
 
         yield begin

@@ -53,8 +53,9 @@ def run(
 
     ``with_storage``: run without a storage, with one (needs torch), or both. ``modes``: ``"strict"`` needs a
     cache with tenants (``TwoRuns`` alone). ``progress`` is called after each example that found nothing, with
-    their number. The same arguments do the same. Hypothesis is quiet and keeps nothing on disk; a failure is
-    shrunk, which takes some hundred further examples, and reported.
+    their number. The same arguments do the same while the same modules are loaded: Hypothesis draws constants of their
+    sources too. It is quiet and keeps nothing on disk; a failure is shrunk, which takes some hundred further examples,
+    and reported.
     """
     attributes = {
         "factory": staticmethod(factory),
