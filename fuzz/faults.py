@@ -329,6 +329,16 @@ class Round:
                 return
             time.sleep(0.1)
         self.wrong.append(f"not within {HEAL_S:g} s: {what}: {said}")
+        self.wrong += self._what_they_do()
+
+    def _what_they_do(self) -> list[str]:
+        """Where each claimant stands, and where its threads are: what never ends is seen there."""
+        told = []
+        for name, claimants in self.world.claimants.items():
+            for each in claimants:
+                state, stacks = each.ask("state", False), each.ask("stacks")
+                told.append(f"{name}: {answered(state, 5.0)}\n{answered(stacks, 5.0)}")
+        return told
 
     def _go(self, act: Callable[..., None], *arguments: Any) -> None:
         def run() -> None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from hashlib import sha256
 from multiprocessing.connection import Connection
@@ -98,7 +100,7 @@ class Worker:
                 number, name, arguments = self.pipe.recv()
             except (EOFError, OSError):
                 return
-            if name in ("serve", "state", "turn"):
+            if name in ("serve", "stacks", "state", "turn"):
                 self.reply(number, getattr(self, name)(*arguments))
             else:
                 self.waiting.put((number, name, arguments))
@@ -171,6 +173,14 @@ class Worker:
         """Turn the clock of this replica."""
         self.offset_s += seconds
 
+    def stacks(self) -> str:
+        """What each thread is at."""
+        names = {each.ident: each.name for each in threading.enumerate()}
+        return "\n".join(
+            f"thread {names.get(thread)}\n{''.join(traceback.format_stack(frame))}"
+            for thread, frame in sys._current_frames().items()
+        )
+
     def state(self, with_hints: bool) -> dict[str, Any]:
         """Where it stands; with what it holds and what it thinks of others."""
         health = self.coordinator.health()
@@ -178,6 +188,7 @@ class Worker:
             "state": health.state,
             "reason": health.reason,
             "epoch": health.epoch,
+            "live": self.coordinator.info().live,
             "queued": health.num_queued,
             "peers": [peer.id for peer in self.coordinator.peers()],
             "generations": {tenant: self.coordinator.tenants.generation(tenant) for tenant in TENANTS},
