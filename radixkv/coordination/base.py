@@ -332,6 +332,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
             except ConfigError:
                 return self._wait_s(self.settings.lease_s)
             except StaleEpoch:
+                self._fence()
                 return self._sleep(None)
             self._num_failures = 0
             pause_s = self._next_beat - self.clock()
@@ -518,13 +519,16 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def _obey(self, standing: Standing) -> None:
         if standing.verdict == "FENCED":
-            self._lease_until = self._heard_until = float("-inf")
-            self._publisher.suspend()
-            self._set_state("fenced", "a younger process has registered this id")
             raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")
         if standing.verdict == "LOST":
             self._registered = False
         self._dirty = self._dirty or standing.verdict != "OK"
+
+    def _fence(self) -> None:
+        """A younger process has this id, whichever key of the store said so: for good, also where others forgot it."""
+        self._lease_until = self._heard_until = float("-inf")
+        self._publisher.suspend()
+        self._set_state("fenced", "a younger process has registered this id")
 
     def _require_standing(self) -> None:
         if self._state == "fenced":
@@ -551,6 +555,9 @@ class BaseCoordinator(WarmJobs, FleetPins):
             raise
         except ConfigError as error:
             self._set_state("refused", str(error))
+            raise
+        except StaleEpoch:
+            self._fence()
             raise
         if self._registered:
             self._set_state("ok")

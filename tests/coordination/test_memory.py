@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +95,29 @@ def fleet() -> Iterator[MemoryFleet]:
 
 class TestMemoryCoordinator(CoordinatorContract):
     """The reference semantics."""
+
+
+@pytest.mark.parametrize("by", ["beat", "reserve", "thread"])
+def test_a_share_of_a_younger_process_fences_too(fleet: MemoryFleet, by: str) -> None:
+    """Where a failover has lost the registration of the younger one, its share may be all that tells of it."""
+    older = fleet.join("a")
+    older.set_limit("acme", 100)
+    older.reserve("acme", 10)
+    registration = copy(fleet.store.records["a"])
+    younger = fleet.join("a")
+    younger.reserve("acme", 20)
+    fleet.store.records["a"] = registration
+    if by == "thread":
+        fleet.clock.advance(older.settings.beat_s)
+        assert older._step() is None, "it has nothing to do any more"
+    else:
+        with pytest.raises(StaleEpoch, match="a younger process"):
+            older.beat() if by == "beat" else older.reserve("acme", 10)
+    assert older.health().state == "fenced" and not older.info().live
+    with pytest.raises(StaleEpoch):
+        older.publish()
+    younger.beat()
+    assert younger.health().is_ok and younger.info().live
 
 
 def alone(**overrides: Any) -> Any:
