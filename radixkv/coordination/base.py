@@ -62,6 +62,8 @@ _DROWSY_S = 1.0
 _ENTRIES_A_WRITE = 1_024
 _ENTRY_BYTES = 256
 """What an entry takes in the store beside its digests, roughly."""
+_LOOKS_OF_THE_FENCED = 6
+"""How often in a row, a beat apart, a fenced replica finds that nobody holds its id, before it takes it: two leases."""
 _DIGEST_BYTES_HELD = 130
 """What a digest takes in the mirror, roughly."""
 
@@ -103,6 +105,8 @@ class BaseCoordinator(WarmJobs, FleetPins):
         self._is_new_epoch = True
         self._met_epochs: frozenset[tuple[str, int]] = frozenset()
         self._heard_bytes, self._heard_at = 0, float("-inf")
+        self._fencers: list[Registration] = []
+        self._num_looks = 0
 
     # ---- the protocol, in the order of a replica's life
 
@@ -316,8 +320,13 @@ class BaseCoordinator(WarmJobs, FleetPins):
         without one it sleeps, and the next record wakes it.
         """
         with self._writing:
-            if self._state in ("fenced", "left") or self._closed:
+            if self._state == "left" or self._closed:
                 return self._sleep(None)
+            if self._state == "fenced":
+                if not self._is_abandoned():
+                    return self.settings.beat_s
+                self._registered = False
+                self._set_state("new")
             now = self.clock()
             if now < self._looked_at:  # the clock was turned back: what it said before says nothing
                 self._next_beat = self._retry_at = self._lease_until = self._heard_at = now
@@ -333,7 +342,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
                 return self._wait_s(self.settings.lease_s)
             except StaleEpoch:
                 self._fence()
-                return self._sleep(None)
+                return self.settings.beat_s
             self._num_failures = 0
             pause_s = self._next_beat - self.clock()
             return self._sleep(
@@ -525,10 +534,27 @@ class BaseCoordinator(WarmJobs, FleetPins):
         self._dirty = self._dirty or standing.verdict != "OK"
 
     def _fence(self) -> None:
-        """A younger process has this id, whichever key of the store said so: for good, also where others forgot it."""
+        """A younger process has this id, whichever key of the store said so, and be it that others forgot it."""
         self._lease_until = self._heard_until = float("-inf")
+        self._fencers, self._num_looks = [], 0
         self._publisher.suspend()
         self._set_state("fenced", "a younger process has registered this id")
+
+    def _is_abandoned(self) -> bool:
+        """Whether nobody has held the id that was taken from this replica, for two leases: it may be taken again.
+
+        A registration may arrive long after who sent it has given up on it: a process that has died, or this one,
+        which has registered again meanwhile. It has never held a lease, and never will.
+        """
+        try:
+            seen, unread = self.store.fetch([self.replica_id])
+        except StoreUnavailable:
+            return False
+        fencers = [each.registration for each in seen]
+        if unread or fencers != self._fencers or any(each.lease_ms for each in fencers):
+            self._fencers, self._num_looks = fencers, 0
+        self._num_looks += 1
+        return self._num_looks > _LOOKS_OF_THE_FENCED
 
     def _require_standing(self) -> None:
         if self._state == "fenced":

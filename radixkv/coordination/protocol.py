@@ -26,7 +26,8 @@ Rules that every implementation keeps:
 1. A replica is the only writer of its own facts: what it holds, its load, its part of a job.
 2. What is known of another replica is a hint. It may be forgotten at any time, and never persistently wrong.
 3. A registration has an epoch, greater than all before it of the same id. Entries of an older epoch count
-   for nothing, and whoever still writes with one is fenced: StaleEpoch, and nothing more is written.
+   for nothing, and whoever still writes with one is fenced: StaleEpoch, and nothing more is written. It takes
+   its id again if nobody has held a lease of it for two: then a registration had come after its sender was gone.
 4. A replica that stops beating leaves every view within its lease. Liveness is compared when it is read.
 5. No token id, tenant name or KV byte reaches the store: digests of ``keys.py`` do.
 6. An address counts only with its proof: whoever can write to the store, but lacks the fleet secret, can

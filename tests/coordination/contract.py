@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -353,6 +354,18 @@ class CoordinatorContract:
         fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
         with pytest.raises(StaleEpoch):
             second.beat()
+
+    def test_a_registration_that_comes_late_takes_the_id_from_nobody_for_long(self, fleet: Fleet) -> None:
+        """One whose answer nobody awaits any more, be it that the process has died, or has registered again since."""
+        a, b, ids = fleet.join("a"), fleet.join("b"), prompt(512)
+        cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=a.journal)
+        a.attach(cache)
+        with cache.open(ACME, ids) as sequence:
+            sequence.commit(512)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
+        late = a.store.boot(replace(a._registration(a.info().epoch), nonce="late")).value
+        fleet.eventually(lambda: a.info().epoch > late and a.info().live and a.health().is_ok)
+        fleet.eventually(lambda: hinted(b, ACME, ids) == {"a": 512})
 
     @pytest.mark.parametrize(
         ("overrides", "setting"),

@@ -63,6 +63,8 @@ class MemoryFleet(Fleet):
                     member.beat()
                 with suppress(StoreUnavailable, StaleEpoch):
                     member.publish()
+            elif id(member) not in self.dead and member.health().state == "fenced":
+                member._step()
 
     def kill(self, coordinator: BaseCoordinator) -> None:
         self.dead.add(id(coordinator))
@@ -109,7 +111,7 @@ def test_a_share_of_a_younger_process_fences_too(fleet: MemoryFleet, by: str) ->
     fleet.store.records["a"] = registration
     if by == "thread":
         fleet.clock.advance(older.settings.beat_s)
-        assert older._step() is None, "it has nothing to do any more"
+        older._step()
     else:
         with pytest.raises(StaleEpoch, match="a younger process"):
             older.beat() if by == "beat" else older.reserve("acme", 10)
@@ -118,6 +120,41 @@ def test_a_share_of_a_younger_process_fences_too(fleet: MemoryFleet, by: str) ->
         older.publish()
     younger.beat()
     assert younger.health().is_ok and younger.info().live
+
+
+@pytest.mark.parametrize("end", ["killed", "left", "lost"])
+def test_the_fenced_one_waits_for_good_unless_nobody_ever_held_its_lease(
+    fleet: MemoryFleet, end: str
+) -> None:
+    older, younger = fleet.join("a"), fleet.join("a")
+    with pytest.raises(StaleEpoch):
+        older.beat()
+    if end == "left":
+        younger.leave()
+    fleet.kill(younger)
+    if end == "lost":
+        fleet.lose()
+    for _ in range(100):
+        fleet.clock.advance(older.settings.beat_s)
+        older._step()
+    assert older.health().state == ("ok" if end == "lost" else "fenced")
+    assert older.info().live == (end == "lost")
+
+
+def test_the_fenced_one_gives_way_to_whoever_registers_while_it_waits(fleet: MemoryFleet) -> None:
+    older = fleet.join("a")
+    registration = older._registration(older.info().epoch)
+    for attempt in range(20):  # of a process whose answers are lost
+        fleet.store.boot(replace(registration, nonce=f"attempt {attempt}"))
+        for _ in range(5):
+            fleet.clock.advance(older.settings.beat_s)
+            older._step()
+        assert older.health().state == "fenced"
+    younger = fleet.join("a")
+    fleet.clock.advance(older.settings.beat_s)
+    older._step()
+    younger.beat()
+    assert older.health().state == "fenced" and younger.health().is_ok and younger.info().live
 
 
 def alone(**overrides: Any) -> Any:
