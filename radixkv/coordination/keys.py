@@ -23,7 +23,7 @@ import hashlib
 import hmac
 from typing import TYPE_CHECKING, NamedTuple
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128
 
 from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
@@ -40,8 +40,8 @@ MIN_SECRET_BYTES = 16
 
 _CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
 _MAX_KNOWN_NAMESPACES = 4096
-_FEW, _SHORT_BYTES = 2, 1 << 16
-"""So few segments, behind so little, are each hashed from the start: quicker than a stream, 1.5 against 1.8 µs."""
+_SHORT_BYTES = 1 << 16
+"""A key in pieces up to here is joined: that takes 0.2 µs, and reading two segments piece by piece 0.9 µs more."""
 SCOPE_BYTES = 600
 """What the keys of one namespace take, roughly."""
 
@@ -85,20 +85,22 @@ class Scope(NamedTuple):
     def digests(self, key: Key, first: int, stop: int) -> list[bytes]:
         """Prefix digests of segments ``[first, stop)`` of ``key``, which are there. See ``FleetKeys.digests``.
 
-        A key in pieces is read as it is: joining it would cost as much as reading it.
+        A long key in pieces is read as it is: joining it would cost as much as reading it.
         """
         if first >= stop:
             return []
         begun, end = self.keyed.copy, (first + 1) * SEGMENT_BYTES
         if not isinstance(key, bytes):
-            return self._digests(key, end, stop - first)
-        if stop - first <= _FEW and end <= _SHORT_BYTES:
-            few = []
-            for stop_byte in range(end, stop * SEGMENT_BYTES + 1, SEGMENT_BYTES):
-                hashed = begun()
-                hashed.update(xxh3_128_digest(key[:stop_byte]))
-                few.append(hashed.digest())
-            return few
+            if stop * SEGMENT_BYTES > _SHORT_BYTES:
+                return self._digests(key, end, stop - first)
+            key = b"".join(key)
+        if stop - first == 2:  # what most requests add, and its parent: three quarters of the loop's time
+            view = memoryview(key)
+            stream, hashed, another = xxh3_128(view[:end]), begun(), begun()
+            hashed.update(stream.digest())
+            stream.update(view[end : end + SEGMENT_BYTES])
+            another.update(stream.digest())
+            return [hashed.digest(), another.digest()]
         view = memoryview(key)
         stream, hashed = xxh3_128(view[:end]), begun()
         hashed.update(stream.digest())

@@ -136,19 +136,9 @@ class Publisher:
             self.mirror.clear()
             self._scopes, self._generations = {}, {}
             return Drained([], True)
-        entries: list[Entry] = []
-        take, records = self._queue.popleft, list[Record]()
-        for _ in range(min(DRAIN_RECORDS, len(self._queue))):
-            record = take()
-            self._drained_bytes += _RECORD_BYTES
-            if record[0] != "raise":
-                records.append(record)
-                continue
-            self._digest(entries, records)
-            records = []
-            entries += self._raise(*record[1:])
-        self._digest(entries, records)
-        return Drained(entries, False)
+        take = self._queue.popleft
+        records = [take() for _ in range(min(DRAIN_RECORDS, len(self._queue)))]
+        return Drained(self._digest(records), False)
 
     def rebuild(self, resident: Resident, between: Callable[[], None]) -> None:
         """Fill the mirror with what is resident; ``between`` is called now and then. O(nodes × depth)."""
@@ -192,11 +182,16 @@ class Publisher:
             self.suspend()
         return scope
 
-    def _digest(self, entries: list[Entry], records: list[Record]) -> None:
-        """Append what records come to, and let the mirror follow. The loop that publishing costs."""
+    def _digest(self, records: list[Record | Raised]) -> list[Entry]:
+        """What records come to; the mirror follows. The loop that publishing costs."""
+        entries: list[Entry] = []
         scopes, store, remove = self._scopes, self.mirror.store, self.mirror.remove
         add, new, num_tokens = entries.append, tuple.__new__, 0
-        for op, namespace, key, start, stop in records:
+        for record in records:
+            if record[0] == "raise":
+                entries += self._raise(*record[1:])
+                continue
+            op, namespace, key, start, stop = record
             scope = scopes.get(namespace) or self._meet(namespace)
             name, num_tokens = scope.digest, num_tokens + stop
             if op == "clear":
@@ -208,16 +203,15 @@ class Publisher:
             digests = scope.digests(key, first and first - 1, stop // SEGMENT_TOKENS)
             parent = digests.pop(0) if first and digests else b""
             (store if op == "store" else remove)(name, digests)
-            if (
-                len(digests) == 1
-            ):  # as of most requests: three times as quick as by the NamedTuple's own ``__new__``
+            if len(digests) == 1:  # as of most requests: three times as quick as the NamedTuple's own __new__
                 add(new(Entry, (op, name, parent, digests[0], "device")))
                 continue
             for at in range(0, len(digests), DIGESTS_AN_ENTRY):
                 run = digests[at : at + DIGESTS_AN_ENTRY]
                 add(Entry(op, name, parent, b"".join(run)))
                 parent = run[-1]
-        self._drained_bytes += num_tokens * TOKEN_BYTES
+        self._drained_bytes += len(records) * _RECORD_BYTES + num_tokens * TOKEN_BYTES
+        return entries
 
     def _raise(self, tenant: str, generation: int) -> Iterator[Entry]:
         """Clear what is published of a tenant, if that was under an older generation."""
