@@ -109,7 +109,12 @@ class RedisFleet(Fleet):
         self.client.close()
 
     def eventually(self, holds: Callable[[], object]) -> None:
-        eventually(holds)
+        try:
+            eventually(holds)
+        except AssertionError as error:
+            for member in self.members:
+                error.add_note(f"{member.replica_id}: {member.health()}")
+            raise
 
     def settle(self) -> None:
         eventually(lambda: all(member.health().num_queued == 0 for member in self.members))
