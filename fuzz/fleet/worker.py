@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -138,7 +139,11 @@ class Worker:
             return "refused"
         ids = self.prompts[number]
         try:
-            with self.serving, self.cache.open(namespace(tenant), ids) as sequence:
+            with (
+                self.serving,
+                nullcontext(time.monotonic()) as opened_at,  # a purge may have passed since the request began
+                self.cache.open(namespace(tenant), ids) as sequence,
+            ):
                 num_cached = sequence.num_cached_tokens
                 blocks = sequence.block_table.tolist()
                 wanted = self.contents(tenant, ids)
@@ -147,7 +152,7 @@ class Worker:
                     content, written_at = self.tags.get(blocks[at], (b"", began))
                     oldest, wrong = min(oldest, written_at), wrong + (content != wanted[at])
                 for at in range(num_cached // BLOCK_SIZE, len(wanted)):
-                    self.tags[blocks[at]] = wanted[at], began
+                    self.tags[blocks[at]] = wanted[at], opened_at
                 sequence.commit(len(ids))
         except OutOfBlocks:
             return "full"

@@ -183,8 +183,8 @@ def test_alone_there_is_no_journal_no_thread_and_no_lease() -> None:
 
 def test_replicas_of_one_process_share_a_store_with_threads_of_their_own() -> None:
     shared = MemoryStore()
-    a = alone(replica_id="a", store=shared, lease_s=5.0, address="http://127.0.0.1:1")
-    b = alone(replica_id="b", store=shared, lease_s=5.0)
+    a = alone(replica_id="a", store=shared, lease_s=60.0, address="http://127.0.0.1:1")
+    b = alone(replica_id="b", store=shared, lease_s=60.0)
     a.register()
     b.register()
     ids = prompt(512)

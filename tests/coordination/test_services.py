@@ -24,7 +24,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """Two replicas in threads of this process."""
     servers: ClusterServers | SentinelServers = request.getfixturevalue(request.param)
     (tmp_path / "secret").write_bytes(b"a secret of this test's fleet")
-    common = {"redis": servers.url, "fleet-secret": str(tmp_path / "secret"), "lease-s": "3"}
+    common = {"redis": servers.url, "fleet-secret": str(tmp_path / "secret"), "lease-s": "30"}
     with ExitStack() as stack:
         found = [stack.enter_context(service_in_thread(**common, replica=name)) for name in ("a", "b")]
         for each in found:

@@ -36,6 +36,8 @@ Servers = RedisServer | ClusterServers | SentinelServers
 EPOCHS_FROM = 10**14
 """Far above Unix milliseconds, so that both stores count epochs from here."""
 LEASE_S = 600.0
+PATIENCE_S = 60.0
+"""A server that stands still for a while is no fault."""
 
 # Few of each, and one more likely than the others, so that what one operation did meets the next.
 names = st.sampled_from(["a", "a", "b"])
@@ -352,7 +354,7 @@ class Machine(RuleBasedStateMachine):
 
 def attack(server: Servers, url: str, proxy: TcpProxy | None) -> None:
     nodes = [server] if isinstance(server, RedisServer) else server.data_nodes
-    stores = RedisStore(url), RedisStore(server.url)
+    stores = RedisStore(url, PATIENCE_S), RedisStore(server.url, PATIENCE_S)
     clients = [redis.Redis.from_url(node.url, protocol=2) for node in nodes]
     members = {"server": server, "proxy": proxy, "clients": clients, "tested": stores[0], "direct": stores[1]}
     try:

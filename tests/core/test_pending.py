@@ -17,7 +17,7 @@ from tests.core.support import NS, make_cache, same
 class Waiter(threading.Thread):
     """Opens with ``on_pending="wait"`` in a thread of its own; ``result`` is the sequence or the error."""
 
-    def __init__(self, cache: PrefixCache, ids: Any, timeout_s: float | None = 30.0) -> None:
+    def __init__(self, cache: PrefixCache, ids: Any, timeout_s: float | None = 60.0) -> None:
         super().__init__(daemon=True)
         self.cache, self.ids, self.timeout_s = cache, ids, timeout_s
         self.result: Sequence | Exception | None = None
@@ -31,7 +31,7 @@ class Waiter(threading.Thread):
 
     def opened(self) -> Sequence:
         """The sequence, once the wait is over."""
-        self.join(30)
+        self.join(60)
         assert isinstance(self.result, Sequence), self.result
         return self.result
 
@@ -152,7 +152,7 @@ def test_many_wait_and_take_turns_after_a_death() -> None:
     done: queue.Queue[int] = queue.Queue()
 
     def ask() -> None:
-        with cache.open(NS, range(9), on_pending="wait", timeout_s=30) as sequence:
+        with cache.open(NS, range(9), on_pending="wait", timeout_s=60) as sequence:
             done.put(sequence.num_cached_tokens)
             sequence.commit(9)
 
@@ -162,9 +162,9 @@ def test_many_wait_and_take_turns_after_a_death() -> None:
     time.sleep(0.05)
     assert done.empty()
     running.release()
-    cached = [done.get(timeout=30) for _ in waiters]
+    cached = [done.get(timeout=60) for _ in waiters]
     for waiter in waiters:
-        waiter.join(30)
+        waiter.join(60)
     assert sorted(cached) == [0, 8, 8, 8, 8]
     audit.check(cache)
 
@@ -179,7 +179,7 @@ def test_a_wait_times_out() -> None:
             cache.open(NS, range(9), on_pending="wait", timeout_s=timeout_s)
     assert same(before, cache)
     waiter = Waiter(cache, range(9), timeout_s=0.1)
-    waiter.join(30)
+    waiter.join(60)
     assert isinstance(waiter.result, PendingError)
     running.commit(9)
     cache.open(NS, range(9), on_pending="wait", timeout_s=0).release()

@@ -369,7 +369,7 @@ def test_upkeep_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.disable()
     try:
         del cache
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     finally:
         gc.enable()

@@ -25,7 +25,7 @@ def test_it_ends_with_its_cache(policy: str, monkeypatch: pytest.MonkeyPatch) ->
     (thread,) = threads() - before
     cache.maintain()
     del cache
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
 
 

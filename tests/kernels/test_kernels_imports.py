@@ -8,7 +8,7 @@ import sys
 
 def run(code: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
 

@@ -95,5 +95,5 @@ print(radixkv.__file__, cache.match(namespace, range(40)).num_tokens, load_token
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=150)
     assert done.stdout == f"{tmp_path / 'radixkv' / '__init__.py'} 32 8000\n", done.stderr
