@@ -64,7 +64,9 @@ class Fleet:
         return list(self.ask(name, "GET", "/v1/replicas", "operator").json()["replicas"])
 
     def sees(self, name: str) -> set[str]:
-        return {each["id"] for each in self.replicas(name) if each["reachable"]}
+        """Those that it could reach where they are now: the lease of one that died may outlive it."""
+        here = {each.url for each in self.members.values()}
+        return {each["id"] for each in self.replicas(name) if each["reachable"] and each["address"] in here}
 
     def settled(self) -> bool:
         """All know of all others what they have to do now, which is nothing: who holds a prefix is the best for it."""
