@@ -56,7 +56,7 @@ def free_port() -> int:
 
 def until(condition: Callable[[], Any]) -> Any:
     """Ask until the answer is true; a replica that isn't up yet counts as no."""
-    for _ in range(600):
+    for _ in range(1_500):
         try:
             if answer := condition():
                 return answer
@@ -97,7 +97,8 @@ def main(redis_url: str | None = None) -> None:
         for each in warmed["replicas"]:
             print(f"warm on {each['replica']}: {each['state']}, {each['tokens']} tokens")
         for name, url in urls.items():
-            found = httpx.post(f"{url}/v1/lookup", json={"prompt": PROMPT}, headers=TENANT).json()
+            body = {"prompt": PROMPT}
+            found = httpx.post(f"{url}/v1/lookup", json=body, headers=TENANT, timeout=60).json()
             print(f"{name} holds {found['matched_tokens']} tokens of it")
 
 

@@ -50,4 +50,4 @@ def _run(page: Path, profile: Path, width: int, *options: str) -> subprocess.Com
         *options,
         page.as_uri(),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)

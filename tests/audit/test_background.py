@@ -13,7 +13,7 @@ from radixkv import ArgumentError, CacheConfig, IntegrityError, Namespace, Prefi
 from radixkv.audit import Report, Watch, invariants
 
 NS = Namespace("a", "m")
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def filled(num_nodes: int) -> PrefixCache:

@@ -16,7 +16,8 @@ from tests.audit.reports import leaking, sound, without_timing
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+PATIENCE_MS = 120_000
 
 SIZES = {"phone": (360, 780), "desktop": (1280, 900)}
 REPORTS = {"sound": sound, "leaking": leaking, "without timing": without_timing}
@@ -29,7 +30,9 @@ def browser() -> Iterator[Browser]:
     found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     assert found, "no Chromium: apt install chromium, or set CHROMIUM"
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(
+            executable_path=found, args=["--no-sandbox"], timeout=PATIENCE_MS
+        )
         yield chromium
         chromium.close()
 
@@ -43,6 +46,7 @@ def test_the_page_as_it_is_seen(browser: Browser, tmp_path: Path, name: str, siz
     path.write_text(page(report), "utf-8")
     width, height = SIZES[size]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE_MS)
     view = context.new_page()
     said: list[str] = []
     asked: list[str] = []

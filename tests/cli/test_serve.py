@@ -13,6 +13,8 @@ import pytest
 from radixkv.service.server import bind
 from tests.service.running import START_S, Process, client, eventually, served
 
+pytestmark = pytest.mark.timeout(600)  # each process loads torch
+
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:

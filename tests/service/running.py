@@ -26,6 +26,10 @@ KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator
 DEADLINE_S = 60.0
 START_S = 150.0
 """Until a process has loaded torch and listens, on a machine that does much else."""
+LEASE_S = "60"
+"""Of services in threads, unless a test is about leases: no machine stands still for two thirds of it."""
+_KEEPALIVE_S = 2.0
+"""Shorter than the server's own: a connection isn't used again while the other end closes it."""
 
 
 class Running:
@@ -46,7 +50,19 @@ class Running:
 def client(url: str, key: str | None) -> httpx.Client:
     """A client with a key."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+    limits = httpx.Limits(keepalive_expiry=_KEEPALIVE_S)
+    return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, limits=limits, trust_env=False)
+
+
+def answered(ask: Callable[[], httpx.Response]) -> httpx.Response:
+    """The answer, asked for again, as a client does, for as long as the service says to try again."""
+
+    def final() -> httpx.Response | None:
+        answer = ask()
+        return None if answer.status_code in (429, 503) and "Retry-After" in answer.headers else answer
+
+    found: httpx.Response = eventually(final, "an answer that isn't to try again")
+    return found
 
 
 def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.socket:
@@ -64,7 +80,8 @@ def sent(live: Running, who: str, path: str, body: dict[str, Any]) -> socket.soc
 @contextmanager
 def service_in_thread(limits: Limits | None = None, **settings: str) -> Iterator[Running]:
     """A service with the demo model in a thread, so that a test sees its inside too."""
-    parsed = ServeSettings.parse({"port": "0", "threads": "1", "num-blocks": "1024", **settings})
+    always = {"port": "0", "threads": "1", "num-blocks": "1024", "lease-s": LEASE_S}
+    parsed = ServeSettings.parse({**always, **settings})
     with running(parsed, limits) as (service, url):
         found = Running(service, url)
         try:

@@ -15,7 +15,7 @@ import pytest
 from radixkv.coordination import JobPart, WarmJob
 from radixkv.service.core import Limits
 from radixkv.service.jobs import Job
-from tests.service.running import DEADLINE_S, Running, client, eventually, model_held, service_in_thread
+from tests.service.running import DEADLINE_S, Running, eventually, model_held, sent, service_in_thread
 
 MESSAGES = [
     {"role": "system", "content": "Answer politely. " * 12},
@@ -111,6 +111,11 @@ def test_a_job_tells_its_state_and_its_progress(live: Running, salt: str, text: 
     assert done["result"]["computed"] == done["result"]["tokens"] == waiting["progress"]["total"]
 
 
+def num_waiting(live: Running) -> int:
+    """Requests and jobs that wait for prefixes."""
+    return sum(each.num_shares for each in live.service.warmer.under_way())
+
+
 def test_the_same_prefix_under_way_is_joined(live: Running, salt: str, text: str) -> None:
     body = {"prompt": text, "salt": salt}
     missed = live.acme.get("/v1/stats").json()["missed_tokens"]
@@ -123,7 +128,7 @@ def test_the_same_prefix_under_way_is_joined(live: Running, salt: str, text: str
         for thread in threads:
             thread.start()
         job = live.acme.post("/v1/warm", json={**body, "wait": False}).json()["job"]
-        eventually(lambda: sum(each.num_shares for each in live.service.warmer.under_way()) == 5)
+        eventually(lambda: num_waiting(live) == 5)
         assert live.service.warmer.num_under_way == 1
     for thread in threads:
         thread.join()
@@ -137,14 +142,15 @@ def test_a_client_that_hangs_up_takes_the_prefix_from_nobody(live: Running, salt
     body = {"prompt": text, "salt": salt}
     replies: list[httpx.Response] = []
     with model_held(live.service):
-        with client(live.url, "demo-acme") as leaving, pytest.raises(httpx.ReadTimeout):
-            leaving.post("/v1/warm", json=body, timeout=0.3)
+        with sent(live, "acme", "/v1/warm", body):
+            eventually(lambda: num_waiting(live) == 1)
         eventually(lambda: live.service.warmer.num_under_way == 0, "what nobody wants any more is cancelled")
         thread = threading.Thread(target=lambda: replies.append(live.acme.post("/v1/warm", json=body)))
         thread.start()
-        eventually(lambda: live.service.warmer.num_under_way == 1)
-        with client(live.url, "demo-acme") as leaving, pytest.raises(httpx.ReadTimeout):
-            leaving.post("/v1/warm", json=body, timeout=0.3)
+        eventually(lambda: num_waiting(live) == 1)
+        with sent(live, "acme", "/v1/warm", body):
+            eventually(lambda: num_waiting(live) == 2)
+        eventually(lambda: num_waiting(live) == 1)
     thread.join()
     assert replies[0].status_code == 200 and replies[0].json()["tokens"] > 0
     assert eventually(lambda: live.service.worker.num_unfinished == 0)

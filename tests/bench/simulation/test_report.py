@@ -63,6 +63,7 @@ def test_it_says_where_each_policy_dips(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.browser
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", [500, 1200])
 def test_a_browser_draws_it(result: dict[str, Any], width: int, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
