@@ -145,6 +145,8 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Raises ConfigError, without the password."""
+        if not isinstance(url, str):
+            raise ConfigError("redis", url, _FORMS)
         try:
             return cls._parse(url)
         except (ValueError, TypeError) as error:
