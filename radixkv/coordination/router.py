@@ -22,7 +22,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -310,7 +309,7 @@ class Predicted:
     """
 
     def __init__(self, keep_s: float) -> None:
-        if not isinstance(keep_s, Real) or not 0 <= keep_s < float("inf"):
+        if not isinstance(keep_s, int | float) or not 0 <= keep_s < float("inf"):
             raise ConfigError("predict_s", keep_s, "0 seconds or more")
         self._keep_s = float(keep_s)
         self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
@@ -419,14 +418,14 @@ def _checked_cost(cost: str) -> CostName:
 
 
 def _checked_temperature(temperature: object) -> float:
-    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ConfigError("temperature", temperature, "0 or more")
     return float(temperature)
 
 
 def _checked_weights(weights: object) -> Floats:
     known = weights if isinstance(weights, Mapping) else {}
-    are_shares = all(isinstance(each, Real) and 0 <= each <= 1 for each in known.values())
+    are_shares = all(isinstance(each, int | float) and 0 <= each <= 1 for each in known.values())
     if set(known) != set(TIERS) or not are_shares:
         raise ConfigError("tier_weights", weights, f"0 to 1 for each of {', '.join(TIERS)}")
     return np.array([known[tier] for tier in TIERS], np.float64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from numbers import Real
 from urllib.parse import urlsplit
 
 from radixkv.coordination.keys import checked_secret
@@ -44,7 +43,7 @@ class Settings:
         checked_secret(self.fleet_secret)
         if not isinstance(self.fingerprint, str) or not 0 < len(self.fingerprint) <= _MAX_TEXT:
             raise ConfigError("fingerprint", self.fingerprint, f"1 to {_MAX_TEXT} characters")
-        if not isinstance(self.lease_s, Real) or not 0.05 <= self.lease_s <= 3600:
+        if not isinstance(self.lease_s, int | float) or not 0.05 <= self.lease_s <= 3600:
             raise ConfigError("lease_s", self.lease_s, "0.05 to 3600 seconds")
         check_address(self.address)
         for name in ("block_size", "queue_records", "queue_bytes", "view_digests", "snapshot_entries"):

@@ -195,7 +195,9 @@ class Run:
         """In the model's thread."""
         self.began_at = self.service.clock()
         if self.body.use_beam_search:
-            work.num_prefill_tokens = 0  # no step of beams is told, so their prefill would seem to last for all of it
+            work.num_prefill_tokens = (
+                0  # no step of beams is told, so their prefill would seem to last for all of it
+            )
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0

@@ -93,9 +93,7 @@ class ModelWorker:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that all of it has still to compute, as far as who submitted it says. O(unfinished)."""
         with self._wakeup:
-            return sum(
-                work.num_prefill_tokens for work in self._unfinished if not work.future.cancelled()
-            )
+            return sum(work.num_prefill_tokens for work in self._unfinished if not work.future.cancelled())
 
     def submit(self, tenant: str, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0) -> Work[T]:
         """Queue ``run`` in the tenant's lane. O(1). Raises Busy or Closed."""

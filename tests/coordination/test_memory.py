@@ -655,7 +655,7 @@ def test_what_is_asked_too_early_says_nothing_of_the_store(fleet: MemoryFleet) -
     a = fleet.replica("a")
     for _ in range(3):
         for call in (a.beat, a.publish, a.heed, lambda: a.purge("acme"), lambda: a.reserve("acme", 1)):
-            with pytest.raises(StoreUnavailable, match="replica a is not registered: new$"):
+            with pytest.raises(StoreUnavailable, match=r"replica a is not registered: new$"):
                 call()
     assert a.health().state == "new" and not a.health().reason
 

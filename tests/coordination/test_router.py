@@ -403,8 +403,8 @@ def test_a_router_that_cannot_be_made_leaves_nothing_behind() -> None:
     before = threading.enumerate()
     for name, options in (
         ("cost", {"cost": "cheap"}), ("max_segments", {"max_segments": 0}), ("max_segments", {"max_segments": "9"}),
-        ("predict_s", {"predict_s": "5"}), ("temperature", {"temperature": "hot"}), ("tier_weights", {"tier_weights": 1}),
-        ("redis", {"url": None}),
+        ("predict_s", {"predict_s": "5"}), ("temperature", {"temperature": "hot"}), ("redis", {"url": None}),
+        ("tier_weights", {"tier_weights": 1}),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=name):
             Router.connect(**{"url": f"redis://127.0.0.1:{free_port()}", "fleet_secret": SECRET, **options})
