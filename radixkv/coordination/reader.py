@@ -136,7 +136,7 @@ class Reader:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """One thread at a time; what was read is in the view at the end."""
+        """One thread at a time; what was read is in the view at the end. Who asks nothing learns nothing of the store."""
         with self._lock:
             try:
                 yield
@@ -145,7 +145,6 @@ class Reader:
                 raise
             finally:
                 self.view.flush()
-            self.is_lost = False
 
     def epochs(self) -> frozenset[tuple[str, int]]:
         """The registrations of all others that are known: ``(replica, epoch)``; local."""
@@ -208,6 +207,7 @@ class Reader:
             if not self._read(0.0):
                 self._catch_up()
                 break
+        self.is_lost = False
 
     def _is_turned(self, now: float) -> bool:
         """Whether the clock has jumped since the last look, or nobody has looked for two leases: times say nothing."""
@@ -298,6 +298,7 @@ class Reader:
         if not logs:
             return False
         news = self._store.read({name: (log.epoch, log.seq) for name, log in logs.items()}, block_s)
+        self.is_lost = False
         for name, entries in news.items():
             for logged in entries:
                 if not self._take(name, logs[name], logged):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.coordination.router import Predicted
 from radixkv.coordination.sources import Beside, Generations, Observer
-from radixkv.errors import ArgumentError, ConfigError
+from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
 from tests.redis_server import free_port
 
 SECRET = b"the secret of this fleet"
@@ -175,6 +176,21 @@ def test_without_the_store_it_falls_back_to_load(fleet: Fleet) -> None:
     assert fleet.best(ids) == "b", "a store that came back empty doesn't mean that nobody lives"
     fleet.settle()
     assert fleet.best(ids) == "a" and not fleet.source.is_lost
+
+
+def test_a_lost_store_is_lost_though_nobody_is_known(fleet: Fleet) -> None:
+    store = MemoryStore(fleet.clock)
+    store.is_reachable = False
+    source = Observer(store, SECRET, clock=fleet.clock, background=False)
+    for _ in range(20):
+        assert source.is_lost, "also between two fetches, where nothing is asked"
+        fleet.clock.advance(0.3)
+        with suppress(StoreUnavailable):
+            source.reader.poll()
+    store.is_reachable = True
+    fleet.clock.advance(1.0)
+    source.poll()
+    assert not source.is_lost and not source.members()
 
 
 def test_who_leaves_is_out_at_once(fleet: Fleet) -> None:
