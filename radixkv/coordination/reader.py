@@ -88,7 +88,8 @@ class Reader:
     """Keeps ``remotes``, which is replaced, never changed. One poll at a time; the rest from any thread.
 
     any_block_size: follow replicas of any block size, not of the settings' alone. ``fetched_at``: when the
-    registrations were last read; ``is_lost``: the store didn't answer the last time; ``failed_at``: nor then.
+    registrations were last read; ``is_lost``: the store didn't answer the last time; ``failed_at``: nor then, and
+    ``failure`` says why.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Reader:
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
         self.is_lost = False
+        self.failure = ""
         self._settings = settings
         self._keys = keys
         self._store = store
@@ -140,8 +142,8 @@ class Reader:
         with self._lock:
             try:
                 yield
-            except StoreUnavailable:
-                self.is_lost, self.failed_at = True, self._clock()
+            except StoreUnavailable as error:
+                self.is_lost, self.failed_at, self.failure = True, self._clock(), str(error)
                 raise
             finally:
                 self.view.flush()

@@ -308,6 +308,24 @@ def test_settings_of_a_router(tmp_path: Path) -> None:
             RouteSettings.parse({**good, **wrong})
 
 
+def test_a_router_says_why_its_store_does_not_answer(secret: Path, tmp_path: Path) -> None:
+    """And takes it for lost as long as it is, also while it knows no replica."""
+    url, store = f"http://127.0.0.1:{free_port()}", f"redis://someone:hidden@127.0.0.1:{free_port()}"
+    options = ["--port", url.rpartition(":")[2], "--redis", store, "--fleet-secret", str(secret)]
+    with (
+        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli", "route", *options)) as started,
+        client(url, "demo-operator") as operator,
+    ):
+        eventually(lambda: answers(operator, "/healthz"))
+        for _ in range(30):
+            ready = operator.get("/readyz")
+            assert ready.status_code == 503 and ready.json()["reasons"] == ["store: lost"]
+            assert ready.json()["coordination"] == "unavailable"
+            assert "radixkv_router_store_lost 1.0" in operator.get("/metrics").text
+        printed = eventually(lambda: started.log.read_text())
+        assert "the store doesn't answer: Redis: ConnectionError" in printed and "hidden" not in printed
+
+
 def test_the_router_needs_no_torch() -> None:
     code = "import radixkv.service.standalone, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=DEADLINE_S)
