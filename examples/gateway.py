@@ -4,13 +4,15 @@
     python examples/gateway.py http://127.0.0.1:8500 8600
 
 Asks the router's ``/v1/route`` with the client's own key, so that a tenant is routed by its own prefixes alone, and
-proxies the request, streams included. A replica that can't be reached, or answers 429 or 5xx before the
-first byte, is passed over for the next best; a router that can't be reached, for the replicas last heard of, in
-turn. The answer says in ``x-radixkv-replica`` who gave it.
+proxies the request, streams included. A replica that can't be reached, answers 429 or 5xx, or hangs (its ``/healthz``
+says nothing for two seconds) before the first byte, is passed over for the next best; a router that can't be
+reached, for the replicas last heard of, in turn. A client that hangs up ends the request at the replica, too. The
+answer says in ``x-radixkv-replica`` who gave it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import sys
@@ -22,12 +24,13 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 NOT_FORWARDED = {
     "host",
+    "date",
     "content-length",
     "connection",
     "transfer-encoding",
@@ -35,6 +38,8 @@ NOT_FORWARDED = {
     "accept-encoding",
 }
 TIMEOUT = httpx.Timeout(None, connect=2.0)
+LIMITS = httpx.Limits(max_connections=None)
+LOOK_EVERY_S = ANSWERS_WITHIN_S = 2.0
 
 
 class Gateway:
@@ -42,7 +47,7 @@ class Gateway:
 
     def __init__(self, router_url: str) -> None:
         self.router_url = router_url
-        self.client = httpx.AsyncClient(timeout=TIMEOUT, trust_env=False)
+        self.client = httpx.AsyncClient(timeout=TIMEOUT, limits=LIMITS, trust_env=False)
         self.last_known: list[tuple[str, str]] = []
         self.turn = itertools.count()
 
@@ -50,39 +55,55 @@ class Gateway:
         """Answer one request from the first replica that can."""
         body = await request.body()
         headers = [(name, value) for name, value in request.headers.items() if name not in NOT_FORWARDED]
-        answer: httpx.Response | None = None
-        for name, address in await self.candidates(request, body):
-            sent = self.client.build_request(
-                request.method, address + request.url.path, content=body, headers=headers
-            )
+        found = await self.candidates(request, body)
+        if isinstance(found, Response):
+            return found
+        said = {"error": {"type": "no_replica", "message": "no replica could be reached"}}
+        refusal: Response = JSONResponse(said, 503)
+        for name, address in found:
+            url = httpx.URL(address + request.url.path, query=request.url.query.encode() or None)
+            sent = self.client.build_request(request.method, url, content=body, headers=headers)
             try:
-                answer = await self.client.send(sent, stream=True)
+                answer = await self.answer(sent, address, request)
+                if answer.status_code != 429 and answer.status_code < 500:
+                    return streamed(answer, name)
+                await answer.aread()
             except httpx.TransportError:
                 continue
-            if answer.status_code == 429 or answer.status_code >= 500:
-                await answer.aread()
-                continue
-            return streamed(answer, name)
-        if answer is not None:
-            return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
-        return JSONResponse({"error": {"type": "no_replica", "message": "no replica could be reached"}}, 503)
+            except ClientDisconnect:
+                return Response(status_code=499)  # which nobody reads
+            refusal = Response(answer.content, answer.status_code, kept(answer, name))
+        return refusal
 
-    async def candidates(self, request: Request, body: bytes) -> list[tuple[str, str]]:
-        """Names and addresses of replicas, the best first."""
+    async def answer(self, sent: httpx.Request, address: str, request: Request) -> httpx.Response:
+        """A replica's answer once it begins. Raises TransportError, also if the replica hangs, and ClientDisconnect."""
+        sending = asyncio.create_task(self.client.send(sent, stream=True))
+        try:
+            while not (await asyncio.wait([sending], timeout=LOOK_EVERY_S))[0]:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                await self.client.get(f"{address}/healthz", timeout=ANSWERS_WITHIN_S)
+            return sending.result()
+        finally:
+            sending.cancel()
+
+    async def candidates(self, request: Request, body: bytes) -> list[tuple[str, str]] | Response:
+        """Names and addresses of replicas, the best first; what the router answers if none was ever heard of."""
         headers = {"authorization": request.headers.get("authorization", "")}
         try:
             found = await self.client.post(
                 f"{self.router_url}/v1/route", json=question(body), headers=headers, timeout=2.0
             )
-            found.raise_for_status()
         except httpx.HTTPError:
-            start = next(self.turn) % max(len(self.last_known), 1)
-            return self.last_known[start:] + self.last_known[:start]
-        ranked = [
-            (each["replica"], each["address"]) for each in found.json()["candidates"] if each["address"]
-        ]
-        self.last_known = ranked
-        return ranked
+            found = None
+        if found is not None and found.status_code == 200:
+            ranked = [(each["replica"], each["address"]) for each in found.json()["candidates"]]
+            self.last_known = [(name, address) for name, address in ranked if address]
+            return self.last_known
+        if not self.last_known and found is not None:
+            return Response(found.content, found.status_code, kept(found))
+        start = next(self.turn) % max(len(self.last_known), 1)
+        return self.last_known[start:] + self.last_known[:start]
 
 
 def question(body: bytes) -> dict[str, Any]:
@@ -104,12 +125,17 @@ def question(body: bytes) -> dict[str, Any]:
     return asked
 
 
+def kept(answer: httpx.Response, replica: str | None = None) -> dict[str, str]:
+    """The headers of an answer that are passed on."""
+    found = {name: value for name, value in answer.headers.items() if name not in NOT_FORWARDED}
+    return found if replica is None else {**found, "x-radixkv-replica": replica}
+
+
 def streamed(answer: httpx.Response, replica: str) -> StreamingResponse:
     """A replica's answer, passed on as it comes."""
-    kept = {name: value for name, value in answer.headers.items() if name not in NOT_FORWARDED}
-    headers = {**kept, "x-radixkv-replica": replica}
+    background = BackgroundTask(answer.aclose)
     return StreamingResponse(
-        answer.aiter_bytes(), answer.status_code, headers, background=BackgroundTask(answer.aclose)
+        answer.aiter_bytes(), answer.status_code, kept(answer, replica), background=background
     )
 
 

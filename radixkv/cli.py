@@ -202,7 +202,7 @@ def route(context: click.Context, /, **values: str | None) -> None:
 
         def on_ready(host: RouterHost, url: str) -> None:
             known = (
-                "the store doesn't answer"
+                f"the store doesn't answer: {host.source.reader.failure}"
                 if host.source.is_lost
                 else f"{len(host.replicas())} replicas known"
             )

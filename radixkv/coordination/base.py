@@ -68,6 +68,10 @@ _DIGEST_BYTES_HELD = 130
 """What a digest takes in the mirror, roughly."""
 
 
+class _NotRegistered(StoreUnavailable):
+    """The store was not asked for anything, so this says nothing of it."""
+
+
 class BaseCoordinator(WarmJobs, FleetPins):
     """See ``protocol.Coordinator``."""
 
@@ -443,6 +447,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
     def _heal(self) -> None:
         """Register again if the store forgot it, replace the holdings if the log can't be trusted."""
         if not self._registered:
+            self._refuse_if_different()
             self._boot_now()
             self._beat_now()
         if self._registered and self._dirty:
@@ -565,7 +570,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
     def _require_registration(self) -> None:
         self._require_standing()
         if self._epoch == 0 or self._state == "refused":
-            raise StoreUnavailable(
+            raise _NotRegistered(
                 f"replica {self.replica_id} is not registered: {self._reason or self._state}"
             )
 
@@ -574,6 +579,8 @@ class BaseCoordinator(WarmJobs, FleetPins):
         """Keeps the state in step with what the store lets happen."""
         try:
             yield
+        except _NotRegistered:
+            raise
         except StoreUnavailable as error:
             if self._state == "ok":
                 self._num_outages += 1

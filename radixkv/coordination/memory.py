@@ -22,6 +22,7 @@ from radixkv.coordination.store import (
     ENTRIES_A_READ,
     JOB_TTL_S,
     LISTED_S,
+    MAX_CONFIRMED,
     MAX_JOBS,
     MAX_PARTS,
     MAX_PINS,
@@ -268,6 +269,13 @@ class MemoryStore:
             if account is None or account.generation != generation or generation == 0:
                 return False
             account.confirmed[replica_id] = max(epoch, account.confirmed.get(replica_id, 0))
+            if len(account.confirmed) > MAX_CONFIRMED:
+                listed, now = self.records, self.clock()
+                account.confirmed = {
+                    name: each
+                    for name, each in account.confirmed.items()
+                    if name in listed and listed[name].listed_until > now
+                }
             return True
 
     def tenant(self, tenant: bytes) -> TenantFacts:

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from radixkv.errors import ArgumentError
@@ -85,8 +86,9 @@ class Load:
 
     def __post_init__(self) -> None:
         for name in ("queued_prefill_tokens", "decode_blocks", "resident_blocks"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(name, getattr(self, name), "an integer ≥ 0")
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < 0:
+                raise ArgumentError(name, value, "an integer ≥ 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +299,13 @@ class Coordinator(Protocol):
         """
 
     def beat(self) -> None:
-        """Extend the lease now. Raises StaleEpoch if fenced, StoreUnavailable if the store is gone."""
+        """Extend the lease now. Raises StaleEpoch if fenced, StoreUnavailable if the store is gone.
+
+        A store that has forgotten this replica is registered with anew. Raises ConfigError then, as ``register`` does.
+        """
 
     def publish(self) -> None:
-        """Write what the journal has queued, now. Raises StaleEpoch or StoreUnavailable."""
+        """Write what the journal has queued, now. Raises what ``beat`` does."""
 
     def leave(self) -> None:
         """Give the lease back, so that the others forget this replica at once. A lost store is no error."""
@@ -418,7 +423,7 @@ class Coordinator(Protocol):
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation, obeys, and says who has confirmed so far.
 
-        Repeat after StoreUnavailable. Raises StaleEpoch.
+        Repeat after StoreUnavailable. Raises StaleEpoch, ArgumentError.
         """
 
     def heed(self) -> None:

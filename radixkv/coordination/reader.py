@@ -88,7 +88,8 @@ class Reader:
     """Keeps ``remotes``, which is replaced, never changed. One poll at a time; the rest from any thread.
 
     any_block_size: follow replicas of any block size, not of the settings' alone. ``fetched_at``: when the
-    registrations were last read; ``is_lost``: the store didn't answer the last time; ``failed_at``: nor then.
+    registrations were last read; ``is_lost``: the store didn't answer the last time; ``failed_at``: nor then, and
+    ``failure`` says why.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Reader:
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
         self.is_lost = False
+        self.failure = ""
         self._settings = settings
         self._keys = keys
         self._store = store
@@ -136,16 +138,15 @@ class Reader:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """One thread at a time; what was read is in the view at the end."""
+        """One thread at a time; what was read is in the view at the end. Who asks nothing learns nothing."""
         with self._lock:
             try:
                 yield
-            except StoreUnavailable:
-                self.is_lost, self.failed_at = True, self._clock()
+            except StoreUnavailable as error:
+                self.is_lost, self.failed_at, self.failure = True, self._clock(), str(error)
                 raise
             finally:
                 self.view.flush()
-            self.is_lost = False
 
     def epochs(self) -> frozenset[tuple[str, int]]:
         """The registrations of all others that are known: ``(replica, epoch)``; local."""
@@ -208,6 +209,7 @@ class Reader:
             if not self._read(0.0):
                 self._catch_up()
                 break
+        self.is_lost = False
 
     def _is_turned(self, now: float) -> bool:
         """Whether the clock has jumped since the last look, or nobody has looked for two leases: times say nothing."""
@@ -298,6 +300,7 @@ class Reader:
         if not logs:
             return False
         news = self._store.read({name: (log.epoch, log.seq) for name, log in logs.items()}, block_s)
+        self.is_lost = False
         for name, entries in news.items():
             for logged in entries:
                 if not self._take(name, logs[name], logged):

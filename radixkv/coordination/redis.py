@@ -50,6 +50,7 @@ from radixkv.coordination.settings import Settings, check_published_block_size, 
 from radixkv.coordination.store import (
     JOB_TTL_S,
     LISTED_S,
+    MAX_CONFIRMED,
     MAX_JOBS,
     MAX_PARTS,
     MAX_PINS,
@@ -145,6 +146,8 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Raises ConfigError, without the password."""
+        if not isinstance(url, str):
+            raise ConfigError("redis", url, _FORMS)
         try:
             return cls._parse(url)
         except (ValueError, TypeError) as error:
@@ -587,8 +590,17 @@ class RedisStore:
     @translated()
     def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
         """See the protocol."""
-        args: Args = [replica_id, epoch, generation]
-        return int(self.connection.run(scripts.CONFIRM, [_tenant_key(tenant)], args)) == 1
+        key = _tenant_key(tenant)
+        answer = int(
+            self.connection.run(scripts.CONFIRM, [key], [replica_id, epoch, generation, MAX_CONFIRMED])
+        )
+        if answer > 1:
+            listed = {b"c:" + name.encode() for name in self._listed()}
+            fields = self.connection.of("HKEYS", key)
+            gone = [each for each in fields if each.startswith(b"c:") and each not in listed]
+            if gone:
+                self.connection.of("HDEL", key, *gone)
+        return answer > 0
 
     @translated()
     def tenant(self, tenant: bytes) -> TenantFacts:

@@ -9,7 +9,8 @@ asked. Liveness is compared at the moment of the question, so a replica that is 
 lease. When the store is lost and all leases are over, those last known are ranked by their load alone.
 
 The **predicted index** keeps siblings together before the first event arrives: for ``predict_s`` seconds what
-``routed`` said counts as held, and its tokens as queued until the replica reports a newer load.
+``routed`` said counts as held, and its tokens as queued until the replica reports a newer load; but a prompt
+isn't charged for waiting for its own prefix: what it is predicted to find there doesn't count as queued before it.
 
 Ties are broken at random. With a ``temperature`` the order is drawn from the softmax of
 ``−(cost − least) ÷ (temperature × (greatest − least))`` without replacement, so it has no unit.
@@ -21,7 +22,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +30,12 @@ from numpy.typing import NDArray
 from radixkv import tokens
 from radixkv.coordination.costs import COSTS, CostName, Facts, Floats
 from radixkv.coordination.protocol import SEGMENT_TOKENS, Load, ReplicaInfo
+from radixkv.coordination.settings import check_count
 from radixkv.coordination.sources import Member, Observer, Source
 from radixkv.coordination.wire import TIERS
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.namespaces import Namespace
 from radixkv.tokens import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from radixkv.namespaces import Namespace
 
 TIER_WEIGHTS: Mapping[str, float] = {"device": 1.0, "host": 0.75, "disk": 0.25}
 PREDICT_S = 5.0
@@ -85,9 +85,7 @@ class Router:
         """The last ranking was by load alone, as the store is lost."""
         self.cost = _checked_cost(cost)
         self.temperature = _checked_temperature(temperature)
-        if set(tier_weights) != set(TIERS) or not all(0 <= each <= 1 for each in tier_weights.values()):
-            raise ConfigError("tier_weights", dict(tier_weights), f"0 to 1 for each of {', '.join(TIERS)}")
-        self._weights = np.array([tier_weights[tier] for tier in TIERS])
+        self._weights = _checked_weights(tier_weights)
         self._predicted = Predicted(predict_s)
         self._random = np.random.default_rng(seed)
         self._lock = threading.Lock()
@@ -109,13 +107,18 @@ class Router:
         When it returns, the view is complete, if Redis can be reached. ``max_segments``: most different
         segments in the view, about 20 bytes each. ``options`` are those of ``Router``. Raises ConfigError.
         """
+        check_count("max_segments", max_segments)
         try:
             from radixkv.coordination.redis import RedisStore
         except ModuleNotFoundError as error:
             allowed = f"only with the extra radixkv[redis] installed ({error})"
             raise ConfigError("redis", "a URL", allowed) from None
         source = Observer(RedisStore(url), fleet_secret, max_segments=max_segments, background=background)
-        return cls(source, **options)
+        try:
+            return cls(source, **options)
+        except BaseException:
+            source.close()
+            raise
 
     @property
     def predicted_bytes(self) -> int:
@@ -146,8 +149,9 @@ class Router:
         """
         name = self.cost if cost is None else _checked_cost(cost)
         heat = self.temperature if temperature is None else _checked_temperature(temperature)
-        if limit is not None and limit < 1:
-            raise ArgumentError("limit", limit, "at least 1, or None")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ArgumentError("limit", limit, "an integer, at least 1, or None")
+        _check_namespace(namespace)
         key = tokens.encode(token_ids)
         now = self.source.clock()
         roster, by_load = self._living(namespace.model, now)
@@ -164,7 +168,11 @@ class Router:
         return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, limit)
 
     def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
-        """Say that a prompt was sent to a replica, for the predicted index. O(tokens)."""
+        """Say that a prompt was sent to a replica, for the predicted index; one that isn't known is no error.
+
+        Raises TokenError, ArgumentError. O(tokens).
+        """
+        _check_namespace(namespace)
         key, now = tokens.encode(token_ids), self.source.clock()
         member = next((each for each in self.source.members() if each.info.id == replica_id), None)
         if member is None:
@@ -172,8 +180,8 @@ class Router:
         digests, roster = self._digests(namespace, key), _Roster((member,))
         held = int(self._held(namespace, key, digests, roster).sum())
         with self._lock:
-            held = max(held, self._predicted.leading(digests, now).get(replica_id, 0))
-            self._predicted.add(digests, replica_id, len(key) // TOKEN_BYTES - held, now)
+            held = max(held, self._predicted.leading(digests, now).get(member.info.audience, 0))
+            self._predicted.add(digests, member.info.audience, len(key) // TOKEN_BYTES - held, now)
 
     def _digests(self, namespace: Namespace, key: bytes) -> list[bytes]:
         generation = self.source.generation(namespace.tenant)
@@ -201,7 +209,7 @@ class Router:
             sent = self._predicted.leading(digests, now)
         if not sent:
             return known._replace(held=held)
-        ahead = np.array([sent.get(member.info.id, 0) for member in roster.members]) - held.sum(axis=1)
+        ahead = np.array([sent.get(name, 0) for name in roster.names]) - held.sum(axis=1)
         return known._replace(held=held, predicted=np.maximum(ahead, 0))
 
     def _unknown(self, roster: _Roster, now: float) -> _Known:
@@ -209,7 +217,7 @@ class Router:
         num_members = len(roster.members)
         with self._lock:
             self._turn += 1
-            queued = self._predicted.queued(roster.members, now)
+            queued = self._predicted.queued(roster, now)
             turn = self._turn - 1
         nothing = np.zeros((num_members, len(TIERS)), np.int64)
         return _Known(nothing, np.zeros(num_members, np.int64), queued, turn)
@@ -228,7 +236,8 @@ class Router:
         self, roster: _Roster, known: _Known, prompt: int, name: CostName, heat: float, limit: int | None
     ) -> list[Candidate]:
         credit = known.held @ self._weights + known.predicted
-        costs = COSTS[name](Facts(prompt, credit, roster.queued + known.queued, roster.decode, known.turn))
+        ahead = np.maximum(roster.queued + known.queued - known.predicted, 0)
+        costs = COSTS[name](Facts(prompt, credit, ahead, roster.decode, known.turn))
         order = self._order(costs, heat)[:limit].tolist()
         held, predicted, queued = known.held.tolist(), known.predicted.tolist(), known.queued.tolist()
         values = costs.tolist()
@@ -266,6 +275,7 @@ class _Roster:
     def __init__(self, members: Sequence[Member]) -> None:
         self.source = members
         self.members = tuple(members)
+        self.names = [each.info.audience for each in members]
         self.live_until = np.array([each.live_until for each in members], np.float64)
         self.queued = np.array([each.info.load.queued_prefill_tokens for each in members], np.float64)
         self.decode = np.array([each.info.load.decode_blocks for each in members], np.float64)
@@ -294,13 +304,14 @@ class _Roster:
 class Predicted:
     """What was sent where during the last ``keep_s`` seconds. Not thread-safe.
 
+    Where: to a registration, by its ``audience``, since who was restarted has nothing of what was sent before.
     Bounded: beyond 262,144 placements the oldest segments go first; of what was sent, 500 numbers a replica.
     """
 
     def __init__(self, keep_s: float) -> None:
-        if not 0 <= keep_s < float("inf"):
+        if not isinstance(keep_s, int | float) or not 0 <= keep_s < float("inf"):
             raise ConfigError("predict_s", keep_s, "0 seconds or more")
-        self._keep_s = keep_s
+        self._keep_s = float(keep_s)
         self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
         self._num_held = 0
         self._sent: dict[str, _Sent] = {}
@@ -337,13 +348,13 @@ class Predicted:
                     counts[replica_id] = place + 1
         return {replica_id: count * SEGMENT_TOKENS for replica_id, count in counts.items()}
 
-    def queued(self, members: Sequence[Member], now: float) -> Floats:
+    def queued(self, roster: _Roster, now: float) -> Floats:
         """Tokens that were sent to each member since its load was measured: float64 ``[members]``."""
-        queued = np.zeros(len(members))
+        queued = np.zeros(len(roster.members))
         if self._sent:
             oldest = now - self._keep_s
-            for place, member in enumerate(members):
-                sent = self._sent.get(member.info.id)
+            for place, (name, member) in enumerate(zip(roster.names, roster.members, strict=True)):
+                sent = self._sent.get(name)
                 if sent is not None:
                     queued[place] = sent.since(max(oldest, member.loaded_at - _LOAD_AGE_S))
         return queued
@@ -406,7 +417,20 @@ def _checked_cost(cost: str) -> CostName:
     raise ConfigError("cost", cost, f"one of {', '.join(COSTS)}")
 
 
-def _checked_temperature(temperature: float) -> float:
-    if not 0 <= temperature < float("inf"):
+def _checked_temperature(temperature: object) -> float:
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ConfigError("temperature", temperature, "0 or more")
     return float(temperature)
+
+
+def _checked_weights(weights: object) -> Floats:
+    known = weights if isinstance(weights, Mapping) else {}
+    are_shares = all(isinstance(each, int | float) and 0 <= each <= 1 for each in known.values())
+    if set(known) != set(TIERS) or not are_shares:
+        raise ConfigError("tier_weights", weights, f"0 to 1 for each of {', '.join(TIERS)}")
+    return np.array([known[tier] for tier in TIERS], np.float64)
+
+
+def _check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, Namespace):
+        raise ArgumentError("namespace", namespace, "a Namespace")

@@ -19,7 +19,8 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     reserve   KEYS q                              ARGV replica epoch fingerprint blocks keep-ms retention-ms
               -> {verdict, granted, others, limit or empty, generation}
     raise     KEYS q                              ARGV above -> generation
-    confirm   KEYS q                              ARGV replica epoch generation -> 1 if that is the last one
+    confirm   KEYS q                              ARGV replica epoch generation max -> 1 if that is the last one; 2 if
+              more than max fields stand there now
     tenant    KEYS q                              -> {now-ms, field value …}
     announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
               least: were one given again that a store has lost, whoever stands there would miss it
@@ -266,7 +267,7 @@ if generation ~= tonumber(ARGV[3]) or generation == 0 then return 0 end
 local field = 'c:' .. ARGV[1]
 local known = tonumber(redis.call('HGET', KEYS[1], field) or '0') or 0
 if known < tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], field, ARGV[2]) end
-return 1
+return #redis.call('HKEYS', KEYS[1]) > tonumber(ARGV[4]) and 2 or 1
 """
 
 TENANT = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -39,19 +38,16 @@ class Settings:
     """A snapshot is written, and the log trimmed behind the one before, after so many entries."""
 
     def __post_init__(self) -> None:
-        if not _REPLICA_ID.fullmatch(self.replica_id):
+        if not isinstance(self.replica_id, str) or not _REPLICA_ID.fullmatch(self.replica_id):
             raise ConfigError("replica", self.replica_id, "1 to 64 characters of A-Z a-z 0-9 . _ -")
         checked_secret(self.fleet_secret)
-        if not 0 < len(self.fingerprint) <= _MAX_TEXT:
+        if not isinstance(self.fingerprint, str) or not 0 < len(self.fingerprint) <= _MAX_TEXT:
             raise ConfigError("fingerprint", self.fingerprint, f"1 to {_MAX_TEXT} characters")
-        if self.block_size < 1:
-            raise ConfigError("block_size", self.block_size, "at least 1")
-        if not (0.05 <= self.lease_s <= 3600 and math.isfinite(self.lease_s)):
+        if not isinstance(self.lease_s, int | float) or not 0.05 <= self.lease_s <= 3600:
             raise ConfigError("lease_s", self.lease_s, "0.05 to 3600 seconds")
         check_address(self.address)
-        for name in ("queue_records", "queue_bytes", "view_digests", "snapshot_entries"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "at least 1")
+        for name in ("block_size", "queue_records", "queue_bytes", "view_digests", "snapshot_entries"):
+            check_count(name, getattr(self, name))
 
     @property
     def beat_s(self) -> float:
@@ -59,10 +55,19 @@ class Settings:
         return self.lease_s / 3
 
 
-def check_address(address: str | None) -> None:
+def check_count(name: str, value: object) -> None:
+    """Raises ConfigError unless a setting is an integer, at least 1."""
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(name, value, "an integer, at least 1")
+
+
+def check_address(address: object) -> None:
     """Raises ConfigError unless it is None or the base URL of an HTTP service."""
-    if address is not None and not _is_base_url(address):
-        raise ConfigError("address", without_password(address), "http(s)://host[:port][/path], or none")
+    if address is None:
+        return
+    if not isinstance(address, str) or not _is_base_url(address):
+        shown = without_password(address) if isinstance(address, str) else address
+        raise ConfigError("address", shown, "http(s)://host[:port][/path], or none")
 
 
 def _is_base_url(address: str) -> bool:

@@ -34,6 +34,8 @@ MAX_JOBS = 4096
 """Warm jobs that are kept at a time; beyond it the oldest is forgotten."""
 MAX_PINS = 256
 """Pins of the fleet that a tenant may have; of those that were ended as many are kept, the longest."""
+MAX_CONFIRMED = 4 * MAX_REPLICAS
+"""What a tenant's purge may keep of replicas; beyond it those that aren't listed any more are forgotten."""
 MAX_PURGES = 65_536
 """Raised generations that are announced. Who boots later than so many purges misses hints of the oldest."""
 ENTRIES_A_READ = 512
@@ -196,7 +198,10 @@ class Store(Protocol):
         """A generation greater than ``above``, announced to all; the same one again if it is repeated."""
 
     def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
-        """State that a replica has nothing of before ``generation``; False if that isn't the last one."""
+        """State that a replica has nothing of before ``generation``; False if that isn't the last one.
+
+        Where that is more than 4,096 have said, those that aren't listed any more are forgotten.
+        """
 
     def tenant(self, tenant: bytes) -> TenantFacts:
         """All that is known; of shares those that count."""

@@ -123,6 +123,7 @@ class Tenants:
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
         """The tenant's limit over the fleet. Raises ArgumentError, StoreUnavailable."""
+        _check_tenant(tenant)
         if blocks is not None:
             _check_blocks(blocks)
         return self._store.set_limit(self._keys.tenant(tenant), blocks)
@@ -132,6 +133,7 @@ class Tenants:
 
         CapacityError: 4,096 other tenants hold a share here.
         """
+        _check_tenant(tenant)
         _check_blocks(blocks)
         if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
             raise CapacityError(
@@ -163,7 +165,8 @@ class Tenants:
             self._cursor = position  # smaller than before where the store has lost what it announced
 
     def raise_generation(self, tenant: str) -> Durable:
-        """Purge a tenant in the whole fleet. Raises StoreUnavailable; may be repeated then."""
+        """Purge a tenant in the whole fleet. Raises ArgumentError, StoreUnavailable; may be repeated then."""
+        _check_tenant(tenant)
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
         above = max(self._store.tenant(digest).generation, self.generation(tenant))
@@ -245,6 +248,11 @@ class Tenants:
         return grant
 
 
-def _check_blocks(blocks: int) -> None:
-    if not 0 <= blocks <= _MAX_BLOCKS:
+def _check_tenant(tenant: object) -> None:
+    if not isinstance(tenant, str) or not tenant:
+        raise ArgumentError("tenant", tenant, "a string of at least one character")
+
+
+def _check_blocks(blocks: object) -> None:
+    if not isinstance(blocks, int) or not 0 <= blocks <= _MAX_BLOCKS:
         raise ArgumentError("blocks", blocks, f"an integer from 0 to {_MAX_BLOCKS}")

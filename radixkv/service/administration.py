@@ -124,7 +124,9 @@ async def _purged(call: Call, tenant: str) -> PurgeReply:
     blocks = await anyio.to_thread.run_sync(service.cache.purge, tenant)
     service.warmer.forget_tenant(tenant)
     try:
+        pins = await service.orders.call(coordinator.fleet_pins, tenant)
         purge = await service.orders.call(coordinator.purge, tenant)
+        await service.keeper.purged(tenant, pins)
         if not purge.is_complete:
             await service.fleet.spread_purge(tenant)
             purge = await service.orders.call(coordinator.purge_report, tenant)

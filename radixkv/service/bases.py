@@ -51,12 +51,13 @@ async def publish(call: Call) -> Response:
 
     def compute(work: Work[Prefill]) -> Prefill:
         def on_chunk(done: int, total: int) -> None:
+            work.num_prefill_tokens = total - done
             if done < total:
                 work.check()
 
         return service.engine.publish(body.id, namespace, prefix.ids, readers, on_chunk=on_chunk)
 
-    work = service.worker.submit(ACCOUNT, compute)
+    work = service.worker.submit(ACCOUNT, compute, len(prefix.ids))
     try:
         done = await until_disconnect(call.request, finished(work))
     except ArgumentError as error:

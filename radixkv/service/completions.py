@@ -183,8 +183,10 @@ class Run:
 
     def _submit(self, on_progress: Callable[[], object]) -> Work[Generation]:
         namespace = self.service.namespace(self.call.tenant, self.body.salt, self.body.adapter)
+        cache = self.service.cache
+        lacking = [len(each.ids) - cache.match(namespace, each.ids).num_tokens for each in self.prompts]
         return self.service.worker.submit(
-            self.call.tenant, lambda work: self._generate(namespace, work, on_progress)
+            self.call.tenant, lambda work: self._generate(namespace, work, on_progress), sum(lacking)
         )
 
     def _generate(
@@ -192,8 +194,13 @@ class Run:
     ) -> Generation:
         """In the model's thread."""
         self.began_at = self.service.clock()
+        if self.body.use_beam_search:
+            work.num_prefill_tokens = (
+                0  # no step of beams is told, so their prefill would seem to last for all of it
+            )
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
+            work.num_prefill_tokens = 0
             for text, ids in zip(self.texts, new_ids, strict=True):
                 text.push(ids)
             on_progress()

@@ -146,8 +146,7 @@ class Service:
         """Again and again, until cancelled: tell the coordinator the load, and keep to quotas and pins of the fleet."""
         while True:
             stats = self.cache.stats()
-            queued = sum(each.num_tokens - each.num_ready for each in self.warmer.under_way())
-            load = Load(queued, stats.sequence_blocks, stats.resident_blocks)
+            load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
             self.fleet.coordinator.report_load(load)
             with suppress(CoordinationError, CapacityError):
                 await self.orders.call(self.quotas.step)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -160,6 +161,15 @@ class Keeper:
             if mine.namespace == namespace:
                 mine.state, mine.error, mine.ids, mine.pin = "failed", "cleared", None, None
 
+    async def purged(self, tenant: str, facts: Sequence[FleetPin]) -> None:
+        """A tenant was purged, and had these pins: they end now. Who holds one ends it too, if this can't be told."""
+        for mine in list(self._tenants.get(tenant, {}).values()):
+            if self._is_purged(mine):
+                self._drop(mine)
+        end, held = self._coordinator.end_pin, [fact for fact in facts if not fact.is_ended]
+        with suppress(CoordinationError):
+            await asyncio.gather(*(self._call(end, tenant, fact, fact.remaining_s) for fact in held))
+
     def tick(self) -> None:
         """Begin a step, unless the last one goes on."""
         if self._tenants and (self._step is None or self._step.done()):
@@ -190,7 +200,7 @@ class Keeper:
 
     async def _see_to(self, mine: Kept, fact: FleetPin | None) -> None:
         tenant, now = mine.namespace.tenant, self._service.clock()
-        if mine.fact.namespace_digest != self._digest(mine.namespace):  # purged
+        if self._is_purged(mine):
             self._drop(mine)
             await self._call(self._coordinator.end_pin, tenant, mine.fact, mine.until - now)
         elif fact is None:
@@ -359,6 +369,10 @@ class Keeper:
     def _digest(self, namespace: Namespace) -> bytes:
         generation = self._coordinator.tenants.generation(namespace.tenant)
         return self._coordinator.keys.namespace(namespace, generation)
+
+    def _is_purged(self, mine: Kept) -> bool:
+        """Its tenant has forgotten since what it pins."""
+        return mine.fact.namespace_digest != self._digest(mine.namespace)
 
     def _is_for(self, fact: FleetPin, name: str) -> bool:
         """Whether a replica keeps it as long as it is told to."""

@@ -109,7 +109,7 @@ class Warmer:
         if len(ids):
             namespace = key[0]
             warming.work = self._worker.submit(
-                namespace.tenant, lambda work: self._compute(namespace, ids, warming, work)
+                namespace.tenant, lambda work: self._compute(namespace, ids, warming, work), len(ids)
             )
             self._under_way[key] = warming
         return warming
@@ -125,12 +125,12 @@ class Warmer:
         warming.started, began_at = True, monotonic()
 
         def on_chunk(num_ready: int, _total: int) -> None:
-            warming.num_ready = num_ready
+            warming.num_ready, work.num_prefill_tokens = num_ready, len(ids) - num_ready
             work.check()
 
         cache = self._engine.cache
         match = cache.match(namespace, ids)
-        warming.num_ready = match.num_tokens
+        warming.num_ready, work.num_prefill_tokens = match.num_tokens, len(ids) - match.num_tokens
         if match.num_tokens < len(ids):
             self._engine.prefill(namespace, ids, on_chunk=on_chunk)
             if cache.match(namespace, ids).num_tokens < len(ids):

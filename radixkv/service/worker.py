@@ -33,10 +33,11 @@ class Cancelled(Exception):
 
 
 class Work(Generic[T]):
-    """One piece of work: its future, and whether it has to stop."""
+    """One piece of work: its future, whether it has to stop, and how many prompt tokens it has still to compute."""
 
-    def __init__(self, run: Callable[[Work[T]], T]) -> None:
+    def __init__(self, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0) -> None:
         self.future: Future[T] = Future()
+        self.num_prefill_tokens = num_prefill_tokens
         self._run = run
         self._stopping = threading.Event()
 
@@ -88,7 +89,13 @@ class ModelWorker:
         with self._wakeup:
             return len(self._unfinished)
 
-    def submit(self, tenant: str, run: Callable[[Work[T]], T]) -> Work[T]:
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens that all of it has still to compute, as far as who submitted it says. O(unfinished)."""
+        with self._wakeup:
+            return sum(work.num_prefill_tokens for work in self._unfinished if not work.future.cancelled())
+
+    def submit(self, tenant: str, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0) -> Work[T]:
         """Queue ``run`` in the tenant's lane. O(1). Raises Busy or Closed."""
         with self._wakeup:
             if self._closed:
@@ -98,7 +105,7 @@ class ModelWorker:
                 self._drop_cancelled(lane)
             if len(lane) >= self.max_queued:
                 raise Busy
-            work = Work(run)
+            work = Work(run, num_prefill_tokens)
             lane.append(work)
             self._unfinished[work] = tenant
             self._wakeup.notify()

@@ -533,6 +533,23 @@ class CoordinatorContract:
         a.create_job(ACME, 512, ["a"], job_id=jobs[-1].id)
         assert a.health().num_jobs == 5 and a.job(jobs[3].id, "acme") is not None, "it was there"
 
+    def test_confirmations_of_a_purge_are_bounded(
+        self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Replicas whose names don't come back must not fill a tenant's key; those that are listed count on."""
+        for store in ("memory", "redis"):
+            monkeypatch.setattr(f"radixkv.coordination.{store}.MAX_CONFIRMED", 8)
+        a, b = Purged(fleet, "a"), Purged(fleet, "b")
+        generation = a.replica.purge("acme").generation
+        fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
+        tenant, store_of_a = a.replica.keys.tenant("acme"), a.replica.store
+        for number in range(40):
+            assert store_of_a.confirm(tenant, f"gone-{number}", number + 1, generation)
+            confirmed = store_of_a.tenant(tenant).confirmed
+            assert len(confirmed) <= 8 and {"a", "b"} <= set(confirmed)
+        assert not store_of_a.confirm(tenant, "gone-0", 1, generation + 1)
+        assert b.replica.purge_report("acme").confirmed == ("a", "b")
+
     def test_another_tenants_job_does_not_exist(self, fleet: Fleet) -> None:
         a = fleet.join("a")
         job = a.create_job(ACME, 1000, ["a"])

@@ -661,3 +661,54 @@ def test_who_is_cut_off_knows_no_longer_of_purges_because_its_clock_is_turned_ba
 def away(after: int) -> list[tuple[bytes, int]]:
     """A store that answers the beat, and no more a moment later."""
     raise StoreUnavailable("a moment after the beat")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("replica_id", None), ("fingerprint", 5), ("block_size", "16"), ("block_size", 16.0), ("lease_s", "9"),
+        ("lease_s", float("nan")), ("address", 5), ("fleet_secret", "a text of sixteen characters"),
+    ],
+)  # fmt: skip
+def test_settings_of_another_type_are_named(fleet: MemoryFleet, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name.removesuffix("_id")):
+        fleet.replica("a", **{name: value})
+
+
+def test_arguments_of_another_type_are_named(fleet: MemoryFleet) -> None:
+    a: Any = fleet.join("a")
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("tenant", lambda: a.purge(5)), ("tenant", lambda: a.purge("")), ("tenant", lambda: a.reserve(None, 1)),
+        ("blocks", lambda: a.reserve("acme", 1.5)), ("blocks", lambda: a.set_limit("acme", "9")),
+        ("queued_prefill_tokens", lambda: Load(1.5)), ("decode_blocks", lambda: Load(0, "9")),  # type: ignore[arg-type]
+    ]  # fmt: skip
+    for name, call in calls:
+        with pytest.raises(ArgumentError, match=name):
+            call()
+    assert not fleet.store.accounts and not fleet.store.announced
+
+
+def test_what_is_asked_too_early_says_nothing_of_the_store(fleet: MemoryFleet) -> None:
+    a = fleet.replica("a")
+    for _ in range(3):
+        for call in (a.beat, a.publish, a.heed, lambda: a.purge("acme"), lambda: a.reserve("acme", 1)):
+            with pytest.raises(StoreUnavailable, match=r"replica a is not registered: new$"):
+                call()
+    assert a.health().state == "new" and not a.health().reason
+
+
+def test_who_is_refused_stays_so_whatever_is_asked_of_it(fleet: MemoryFleet) -> None:
+    """Also one that was a member before the store lost all, and another fleet came first."""
+    a = fleet.join("a")
+    fleet.lose()
+    stranger = fleet.join("stranger", fleet_secret=b"another secret of some length")
+    with pytest.raises(ConfigError, match="stranger"):
+        a.beat()
+    for call in (a.beat, a.publish, a.heed, lambda: a.purge("acme"), lambda: a.reserve("acme", 1)):
+        with pytest.raises(StoreUnavailable, match="stranger"):
+            call()
+        assert a.health().state == "refused" and "stranger" in a.health().reason
+    assert not fleet.store.accounts and "a" not in fleet.store.records, "nothing was written"
+    stranger.leave()
+    a.register()
+    assert a.health().is_ok

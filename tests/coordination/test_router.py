@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.coordination.router import Predicted
 from radixkv.coordination.sources import Beside, Generations, Observer
-from radixkv.errors import ArgumentError, ConfigError
+from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
+from tests.redis_server import free_port
 
 SECRET = b"the secret of this fleet"
 ACME = Namespace("acme", "fp")
@@ -175,6 +178,21 @@ def test_without_the_store_it_falls_back_to_load(fleet: Fleet) -> None:
     assert fleet.best(ids) == "a" and not fleet.source.is_lost
 
 
+def test_a_lost_store_is_lost_though_nobody_is_known(fleet: Fleet) -> None:
+    store = MemoryStore(fleet.clock)
+    store.is_reachable = False
+    source = Observer(store, SECRET, clock=fleet.clock, background=False)
+    for _ in range(20):
+        assert source.is_lost, "also between two fetches, where nothing is asked"
+        fleet.clock.advance(0.3)
+        with suppress(StoreUnavailable):
+            source.reader.poll()
+    store.is_reachable = True
+    fleet.clock.advance(1.0)
+    source.poll()
+    assert not source.is_lost and not source.members()
+
+
 def test_who_leaves_is_out_at_once(fleet: Fleet) -> None:
     fleet.settle()
     for name in ("a", "b", "c"):
@@ -190,11 +208,54 @@ def test_siblings_stay_together_before_the_first_event(fleet: Fleet) -> None:
     first = fleet.router.rank(ACME, ids)[0]
     assert (first.replica.id, first.matched_tokens["predicted"], first.load) == ("c", 1024, Load(1024))
     assert "1024 more predicted" in first.why
-    assert {fleet.best(prompt(2048, seed)) for seed in range(20)} == {"a", "b"}, "c has something to do"
+    assert {fleet.best(prompt(2048, seed)) for seed in range(1, 21)} == {"a", "b"}, "c has something to do"
     fleet.clock.advance(5.1)
     fleet.settle()
     assert "predicted" not in fleet.router.rank(ACME, ids)[0].matched_tokens
     assert len({fleet.best(prompt(2048, seed)) for seed in range(40)}) == 3
+
+
+@pytest.mark.parametrize("cost", ["linear", "lmetric"])
+@pytest.mark.parametrize("num_tokens", [300, 640, 1024, 8000])
+def test_a_burst_of_siblings_goes_to_one_replica(fleet: Fleet, cost: str, num_tokens: int) -> None:
+    """Whatever the rest of a prompt behind its last whole segment, and whatever stands behind what they share."""
+    for name in "abc":
+        fleet.load(name, queued=500, decode=7)
+    fleet.settle()
+    shared = prompt(num_tokens)
+    chosen = Counter[str]()
+    for number in range(4):
+        ids = np.concatenate([shared, prompt(20, seed=number)])
+        best = fleet.best(ids, cost=cost)
+        fleet.router.routed(ACME, ids, best)
+        chosen[best] += 1
+    assert len(chosen) == 1
+    others = Counter(fleet.best(prompt(num_tokens, seed), cost=cost) for seed in range(100, 140))
+    assert len(others) == 2 and not others & chosen, "what shares nothing goes where less was sent"
+    fleet.load(best, queued=500 + num_tokens, decode=7)
+    fleet.clock.advance(2.0)
+    fleet.settle()
+    assert fleet.best(shared, cost=cost) == best, "the replica has heard of them, and computes the prefix"
+    fleet.load(best, queued=500 + 3 * num_tokens, decode=7)
+    fleet.settle()
+    assert fleet.best(shared, cost=cost) != best, "a queue that is longer than the prefix isn't worth it"
+
+
+def test_what_was_sent_to_a_replica_is_forgotten_with_it(fleet: Fleet) -> None:
+    ids = prompt(2048)
+    fleet.settle()
+    fleet.router.routed(ACME, ids, "a")
+    (sent, _, _) = fleet.router.rank(ACME, ids)
+    assert sent.replica.id == "a" and sent.matched_tokens["predicted"] == 2048
+    fleet.clock.advance(1.0)
+    fleet.replicas["a"][0].close()
+    fleet.join("a")
+    fleet.settle()
+    restarted = {each.replica.id: each for each in fleet.router.rank(ACME, ids)}["a"]
+    assert "predicted" not in restarted.matched_tokens and restarted.cost == 2048.0
+    assert restarted.load == Load()
+    fleet.router.routed(ACME, ids, "gone")
+    assert fleet.router.predicted_bytes > 0, "what was sent is kept for a while, for nobody"
 
 
 def test_a_newer_load_takes_the_place_of_what_was_sent(fleet: Fleet) -> None:
@@ -352,3 +413,27 @@ def test_generations_of_a_router_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         generations.follow(frozenset())
         assert generations(f"tenant-{number}") == 1
     assert generations.num_bytes == 2 * 4 * 150 and generations("tenant-0") == 0
+
+
+def test_a_router_that_cannot_be_made_leaves_nothing_behind() -> None:
+    before = threading.enumerate()
+    for name, options in (
+        ("cost", {"cost": "cheap"}), ("max_segments", {"max_segments": 0}), ("max_segments", {"max_segments": "9"}),
+        ("predict_s", {"predict_s": "5"}), ("temperature", {"temperature": "hot"}), ("redis", {"url": None}),
+        ("tier_weights", {"tier_weights": 1}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=name):
+            Router.connect(**{"url": f"redis://127.0.0.1:{free_port()}", "fleet_secret": SECRET, **options})
+    assert threading.enumerate() == before
+
+
+def test_questions_that_are_none(fleet: Fleet) -> None:
+    fleet.settle()
+    for options in ({"limit": "2"}, {"limit": 1.5}, {"namespace": "acme"}, {"namespace": None}):
+        with pytest.raises(ArgumentError, match=next(iter(options))):
+            fleet.router.rank(**{"namespace": ACME, "token_ids": [1, 2], **options})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="temperature='hot'"):
+        fleet.router.rank(ACME, [1, 2], temperature="hot")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="namespace"):
+        fleet.router.routed("acme", [1, 2], "a")  # type: ignore[arg-type]
+    assert len(fleet.router.rank(ACME, [])) == 3, "no prompt is one that nobody holds"

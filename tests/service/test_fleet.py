@@ -288,3 +288,19 @@ def test_a_replica_cannot_ask_for_a_further_fan_out(live: Running) -> None:
     headers = {**forged(live, body=body), "content-type": "application/json"}
     answer = live.nobody.post(WARM_PATH, content=body, headers=headers)
     assert answer.status_code == 422 and answer.json()["error"]["field"] == "replicas"
+
+
+def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join) -> None:
+    one, two = join("one"), join("two")
+    eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
+    for each in (one, two):
+        assert each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 64}).status_code == 200
+    body = {"token_ids": IDS[:256], "ttl_s": 60, "replicas": "all"}
+    pinned = post(one, "/v1/pins", body).json()
+    assert [each["state"] for each in pinned["replicas"]] == ["done", "done"]
+    assert one.operator.post("/v1/tenants/acme/purge").json()["complete"]
+    for each in (one, two):
+        assert each.acme.get("/v1/pins").json() == {"pins": []}
+    again = post(two, "/v1/pins", body).json()
+    assert again["id"] != pinned["id"] and [each["state"] for each in again["replicas"]] == ["done", "done"]
+    assert matched(one) == matched(two) == 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import httpx
+import numpy as np
 import pytest
 
+from radixkv import Namespace
 from radixkv.cli import _ROUTE_OPTIONS
+from radixkv.coordination import connect
 from radixkv.coordination.costs import COSTS, CostName
 from radixkv.errors import ConfigError
 from radixkv.service.settings import ROUTE_DEFAULTS, RouteSettings
@@ -24,6 +28,8 @@ from tests.service.running import (
     Running,
     client,
     eventually,
+    model_held,
+    sent,
     served,
     service_in_thread,
 )
@@ -117,6 +123,29 @@ def test_a_replica_alone_routes_to_itself(live: Running, salt: str) -> None:
     assert not {"load", "cost"} & set(warm), "that is everybody's"
     (other,) = ranked(live.globex, salt=salt)
     assert sum(other["matched_tokens"].values()) == 0, "another tenant's prefix is nobody's business"
+
+
+def test_prompts_that_wait_for_the_model_are_load(live: Running, salt: str) -> None:
+    def queued() -> int:
+        (row,) = live.operator.get("/v1/replicas").json()["replicas"]
+        return int(row["load"]["queued_prefill_tokens"])
+
+    eventually(lambda: queued() == 0)
+    live.acme.post("/v1/warm", json={"token_ids": IDS[:320], "salt": salt})
+    with ExitStack() as stack:
+        with model_held(live.service):
+            body = {"prompt": IDS, "max_tokens": 2, "salt": salt}
+            stack.enter_context(sent(live, "acme", "/v1/completions", body))
+            eventually(lambda: queued() == len(IDS) - 320, "what isn't resident is to be computed")
+            stack.enter_context(sent(live, "globex", "/v1/completions", {**body, "stream": True}))
+            eventually(lambda: queued() == 2 * len(IDS) - 320, "another tenant's prompt too")
+            stack.enter_context(sent(live, "acme", "/v1/warm", {"token_ids": IDS[::-1], "salt": salt}))
+            eventually(lambda: queued() == 3 * len(IDS) - 320, "and what is warmed")
+            gone = sent(live, "globex", "/v1/completions", {**body, "salt": f"{salt}-gone"})
+            eventually(lambda: queued() == 4 * len(IDS) - 320)
+            gone.close()
+            eventually(lambda: queued() == 3 * len(IDS) - 320, "whoever hung up waits for nothing")
+        eventually(lambda: queued() == 0)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +266,41 @@ def test_a_gateway_follows_the_router_and_falls_back(
         assert again.json()["choices"] == answer.json()["choices"]
 
 
+def test_a_gateway_leaves_a_replica_that_hangs_and_ends_what_nobody_waits_for(
+    join: Join, router: httpx.Client, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    one = join("one")
+    (row,) = one.acme.get("/v1/replicas").json()["replicas"]
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [str(EXAMPLES / "gateway.py"), str(router.base_url).rstrip("/"), url.rpartition(":")[2]]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        closing(Started(tmp_path / "gateway.log", *command)),
+        client(url, "demo-acme") as acme,
+        client(url, "no key") as stranger,
+    ):
+        eventually(lambda: reaches(acme), "the gateway listens")
+        refused = stranger.post("/v1/completions", json={"prompt": IDS})
+        assert refused.status_code == 401 and refused.headers["www-authenticate"], "as the router says"
+        hung = connect(
+            redis_server.url, replica_id="hung", fleet_secret=SECRET, fingerprint=row["model"], block_size=16,
+            address=f"http://127.0.0.1:{mute.getsockname()[1]}",
+        )  # fmt: skip
+        with closing(hung):
+            hung.register()
+            assert hung.journal is not None
+            ids = np.array(IDS, np.uint32)
+            hung.journal.stored(Namespace("acme", row["model"]), ids.tobytes(), 0, len(ids))
+            eventually(lambda: ranked(router) and ranked(router)[0]["replica"] == "hung")
+            answer = acme.post("/v1/completions?x=y", json={"prompt": IDS, "max_tokens": 3})
+            assert answer.status_code == 200 and answer.headers["x-radixkv-replica"] == "one"
+            assert len(answer.headers.get_list("date")) == 1
+        with model_held(one.service):
+            with sent(Running(one.service, url), "acme", "/v1/completions", {"prompt": IDS[::-1]}):
+                eventually(lambda: one.service.worker.num_prefill_tokens, "it waits for the model")
+            eventually(lambda: not one.service.worker.num_prefill_tokens, "it ends where it was sent to")
+
+
 def reaches(someone: httpx.Client) -> bool:
     try:
         return someone.post("/v1/completions", json={}).status_code in (422, 503)
@@ -261,6 +325,24 @@ def test_settings_of_a_router(tmp_path: Path) -> None:
         name = "keys" if "host" in wrong else next(iter(wrong))
         with pytest.raises(ConfigError, match=f"--{name}"):
             RouteSettings.parse({**good, **wrong})
+
+
+def test_a_router_says_why_its_store_does_not_answer(secret: Path, tmp_path: Path) -> None:
+    """And takes it for lost as long as it is, also while it knows no replica."""
+    url, store = f"http://127.0.0.1:{free_port()}", f"redis://someone:hidden@127.0.0.1:{free_port()}"
+    options = ["--port", url.rpartition(":")[2], "--redis", store, "--fleet-secret", str(secret)]
+    with (
+        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli", "route", *options)) as started,
+        client(url, "demo-operator") as operator,
+    ):
+        eventually(lambda: answers(operator, "/healthz"))
+        for _ in range(30):
+            ready = operator.get("/readyz")
+            assert ready.status_code == 503 and ready.json()["reasons"] == ["store: lost"]
+            assert ready.json()["coordination"] == "unavailable"
+            assert "radixkv_router_store_lost 1.0" in operator.get("/metrics").text
+        printed = eventually(lambda: started.log.read_text())
+        assert "the store doesn't answer: Redis: ConnectionError" in printed and "hidden" not in printed
 
 
 def test_the_router_needs_no_torch() -> None:
