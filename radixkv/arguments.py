@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from radixkv.leases import Match
     from radixkv.storage.device import BlockStorage
     from radixkv.types import BlockIds
+    from radixkv_policies import RequestHints
 
 OnPending: TypeAlias = Literal["compute", "raise", "wait"]
 
@@ -23,6 +24,9 @@ BaseId: TypeAlias = str
 """1 to 256 bytes."""
 
 MatchLike: TypeAlias = "Match"
+
+Hints: TypeAlias = "RequestHints | None"
+"""What policies may use of a request."""
 
 ScrubBlocks: TypeAlias = Callable[["BlockIds"], Any] | None
 """Zeroes blocks, distinct int32 ids; None where nobody needs to."""

@@ -72,7 +72,7 @@ from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
-    from radixkv.arguments import BaseId, MatchLike, OnPending, ScrubBlocks, Seconds, StorageLike
+    from radixkv.arguments import BaseId, Hints, MatchLike, OnPending, ScrubBlocks, Seconds, StorageLike
     from radixkv.storage.device import BlockStorage
 
 SLICE_BLOCKS = 512
@@ -275,7 +275,7 @@ class PrefixCache:
         *,
         on_pending: OnPending = "compute",
         timeout_s: Seconds = None,
-        hints: RequestHints | None = None,
+        hints: Hints = None,
     ) -> Sequence:
         """Match, lease, and allocate the rest: a sequence with a block for every token of ``ids``.
 
@@ -283,11 +283,13 @@ class PrefixCache:
         another sequence is computing the next block of this prompt: ``"compute"`` it too, ``"raise"``
         PendingError, or ``"wait"`` until it is committed or given up, at most ``timeout_s`` seconds (then
         PendingError). ``hints``: what the policy may use of the request.
-        Raises TokenError, NamespaceError, QuotaExceeded, OutOfBlocks, and changes nothing.
+        Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and changes nothing.
         O(nodes on the path + blocks evicted).
         """
         if type(namespace) is not Namespace:
             _require_namespace(namespace)
+        if hints is not None and not isinstance(hints, RequestHints):
+            raise ArgumentError("hints", hints, "a RequestHints, or None")
         key = encode(ids)
         if len(key) > MAX_BLOCKS_AT_ONCE * self._block_bytes and self._takes_many_victims(len(key)):
             return self._open_long(namespace, key, on_pending, timeout_s, hints, None)
@@ -299,7 +301,7 @@ class PrefixCache:
         key: bytes,
         on_pending: OnPending,
         timeout_s: Seconds,
-        hints: RequestHints | None,
+        hints: Hints,
         told: Node | None = None,
         publication: Publication | None = None,
     ) -> Sequence:
@@ -350,7 +352,7 @@ class PrefixCache:
         key: bytes,
         on_pending: OnPending,
         timeout_s: Seconds,
-        hints: RequestHints | None,
+        hints: Hints,
         publication: Publication | None,
     ) -> Sequence:
         """Make room in slices, what is matched leased meanwhile, so that nobody waits for thousands of evictions."""

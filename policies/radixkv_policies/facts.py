@@ -5,16 +5,22 @@ blocks become add what ghosts remember (``found``, ``computed``). By the time th
 complete.
 
 A request *continues* an earlier one if the deepest blocks that were seen before, resident or ghosts, are the last of
-that one; then its turn is one more. Otherwise it opens a conversation, whatever it shares with others.
+that one; then its turn is one more. Otherwise it opens a conversation, whatever it shares with others. Where both are
+labelled with a session, the turn goes by that: an answer that was rewritten doesn't end it, nor does an equal beginning
+make two of them one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import floor
+from typing import Final
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
+
+LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending")
+"""Labels that policies look at."""
 
 
 @mypyc_attr(acyclic=True)
@@ -23,20 +29,26 @@ class Facts:
     ``groups``: for a policy to note what it makes of them.
     """
 
-    __slots__ = ("_seen", "_slack", "end", "gap_s", "groups", "labels", "num_new", "number")
+    __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "num_new", "number")
 
     def __init__(self, labels: dict[str, Label], slack: int) -> None:
         self.labels, self._slack = labels, slack
         self.end, self.num_new, self.number, self.gap_s = 0, 0, 1, 0.0
-        self._seen = 0
         self.groups: dict[int, object] = {}
 
     def found(self, end: int, earlier: Facts, gap_s: float) -> None:
         """Blocks up to ``end`` were last used by ``earlier``, ``gap_s`` ago; told shallowest first."""
-        self._seen, self.end = end, max(self.end, end)
-        continues = earlier is not self and earlier.end - end <= self._slack
-        self.number = earlier.number + 1 if continues else 1
-        self.gap_s = gap_s if continues else 0.0
+        self.end = max(self.end, end)
+        is_its_end = earlier is not self and earlier.end - end <= self._slack
+        self.gap_s = gap_s if is_its_end else 0.0
+        self.number = earlier.number + 1 if self._continues(earlier, is_its_end) else 1
+
+    def _continues(self, earlier: Facts, is_its_end: bool) -> bool:
+        if self.labels and earlier.labels and earlier is not self:
+            ours, theirs = self.labels.get("session"), earlier.labels.get("session")
+            if ours is not None and theirs is not None:
+                return ours == theirs
+        return is_its_end
 
     def computed(self, num_blocks: int, end: int) -> None:
         """New blocks, up to ``end``."""
@@ -56,5 +68,8 @@ def places_in_blocks(tokens: Sequence[int], block_tokens: float) -> list[int]:
 
 
 def labels_of(hints: object) -> dict[str, Label]:
-    """The labels of a request's hints, if it has any."""
-    return dict(hints.labels) if isinstance(hints, RequestHints) else {}
+    """Those labels of a request's hints that are looked at. Ghosts keep them, so no others."""
+    if not isinstance(hints, RequestHints) or not hints.labels:
+        return {}
+    labels = hints.labels
+    return {name: labels[name] for name in LABELS if name in labels}

@@ -30,9 +30,11 @@ class TokenRange:
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
-            raise ValueError(f"token range [{self.start}, {self.stop}) is not allowed: 0 ≤ start < stop")
-        _check(self.priority, self.duration_s)
+        start, stop = self.start, self.stop
+        if not (_is_int(start) and start >= 0 and (stop is None or (_is_int(stop) and start < stop))):
+            raise ValueError(f"token range [{start!r}, {stop!r}) is not allowed: 0 ≤ start < stop, integers")
+        _check_priority(self.priority)
+        _check_duration(self.duration_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class RequestHints:
     labels: see the module. priority: 0 (goes first) to 100 for all its blocks, None for the default.
     duration_s: how long that priority holds after the last use; None for ever. ranges: priorities of parts of the
     request; the last range that holds a token wins over those before it, and over ``priority``.
-    Raises ValueError for a label of another type, and for a priority or duration out of range.
+    Raises ValueError for a label of another type, for a priority or duration out of range, and for what is no range.
     """
 
     labels: Mapping[str, Label] = field(default_factory=dict)
@@ -51,16 +53,33 @@ class RequestHints:
     ranges: tuple[TokenRange, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self.priority, self.duration_s)
-        for name, label in self.labels.items():
+        if self.priority is not None:
+            _check_priority(self.priority)
+        _check_duration(self.duration_s)
+        labels: object = self.labels
+        if not isinstance(labels, Mapping):
+            raise ValueError(f"labels={labels!r} is not allowed: a mapping of names to values")
+        for name, label in labels.items():
             if not isinstance(name, str) or not isinstance(label, (str, int, float)):
                 raise ValueError(
                     f"label {name!r}: {label!r} is not allowed: a string, a number or a boolean by name"
                 )
+        ranges: object = self.ranges
+        if not isinstance(ranges, tuple) or not all(isinstance(each, TokenRange) for each in ranges):
+            raise ValueError(f"ranges={ranges!r} is not allowed: a tuple of TokenRange")
 
 
-def _check(priority: int | None, duration_s: float | None) -> None:
-    if priority is not None and not 0 <= priority <= 100:
-        raise ValueError(f"priority={priority!r} is not allowed: 0 to 100")
-    if duration_s is not None and not duration_s > 0:
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_priority(priority: object) -> None:
+    if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= 100:
+        raise ValueError(f"priority={priority!r} is not allowed: 0 to 100, an integer")
+
+
+def _check_duration(duration_s: object) -> None:
+    if duration_s is None:
+        return
+    if isinstance(duration_s, bool) or not isinstance(duration_s, (int, float)) or not duration_s > 0:
         raise ValueError(f"duration_s={duration_s!r} is not allowed: seconds > 0, or None for ever")

@@ -1,9 +1,10 @@
 """Survival: the chance that blocks return within a horizon, by class; the smallest goes first, among equals LRU.
 
-When a use ends, its blocks fall into a class by how often they were used, the turn of the conversation, how many
-new blocks the request brought, and the labels it came with (``type``, ``session_over``, ``tool_pending``). A
-horizon later they are counted, those that returned meanwhile and those that did not together; the shares are the
-chances. What is older than the horizon has none. Frequency and turn outlive eviction with the ghosts.
+When a use ends, its blocks fall into a class by how often they were used, the turn of the conversation, how many new
+blocks the request brought, and the labels it came with (``type``, ``session_over``, ``tool_pending``; ``session`` and
+``turn`` say which turn it is). A horizon later they are counted, those that returned meanwhile and those that did not
+together; the shares are the chances. What is older than the horizon has none. Frequency and turn outlive eviction with
+the ghosts.
 
 After the workload-aware eviction of "KVCache cache in the wild" (ATC 2025, 2506.02634). Departs from it in the
 classes, in that no category of request has to be given, and in that the horizon is learned: ``HORIZON`` half-lives

@@ -130,6 +130,11 @@ WRONG_TYPES: dict[str, Refused] = {
     for wrong in ("3", object, -1, float("nan"))
 }
 
+WRONG_HINTS: dict[str, Refused] = {
+    f"hints {wrong!r}": lambda full, wrong=wrong: full.cache.open(NEW, range(4), hints=wrong)  # type: ignore[misc]
+    for wrong in ("chat", {"type": "chat"}, 50, object)
+}
+
 
 def _batch(full: Full) -> None:
     full.cache.evict(NUM_BLOCKS)
@@ -148,7 +153,7 @@ CASES = [
         OutOfBlocks: NO_ROOM,
         LeaseError: RELEASED,
         TokenError: NO_IDS,
-        ArgumentError: OUT_OF_RANGE | WRONG_TYPES,
+        ArgumentError: OUT_OF_RANGE | WRONG_TYPES | WRONG_HINTS,
     }.items()
     for name, call in calls.items()
 ]

@@ -14,8 +14,9 @@ id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
     block_tokens    tokens a block; required with ``hashes``, and the same on every line; ignored with ``token_ids``
     duration_s      seconds from the request's start to its end, while it holds its blocks; 0 by default
     tenant          a name; by default the file's, if there are several files, otherwise "default"
-    labels          an object of what the service knew: session, turn, type, tool_pending, session_over, priority …;
-                    strings, numbers and booleans, null for what it didn't know
+    labels          an object of what the service knew: session, turn, type, tool_pending, session_over, priority
+                    (0 to 100), priority_duration_s (seconds that it holds) …; strings, numbers and booleans, null
+                    for what it didn't know
 
 Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. Several files make one trace, merged by time.
 
@@ -28,6 +29,7 @@ published studies of Mooncake's traces do.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -131,8 +133,8 @@ def hints_of(labels: Labels | None) -> RequestHints | None:
     """What a service would have told its cache of the request. Raises ValueError for what can't be told."""
     if not labels:
         return None
-    priority = labels.get("priority")
-    return RequestHints(labels=labels, priority=priority if isinstance(priority, int) else None)
+    given: Any = labels.get("priority"), labels.get("priority_duration_s")
+    return RequestHints(labels, *given)
 
 
 def read(
@@ -210,7 +212,10 @@ class _Line:
         return name in self._fields
 
     def bad(self, name: str, allowed: str) -> ConfigError:
-        return ConfigError(f"{self._place}: {name}", self._fields.get(name), allowed)
+        value = self._fields.get(name)
+        return ConfigError(
+            f"{self._place}: {name}", reprlib.repr(value) if isinstance(value, list) else value, allowed
+        )
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number; ≥ 0 where there is a default."""
@@ -308,8 +313,16 @@ class _Reader:
         self._agree(line, "hash_ids", MOONCAKE_BLOCK_TOKENS)
         prompt = line.count("input_length")
         kept = self._num_blocks(prompt)
-        hashes = line.hashes("hash_ids", kept)
-        return line.number("timestamp") / 1e3, hashes[:kept], prompt, line.count("output_length", 0)
+        hashes, output = line.hashes("hash_ids", kept), line.count("output_length", 0)
+        most = (prompt + output) // MOONCAKE_BLOCK_TOKENS + 2
+        if (
+            len(hashes) > most
+        ):  # blocks of another size, of which the first few would be taken for the whole prompt
+            allowed = (
+                f"an id for each {MOONCAKE_BLOCK_TOKENS} tokens, at most {most} here; there are {len(hashes)}"
+            )
+            raise line.bad("hash_ids", allowed)
+        return line.number("timestamp") / 1e3, hashes[:kept], prompt, output
 
     def _hashed(self, line: _Line) -> tuple[float, Sequence[int | str | bytes], int, int]:
         self._agree(line, "block_tokens", line.count("block_tokens", low=1))

@@ -159,6 +159,19 @@ def test_a_policy_that_weighs_prefill_is_told_of_the_model(tmp_path: Path) -> No
     assert found[0] < found[128]
 
 
+def test_priorities_hold_for_their_duration(tmp_path: Path) -> None:
+    """What is dear stays while others come, for three seconds after its last use."""
+    dear = {"labels": {"priority": 90, "priority_duration_s": 3}}
+    asked = [(0, "a"), (1, "b"), (2, "c"), (2.5, "d"), (2.9, "a"), (4, "e"), (7, "f"), (8, "g"), (9, "a")]
+    lines = (
+        {"time": time, "tokens": 16, "block_tokens": 16, "hashes": [each]} | (dear if each == "a" else {})
+        for time, each in asked
+    )
+    path = write(tmp_path / "t.jsonl", *lines)
+    rows = run([path], policies=["priority", "lru"], capacities=[2], jobs=1)["results"]
+    assert [round(row["token_hit_rate"] * len(asked)) for row in rows] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

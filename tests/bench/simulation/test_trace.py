@@ -94,6 +94,14 @@ def test_several_files_are_several_tenants(tmp_path: Path) -> None:
         ({**LINE, "labels": [1]}, "line 2: labels"),
         ({**LINE, "labels": {"type": ["chat"]}}, "line 2: labels.*'type': .'chat'.* is not allowed"),
         ({**LINE, "labels": {"priority": 101}}, "line 2: labels.*priority=101 is not allowed: 0 to 100"),
+        (
+            {**LINE, "labels": {"priority": "high"}},
+            "line 2: labels.*priority='high' is not allowed: 0 to 100",
+        ),
+        (
+            {**LINE, "labels": {"priority": 50, "priority_duration_s": 0}},
+            "line 2: labels.*duration_s=0 is not allowed",
+        ),
         ({**LINE, "duration_s": -1}, "line 2: duration_s"),
         ({**LINE, "block_tokens": 0}, "line 2: block_tokens"),
         ({**LINE, "block_tokens": 32}, "blocks of 16 tokens"),
@@ -112,6 +120,14 @@ def test_what_is_no_object_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="line 1"):
         read([path])
+
+
+def test_hash_ids_of_smaller_blocks_are_refused(tmp_path: Path) -> None:
+    """Other collections have an id for each 16 tokens; the first two would have passed for the whole prompt."""
+    line = {"timestamp": 0, "input_length": 1_030, "output_length": 20, "hash_ids": list(range(65))}
+    said = r"line 1: hash_ids='\[0, .*\.\.\.\]' .* an id for each 512 tokens, at most 4 here; there are 65"
+    with pytest.raises(ConfigError, match=said):
+        read([write(tmp_path / "trace.jsonl", line)])
 
 
 def test_files_that_cant_be_traces(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""What is known of a request: which turn it is, by its blocks or its labels, and no more labels than are needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv_policies import RequestHints
+from radixkv_policies.facts import Facts, labels_of
+from radixkv_policies.hints import Label
+
+
+def turns(*requests: tuple[int, int, dict[str, Label]]) -> list[int]:
+    """The turns of requests that each begin with blocks of the one before: how many of them, its length, its labels."""
+    found, earlier = [], None
+    for common, length, labels in requests:
+        facts = Facts(labels, 0)
+        if earlier is not None:
+            facts.found(common, earlier, 60.0)
+        facts.computed(length - common, length)
+        found.append(facts.turn)
+        earlier = facts
+    return found
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"session": "a"}, 2),
+        ({"session": "b"}, 1),
+        ({}, 1),
+        ({"session": "b", "turn": 7}, 7),
+    ],
+)
+def test_a_session_tells_the_turn_where_blocks_do_not(second: dict[str, Label], said: int) -> None:
+    """The end of the first answer was rewritten before it came back."""
+    assert turns((0, 9, {"session": "a"}), (8, 12, second)) == [1, said]
+
+
+@pytest.mark.parametrize(("second", "said"), [({"session": "a"}, 2), ({"session": "b"}, 1), ({}, 2)])
+def test_an_equal_beginning_is_not_the_same_session(second: dict[str, Label], said: int) -> None:
+    """The second begins with all of the first."""
+    assert turns((0, 9, {"session": "a"}), (9, 12, second)) == [1, said]
+
+
+def test_only_labels_that_are_looked_at_are_kept() -> None:
+    """Ghosts keep them, for as long as they live."""
+    known: dict[str, Label] = {
+        "type": "chat",
+        "turn": 2,
+        "session": "s",
+        "session_over": True,
+        "tool_pending": False,
+    }
+    assert labels_of(RequestHints(labels=known | {"prompt": "x" * 10_000})) == known
+    assert labels_of(RequestHints(labels={"prompt": "x"})) == labels_of(None) == {}
