@@ -253,11 +253,15 @@ class ClusterServers(_Several):
         self.primaries[shard], self.replicas[shard] = self.replicas[shard], self.primaries[shard]
 
     def wait(self) -> None:
-        """Until every node knows all slots."""
+        """Until every node knows all slots, and every other node: who knows one only by hearsay of those that die next
+        never learns of it.
+        """
 
         def is_whole(node: RedisServer) -> bool:
-            found = node.text("CLUSTER INFO")
-            return "cluster_slots_ok:16384" in found and "cluster_state:ok" in found
+            found, known = node.text("CLUSTER INFO"), node.text("CLUSTER NODES").splitlines()
+            is_connected = all(" connected" in line and "handshake" not in line for line in known)
+            knows_all = len(known) == len(self.nodes) and is_connected
+            return knows_all and "cluster_slots_ok:16384" in found and "cluster_state:ok" in found
 
         until(lambda: all(is_whole(node) for node in self.nodes), "a Cluster that is whole")
 
