@@ -55,7 +55,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
     )
     for arguments in (["--help"], ["serve", "--help"], ["bench", "ttft", "--help"], ["--version"]):
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+from tests.examples.running import printed
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_both_searches_come_to_the_same_and_hold_less() -> None:
     arguments = ["--device", "cpu", "--prompt", "90", "--steps", "20", "--branches", "3", "--rounds", "2"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "branching.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    beams, thoughts = done.stdout.split("tree of thought")
+    beams, thoughts = printed("branching.py", *arguments).split("tree of thought")
     assert "same tokens as transformers' own cache: True" in beams
     assert "same path as with transformers' own cache: True" in thoughts
     found = re.search(r"blocks held at most: (\d+), without sharing: (\d+)", beams)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.examples.running import printed
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_in_process_example() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "in_process.py")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = printed("in_process.py").splitlines()
     assert lines[0] == "first request: 0 of 100 tokens cached"
     assert lines[1] == "second request: 96 of 100 tokens cached"
     assert lines[2] == "forked into 3: 0 blocks copied"

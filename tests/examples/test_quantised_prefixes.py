@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+from tests.examples.running import ROOT, printed
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_it_runs_and_its_figures_are_in_order() -> None:
-    script = str(ROOT / "examples" / "quantised_prefixes.py")
-    done = subprocess.run(
-        [
-            sys.executable,
-            script,
-            "--steps",
-            "2",
-            "--prefixes",
-            "3",
-            "--text",
-            *map(str, sorted((ROOT / "docs").glob("*.md"))),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = dict(re.findall(r"^(fp16|fp8|int8|int4) +([\d.]+ .*)$", done.stdout, re.MULTILINE))
+    texts = map(str, sorted((ROOT / "docs").glob("*.md")))
+    text = printed("quantised_prefixes.py", "--steps", "2", "--prefixes", "3", "--text", *texts)
+    rows = dict(re.findall(r"^(fp16|fp8|int8|int4) +([\d.]+ .*)$", text, re.MULTILINE))
     bits, perplexity, change, _, spread, error = (
         {scheme: float(row.split()[column].strip("±%") or 0) for scheme, row in rows.items()}
         for column in range(6)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.examples.running import printed
 from tests.redis_server import RedisServer
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "two_replicas.py"
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.timeout(600)  # replicas are started, which loads torch
 def test_two_replicas_example(redis_server: RedisServer) -> None:
-    command = [sys.executable, str(EXAMPLE), redis_server.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in printed("two_replicas.py", redis_server.url).splitlines()]
     assert [line[:4] for line in lines[:2]] == [
         ["warm", "on", "one:", "done,"],
         ["warm", "on", "two:", "done,"],

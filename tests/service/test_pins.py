@@ -42,7 +42,7 @@ def nothing_pinned(service: Running) -> Iterator[None]:
 def warm_and_pin(service: Running, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
     place = {name: value for name, value in fields.items() if name in ("salt", "adapter")}
     assert service.acme.post("/v1/warm", json={**prompt, **place}).status_code == 200
-    answer = service.acme.post("/v1/pins", json={**prompt, "ttl_s": 60, **fields})
+    answer = service.acme.post("/v1/pins", json={**prompt, "ttl_s": 600, **fields})
     assert answer.status_code == 201, answer.text
     return dict(answer.json())
 
@@ -54,7 +54,7 @@ def test_what_is_pinned_survives_a_flood(service: Running) -> None:
         service.acme.post("/v1/warm", json={"token_ids": [at] * 16 * 8})
     assert service.acme.post("/v1/lookup", json={**PROMPT, "salt": "s"}).json()["matched_blocks"] == 4
     (listed,) = service.acme.get("/v1/pins").json()["pins"]
-    assert listed["id"] == pin["id"] and 0 < listed["ttl_s"] <= 60
+    assert listed["id"] == pin["id"] and 0 < listed["ttl_s"] <= 600
     stats = service.acme.get("/v1/stats").json()
     assert (stats["pinned_blocks"], stats["num_pins"]) == (4, 1)
     metrics = service.operator.get("/metrics").text
@@ -70,12 +70,12 @@ def test_what_is_pinned_survives_a_flood(service: Running) -> None:
 
 
 def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
-    absent = service.acme.post("/v1/pins", json={**PROMPT, "salt": "absent", "ttl_s": 60})
+    absent = service.acme.post("/v1/pins", json={**PROMPT, "salt": "absent", "ttl_s": 600})
     error = refusal(absent)
     assert (absent.status_code, error["type"], error["value"]) == (409, "not_resident", 0)
     long = {"token_ids": [7] * 16 * 7}
     service.acme.post("/v1/warm", json=long)
-    over = service.acme.post("/v1/pins", json={**long, "ttl_s": 60})
+    over = service.acme.post("/v1/pins", json={**long, "ttl_s": 600})
     error = refusal(over)
     assert (over.status_code, error["type"], error["allowed"]) == (
         409,
@@ -83,7 +83,7 @@ def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
         "at most 6 blocks",
     )
     service.globex.post("/v1/warm", json=PROMPT)
-    nothing = service.globex.post("/v1/pins", json={**PROMPT, "ttl_s": 60})
+    nothing = service.globex.post("/v1/pins", json={**PROMPT, "ttl_s": 600})
     assert refusal(nothing)["allowed"] == "at most 0 blocks", "no guarantee, no budget"
 
 
@@ -94,9 +94,9 @@ def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
         ({**PROMPT, "ttl_s": 0}, "ttl_s"),
         ({**PROMPT, "ttl_s": 1e12}, "ttl_s"),
         ({**PROMPT, "ttl_s": "60"}, "ttl_s"),
-        ({**PROMPT, "ttl_s": 60, "tenant": "globex"}, "tenant"),
-        ({"token_ids": [1] * 15, "ttl_s": 60}, "prompt, messages, token_ids"),
-        ({"ttl_s": 60}, "prompt, messages, token_ids"),
+        ({**PROMPT, "ttl_s": 600, "tenant": "globex"}, "tenant"),
+        ({"token_ids": [1] * 15, "ttl_s": 600}, "prompt, messages, token_ids"),
+        ({"ttl_s": 600}, "prompt, messages, token_ids"),
     ],
 )
 def test_bad_requests(service: Running, body: Any, field: str) -> None:
@@ -112,7 +112,7 @@ def test_anothers_pin_is_one_that_does_not_exist(service: Running) -> None:
     assert len(service.acme.get("/v1/pins").json()["pins"]) == 1
     for who, status in ((service.operator, 403), (service.nobody, 401)):
         assert who.get("/v1/pins").status_code == who.delete(f"/v1/pins/{pin['id']}").status_code == status
-        assert who.post("/v1/pins", json={**PROMPT, "ttl_s": 60}).status_code == status
+        assert who.post("/v1/pins", json={**PROMPT, "ttl_s": 600}).status_code == status
 
 
 def test_a_purge_ends_pins(service: Running) -> None:
@@ -132,11 +132,11 @@ def test_a_policy_for_a_tenant(service: Running) -> None:
 def test_on_the_command_line(service: Running, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(PROMPT) + "\n")
-    done = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "60", "--json"])
+    done = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "600", "--json"])
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)
     assert [each["id"] for each in service.acme.get("/v1/pins").json()["pins"]] == [row["pin"]]
-    table = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "60"])
+    table = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "600"])
     assert table.stdout.split("\n")[0].split()[-1] == "pin"
     refused = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "-1"])
     assert refused.exit_code and "ttl_s" in str(refused.exception)
