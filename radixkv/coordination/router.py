@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv import tokens
-from radixkv.coordination.costs import COSTS, CostName, Facts, Floats
+from radixkv.coordination.costs import BASELINES, COSTS, CostName, Facts, Floats
 from radixkv.coordination.protocol import SEGMENT_TOKENS, Load, ReplicaInfo
 from radixkv.coordination.settings import check_count
 from radixkv.coordination.sources import Member, Observer, Source
@@ -236,7 +236,9 @@ class Router:
         self, roster: _Roster, known: _Known, prompt: int, name: CostName, heat: float, limit: int | None
     ) -> list[Candidate]:
         credit = known.held @ self._weights + known.predicted
-        ahead = np.maximum(roster.queued + known.queued - known.predicted, 0)
+        ahead = roster.queued + known.queued
+        if name not in BASELINES:
+            ahead = np.maximum(ahead - known.predicted, 0)
         costs = COSTS[name](Facts(prompt, credit, ahead, roster.decode, known.turn))
         order = self._order(costs, heat)[:limit].tolist()
         held, predicted, queued = known.held.tolist(), known.predicted.tolist(), known.queued.tolist()

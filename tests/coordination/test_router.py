@@ -241,6 +241,14 @@ def test_a_burst_of_siblings_goes_to_one_replica(fleet: Fleet, cost: str, num_to
     assert fleet.best(shared, cost=cost) != best, "a queue that is longer than the prefix isn't worth it"
 
 
+def test_the_least_loaded_has_least_to_do_whatever_it_is(fleet: Fleet) -> None:
+    ids = prompt(2048)
+    fleet.settle()
+    fleet.router.routed(ACME, ids, "c")
+    assert {fleet.best(ids, cost="least_loaded") for _ in range(20)} == {"a", "b"}
+    assert {fleet.best(ids, cost=cost) for cost in ("linear", "lmetric", "threshold", "stddev")} == {"c"}
+
+
 def test_what_was_sent_to_a_replica_is_forgotten_with_it(fleet: Fleet) -> None:
     ids = prompt(2048)
     fleet.settle()
