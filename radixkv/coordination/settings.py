@@ -11,6 +11,7 @@ from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PASSWORD = re.compile(r"(password=)[^&#]*")
 _MAX_TEXT = 256
 
 
@@ -89,11 +90,10 @@ REDIS_SCHEMES = (
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: what stands before an @ in its authority is left out."""
-    start, slashes, rest = url.partition("//")
-    authority, slash, path = rest.partition("/")
-    _, at, host = authority.rpartition("@")
-    return f"{start}{slashes}…@{host}{slash}{path}" if at else url
+    """The URL as it may be shown: what stands before its last @ is left out, and what ``…password=`` says."""
+    start, slashes, rest = _PASSWORD.sub(r"\1…", url).partition("//")
+    _, at, host = rest.rpartition("@")
+    return f"{start}{slashes}…@{host}" if at else f"{start}{slashes}{rest}"
 
 
 def check_published_block_size(block_size: int) -> None:
