@@ -6,7 +6,7 @@
 
 A decision is local: it digests the prompt, looks its segments up, and computes one array of costs. No store is
 asked. Liveness is compared at the moment of the question, so a replica that is gone is in no answer after its
-lease. When the store is lost and all leases are over, those last known are ranked by their load alone.
+lease. When the store is lost and all leases of others are over, those last known are ranked by their load alone.
 
 The **predicted index** keeps siblings together before the first event arrives: for ``predict_s`` seconds what
 ``routed`` said counts as held, and its tokens as queued until the replica reports a newer load; but a prompt
@@ -196,7 +196,7 @@ class Router:
         living = roster.live_until > now
         if living.all():
             return roster, False
-        if self.source.is_lost and not living.any():
+        if self.source.is_lost and not living[np.isfinite(roster.live_until)].any():
             return roster, True
         return roster.only(np.flatnonzero(living)), False
 

@@ -339,6 +339,29 @@ def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
     assert router.rank(ACME, ids, cost="least_loaded")[-1].replica.id == "a"
 
 
+def test_a_router_inside_a_replica_falls_back_to_load_too(fleet: Fleet) -> None:
+    """Or whoever asks a replica would send it everything, while the store is lost."""
+    replica, cache = fleet.replicas["a"]
+    router = Router(Beside(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0)
+    ids = prompt(1024)
+    fleet.hold("a", ids)
+    fleet.load("a", queued=100)
+    fleet.load("b", queued=10)
+    fleet.settle()
+    replica.reader.refresh()
+    fleet.store.is_reachable = False
+    with pytest.raises(StoreUnavailable):
+        replica.reader.refresh()
+    assert router.rank(ACME, ids)[0].replica.id == "a" and not router.is_blind, "others' leases run"
+    fleet.clock.advance(LEASE_S + 1)
+    found = router.rank(ACME, ids)
+    assert [each.replica.id for each in found] == ["c", "b", "a"] and router.is_blind
+    fleet.store.is_reachable = True
+    fleet.settle()
+    replica.reader.refresh()
+    assert router.rank(ACME, ids)[0].replica.id == "a" and not router.is_blind
+
+
 def test_settings_that_cannot_work_are_named(fleet: Fleet) -> None:
     ids = prompt(16)
     for wrong in ({"cost": "cheap"}, {"temperature": -1.0}, {"temperature": float("nan")}):
