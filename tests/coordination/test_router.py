@@ -241,6 +241,25 @@ def test_a_burst_of_siblings_goes_to_one_replica(fleet: Fleet, cost: str, num_to
     assert fleet.best(shared, cost=cost) != best, "a queue that is longer than the prefix isn't worth it"
 
 
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 640, 8191])
+def test_a_prompt_that_is_repeated_stays_where_it_is(fleet: Fleet, num_tokens: int) -> None:
+    ids, other = prompt(num_tokens), Namespace("globex", "fp")
+    fleet.settle()
+    best = fleet.best(ids)
+    for _ in range(12):
+        fleet.router.routed(ACME, ids, best)
+        first = fleet.router.rank(ACME, ids)[0]
+        assert first.replica.id == best and first.load == Load(num_tokens), "it is computed once"
+        assert first.matched_tokens["predicted"] == num_tokens
+    longer = {each.replica.id: each for each in fleet.router.rank(ACME, np.append(ids, 7))}[best]
+    assert longer.matched_tokens.get("predicted", 0) == num_tokens // 256 * 256
+    assert not any("predicted" in each.matched_tokens for each in fleet.router.rank(other, ids))
+    fleet.hold(best, ids)
+    fleet.settle()
+    held = {each.replica.id: each for each in fleet.router.rank(ACME, ids)}[best].matched_tokens
+    assert sum(held.values()) == num_tokens and held["device"] == num_tokens // 256 * 256
+
+
 def test_the_least_loaded_has_least_to_do_whatever_it_is(fleet: Fleet) -> None:
     ids = prompt(2048)
     fleet.settle()
