@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 from urllib.parse import urlsplit
 
 from radixkv.coordination.keys import checked_secret
@@ -56,9 +58,9 @@ class Settings:
         return self.lease_s / 3
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: Any) -> None:
     """Raises ConfigError unless a setting is an integer, at least 1."""
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, Integral) or value < 1:
         raise ConfigError(name, value, "an integer, at least 1")
 
 
