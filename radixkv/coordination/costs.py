@@ -1,7 +1,8 @@
 """What sending a prompt to a replica would cost, as far as a router knows: the lowest wins.
 
 All are arrays over the candidates. ``credit`` counts the tokens of the prompt that a replica holds, each by
-the weight of its tier; ``load`` is what a replica has to do already, ``queued + decode``.
+the weight of its tier; ``load`` is what a replica has to do already, ``queued + decode``, for all but the baselines
+without what it computes of this very prompt, as far as that is predicted.
 
     linear        max(queued + prompt − credit, 0) + decode
     lmetric       max(queued + prompt − credit, 0) × (decode + 1)
@@ -105,3 +106,6 @@ COSTS: Mapping[CostName, Cost] = {
     "round_robin": round_robin,
     "random": random,
 }
+
+BASELINES: frozenset[CostName] = frozenset({"least_loaded", "round_robin", "random"})
+"""Those that ask nobody what he holds."""

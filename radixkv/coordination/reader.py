@@ -138,7 +138,7 @@ class Reader:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """One thread at a time; what was read is in the view at the end. Who asks nothing learns nothing."""
+        """One thread at a time; what was read is in the view at the end. Not asked, the store is as it was."""
         with self._lock:
             try:
                 yield

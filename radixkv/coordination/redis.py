@@ -30,7 +30,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha1
+from inspect import signature
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -121,6 +123,13 @@ _cluster_client: Any = RedisCluster
 _cluster_node: Any = ClusterNode
 _sentinel_client: Any = Sentinel
 
+_OBJECTS = {"connection_pool", "credential_provider", "event_dispatcher", "redis_connect_func", "retry"}
+_OPTIONS = frozenset(
+    {*signature(redis.Redis).parameters, "path", "connection_class", "sentinel_username", "sentinel_password"}
+    - _OBJECTS
+)
+"""What a URL, and what stands behind its question mark, may come to."""
+
 Args = Sequence[str | bytes | int]
 
 
@@ -161,11 +170,21 @@ class Address:
         scheme, user, hosts, path, query = (part or "" for part in found.groups())
         plain, _, kind = scheme.partition("+")
         names = [name for name in hosts.split(",") if name]
+        is_socket = plain == "unix"
+        if not is_socket and re.search("[/?#]", user):
+            raise ValueError("special characters before the @ have to be percent-encoded")
         user = f"{user}@" if user else ""
-        service, _, database = path.strip("/").partition("/") if kind == "sentinel" else ("", "", path[1:])
-        options = dict(_parse_url(f"{plain}://{user}{names[0] if names else ''}/{database}{query}"))
-        if plain == "unix":
-            return cls("single", (), "", dict(_parse_url(url)))
+        path = path.strip("/")
+        service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
+        if not is_socket and not re.fullmatch("[0-9]*", database):
+            raise ValueError(f"{database!r} is no number of a database")
+        shown = url if is_socket else f"{plain}://{user}{names[0] if names else ''}/{database}{query}"
+        options = dict(_parse_url(shown))
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise ValueError(f"there is no option {unknown[0]}")
+        if is_socket:
+            return cls("single", (), "", options)
         if kind == "sentinel" and not service:
             raise ValueError("the service's name is missing")
         default = 26379 if kind == "sentinel" else 6379
@@ -180,6 +199,8 @@ class Address:
 
 
 def _host(url: str, default_port: int) -> tuple[str, int]:
+    if urlsplit(url).port == 0:
+        raise ValueError("there is no port 0")
     options = _parse_url(url)
     return options.get("host", "localhost"), int(options.get("port", default_port))
 
@@ -199,6 +220,7 @@ class Connection:
             "socket_connect_timeout": reply_timeout_s,
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
+            "decode_responses": False,
             "redis_connect_func": _greet,
         }
         self._client: Any = None

@@ -6,7 +6,7 @@
 
 A decision is local: it digests the prompt, looks its segments up, and computes one array of costs. No store is
 asked. Liveness is compared at the moment of the question, so a replica that is gone is in no answer after its
-lease. When the store is lost and all leases are over, those last known are ranked by their load alone.
+lease. When the store is lost and all leases of others are over, those last known are ranked by their load alone.
 
 The **predicted index** keeps siblings together before the first event arrives: for ``predict_s`` seconds what
 ``routed`` said counts as held, and its tokens as queued until the replica reports a newer load; but a prompt
@@ -22,13 +22,15 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from radixkv import tokens
-from radixkv.coordination.costs import COSTS, CostName, Facts, Floats
+from radixkv.coordination.costs import BASELINES, COSTS, CostName, Facts, Floats
+from radixkv.coordination.keys import DIGEST_BYTES
 from radixkv.coordination.protocol import SEGMENT_TOKENS, Load, ReplicaInfo
 from radixkv.coordination.settings import check_count
 from radixkv.coordination.sources import Member, Observer, Source
@@ -177,15 +179,25 @@ class Router:
         member = next((each for each in self.source.members() if each.info.id == replica_id), None)
         if member is None:
             return
-        digests, roster = self._digests(namespace, key), _Roster((member,))
-        held = int(self._held(namespace, key, digests, roster).sum())
+        digests, roster, name = self._digests(namespace, key), _Roster((member,)), member.info.audience
+        num_tokens, held = len(key) // TOKEN_BYTES, int(self._held(namespace, key, digests, roster).sum())
+        digests = self._with_rest(namespace, key, digests)
         with self._lock:
-            held = max(held, self._predicted.leading(digests, now).get(member.info.audience, 0))
-            self._predicted.add(digests, member.info.audience, len(key) // TOKEN_BYTES - held, now)
+            sent = self._predicted.leading(digests, now).get(name, 0)
+            self._predicted.add(digests, name, max(0, num_tokens - max(held, sent)), now)
 
     def _digests(self, namespace: Namespace, key: bytes) -> list[bytes]:
         generation = self.source.generation(namespace.tenant)
         return self.source.keys.digests(namespace, key, generation=generation)
+
+    def _with_rest(self, namespace: Namespace, key: bytes, digests: list[bytes]) -> list[bytes]:
+        """The digests, and one of what stands behind the last whole segment: so a prompt that is repeated is known."""
+        rest = key[len(digests) * SEGMENT_TOKENS * TOKEN_BYTES :]
+        if not rest:
+            return digests
+        generation = self.source.generation(namespace.tenant)
+        before = digests[-1] if digests else self.source.keys.namespace(namespace, generation)
+        return [*digests, blake2b(rest, key=before, digest_size=DIGEST_BYTES).digest()]
 
     def _living(self, model: str, now: float) -> tuple[_Roster, bool]:
         """Who may be ranked, and whether by load alone."""
@@ -196,7 +208,7 @@ class Router:
         living = roster.live_until > now
         if living.all():
             return roster, False
-        if self.source.is_lost and not living.any():
+        if self.source.is_lost and not living[np.isfinite(roster.live_until)].any():
             return roster, True
         return roster.only(np.flatnonzero(living)), False
 
@@ -206,10 +218,11 @@ class Router:
         held = self._held(namespace, key, digests, roster)
         known = self._unknown(roster, now)
         with self._lock:
-            sent = self._predicted.leading(digests, now)
+            sent = self._predicted.leading(self._with_rest(namespace, key, digests), now)
         if not sent:
             return known._replace(held=held)
-        ahead = np.array([sent.get(name, 0) for name in roster.names]) - held.sum(axis=1)
+        told = np.array([sent.get(name, 0) for name in roster.names])
+        ahead = np.minimum(told, len(key) // TOKEN_BYTES) - held.sum(axis=1)
         return known._replace(held=held, predicted=np.maximum(ahead, 0))
 
     def _unknown(self, roster: _Roster, now: float) -> _Known:
@@ -236,7 +249,9 @@ class Router:
         self, roster: _Roster, known: _Known, prompt: int, name: CostName, heat: float, limit: int | None
     ) -> list[Candidate]:
         credit = known.held @ self._weights + known.predicted
-        ahead = np.maximum(roster.queued + known.queued - known.predicted, 0)
+        ahead = roster.queued + known.queued
+        if name not in BASELINES:
+            ahead = np.maximum(ahead - known.predicted, 0)
         costs = COSTS[name](Facts(prompt, credit, ahead, roster.decode, known.turn))
         order = self._order(costs, heat)[:limit].tolist()
         held, predicted, queued = known.held.tolist(), known.predicted.tolist(), known.queued.tolist()
@@ -337,7 +352,7 @@ class Predicted:
         self._sent.setdefault(replica_id, _Sent(self._keep_s / _TICKS)).add(now, num_tokens)
 
     def leading(self, digests: Sequence[bytes], now: float) -> dict[str, int]:
-        """How many leading tokens were sent to each replica, in whole segments."""
+        """How many leading tokens were sent to each replica: a segment's for each digest."""
         counts: dict[str, int] = {}
         for place, digest in enumerate(digests):
             found = self._held.get(digest)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 from urllib.parse import urlsplit
 
 from radixkv.coordination.keys import checked_secret
@@ -11,6 +13,7 @@ from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PASSWORD = re.compile(r"(password=)[^&#]*")
 _MAX_TEXT = 256
 
 
@@ -55,9 +58,9 @@ class Settings:
         return self.lease_s / 3
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: Any) -> None:
     """Raises ConfigError unless a setting is an integer, at least 1."""
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, Integral) or value < 1:
         raise ConfigError(name, value, "an integer, at least 1")
 
 
@@ -89,11 +92,10 @@ REDIS_SCHEMES = (
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: what stands before an @ in its authority is left out."""
-    start, slashes, rest = url.partition("//")
-    authority, slash, path = rest.partition("/")
-    _, at, host = authority.rpartition("@")
-    return f"{start}{slashes}…@{host}{slash}{path}" if at else url
+    """The URL as it may be shown: what stands before its last @ is left out, and what ``…password=`` says."""
+    start, slashes, rest = _PASSWORD.sub(r"\1…", url).partition("//")
+    _, at, host = rest.rpartition("@")
+    return f"{start}{slashes}…@{host}" if at else f"{start}{slashes}{rest}"
 
 
 def check_published_block_size(block_size: int) -> None:

@@ -1197,6 +1197,17 @@ def test_urls_of_every_form(
         "redis+cluster://h:port",
         "redis+nothing://h",
         "redis://u:secret@h:x",
+        "redis://u:secret/secret@h",
+        "redis+cluster://u:secret?@h:1,i:2",
+        "redis://h:0",
+        "redis://h/three",
+        "redis://h/-1",
+        "redis://h?no_such_option=1",
+        "redis+cluster://h?no_such_option=1&password=secret",
+        "redis+sentinel://h/?sentinel_password=secret",
+        "redis+sentinel://u:w@h/?sentinel_password=an@secret",
+        "unix:///place?no_such_option=1",
+        "redis://h?retry=1&password=secret",
         "ftp://h",
         "",
     ],
@@ -1205,6 +1216,16 @@ def test_urls_that_cannot_be_one(url: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Address.parse(url)
     assert "secret" not in str(refusal.value)
+    with pytest.raises(ConfigError):
+        RedisStore(url)
+
+
+def test_answers_are_bytes_whatever_a_url_says(fleet: RedisFleet) -> None:
+    url = f"{fleet.server.url}?decode_responses=true&protocol=3&encoding=latin1"
+    with closing(RedisCoordinator(Settings(**fleet.settings("a", {})), url)) as a:
+        a.register()
+        assert a.health().is_ok, a.health().reason
+        a.create_job(ACME, 512, ["a"])
 
 
 def test_a_plain_url_finds_a_cluster(redis_cluster: ClusterServers) -> None:

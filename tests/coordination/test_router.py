@@ -241,6 +241,33 @@ def test_a_burst_of_siblings_goes_to_one_replica(fleet: Fleet, cost: str, num_to
     assert fleet.best(shared, cost=cost) != best, "a queue that is longer than the prefix isn't worth it"
 
 
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 640, 8191])
+def test_a_prompt_that_is_repeated_stays_where_it_is(fleet: Fleet, num_tokens: int) -> None:
+    ids, other = prompt(num_tokens), Namespace("globex", "fp")
+    fleet.settle()
+    best = fleet.best(ids)
+    for _ in range(12):
+        fleet.router.routed(ACME, ids, best)
+        first = fleet.router.rank(ACME, ids)[0]
+        assert first.replica.id == best and first.load == Load(num_tokens), "it is computed once"
+        assert first.matched_tokens["predicted"] == num_tokens
+    longer = {each.replica.id: each for each in fleet.router.rank(ACME, np.append(ids, 7))}[best]
+    assert longer.matched_tokens.get("predicted", 0) == num_tokens // 256 * 256
+    assert not any("predicted" in each.matched_tokens for each in fleet.router.rank(other, ids))
+    fleet.hold(best, ids)
+    fleet.settle()
+    held = {each.replica.id: each for each in fleet.router.rank(ACME, ids)}[best].matched_tokens
+    assert sum(held.values()) == num_tokens and held["device"] == num_tokens // 256 * 256
+
+
+def test_the_least_loaded_has_least_to_do_whatever_it_is(fleet: Fleet) -> None:
+    ids = prompt(2048)
+    fleet.settle()
+    fleet.router.routed(ACME, ids, "c")
+    assert {fleet.best(ids, cost="least_loaded") for _ in range(20)} == {"a", "b"}
+    assert {fleet.best(ids, cost=cost) for cost in ("linear", "lmetric", "threshold", "stddev")} == {"c"}
+
+
 def test_what_was_sent_to_a_replica_is_forgotten_with_it(fleet: Fleet) -> None:
     ids = prompt(2048)
     fleet.settle()
@@ -329,6 +356,29 @@ def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
     assert found == {"a": 1040, "b": 512, "c": 0}
     replica.report_load(Load(7))
     assert router.rank(ACME, ids, cost="least_loaded")[-1].replica.id == "a"
+
+
+def test_a_router_inside_a_replica_falls_back_to_load_too(fleet: Fleet) -> None:
+    """Or whoever asks a replica would send it everything, while the store is lost."""
+    replica, cache = fleet.replicas["a"]
+    router = Router(Beside(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0)
+    ids = prompt(1024)
+    fleet.hold("a", ids)
+    fleet.load("a", queued=100)
+    fleet.load("b", queued=10)
+    fleet.settle()
+    replica.reader.refresh()
+    fleet.store.is_reachable = False
+    with pytest.raises(StoreUnavailable):
+        replica.reader.refresh()
+    assert router.rank(ACME, ids)[0].replica.id == "a" and not router.is_blind, "others' leases run"
+    fleet.clock.advance(LEASE_S + 1)
+    found = router.rank(ACME, ids)
+    assert [each.replica.id for each in found] == ["c", "b", "a"] and router.is_blind
+    fleet.store.is_reachable = True
+    fleet.settle()
+    replica.reader.refresh()
+    assert router.rank(ACME, ids)[0].replica.id == "a" and not router.is_blind
 
 
 def test_settings_that_cannot_work_are_named(fleet: Fleet) -> None:
