@@ -869,10 +869,9 @@ class PrefixCache:
         lease: Lease | None = None
         with self._lock:
             try:
-                tenant = self._tenants.get(namespace.tenant)
                 self._pins.end_due(namespace.tenant)
                 match = self._match(namespace, key)
-                budget = 0 if tenant is None else tenant.settings.pin_budget
+                budget = self._registry.pin_budget(namespace.tenant)
                 pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget)
                 if pin is None:
                     lease = Lease(self, self._lease_match(match), match)

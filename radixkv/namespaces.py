@@ -86,8 +86,9 @@ class Tenant:
     max_blocks: blocks that it may use at most; None for the whole pool. At least the guaranteed ones.
     mode: ``"burst"`` borrows what is idle above its guarantee and gives it back first; ``"strict"`` never borrows, so
     that nothing that others do changes what it sees: its limit is its guarantee, which is at least one block.
-    max_pinned_blocks: blocks that it may pin (``PrefixCache.pin``), at most its limit; None for its guarantee. What is
-    pinned is used like the rest: it counts against the limit, and is borrowed beyond the guarantee.
+    max_pinned_blocks: blocks that it may pin (``PrefixCache.pin``), at most its limit; None for its guarantee, or, of a
+    tenant that nobody added, for half of what it may use. What is pinned is used like the rest: it counts against the
+    limit, and is borrowed beyond the guarantee.
     policy: its eviction policy's name, or what makes one, called like a ``radixkv_policies.Policy``; None: the cache's.
 
     Raises NamespaceError for the id and ArgumentError for the rest.
@@ -133,7 +134,7 @@ class Tenant:
 
     @property
     def pin_budget(self) -> int:
-        """Blocks that it may pin: ``max_pinned_blocks``, or its guarantee."""
+        """Blocks that it may pin once it is added: ``max_pinned_blocks``, or its guarantee."""
         return self.guaranteed_blocks if self.max_pinned_blocks is None else self.max_pinned_blocks
 
 

@@ -4,7 +4,7 @@ A pin is a lease with an end: it holds the last node of its prefix like a runnin
 what is pinned, the law of guarantees counts it as in use (``eviction``), a split doesn't disturb it, and what an
 interrupted call leaves behind is mended as for any lease. What is added here is who pins how much, and until when.
 
-- **Budget.** A tenant pins at most ``Tenant.pin_budget`` blocks; what several of its pins share counts once. Block
+- **Budget.** A tenant pins at most ``Registry.pin_budget`` blocks; what several of its pins share counts once. Block
   tables of one tenant, sorted as bytes, are a tree of common beginnings: what a pin adds is what neither of its
   neighbours has. O(log pins) comparisons, no count a node or a block.
 - **Time.** A pin ends when its time is over; somebody looks about once a second in upkeep, when a request is short of

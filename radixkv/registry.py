@@ -101,6 +101,18 @@ class Registry:
         tenant = self.tenants.get(tenant_id)
         return self._config.default_tenant is not None or (tenant is not None and tenant.is_added)
 
+    def pin_budget(self, tenant_id: str) -> int:
+        """Blocks that a tenant may pin: what it is promised; of tenants that nobody added, unless told otherwise, half
+        of what each may use.
+        """
+        tenant = self.tenants.get(tenant_id)
+        if tenant is None:
+            return 0
+        settings = tenant.settings
+        if tenant.is_added or settings.max_pinned_blocks is not None:
+            return settings.pin_budget
+        return (settings.limit or self._config.num_blocks) // 2
+
     def new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
         """What a tenant is to have, with nothing in it yet. Raises like ``new_policy``."""
         label = self.new_label(settings)

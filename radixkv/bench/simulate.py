@@ -181,13 +181,13 @@ def _matrix(title: str, rows: list[dict[str, Any]], field: str, tenant: str | No
         cells.setdefault(row["policy"], {})[row["capacity"]] = scores[field]
     sizes = sorted({row["capacity"] for row in rows})
     width = max(len(name) for name in (*cells, "blocks"))
-    head = "blocks".ljust(width) + "".join(f"{size:>10,}" for size in sizes)
+    head = "blocks".ljust(width) + "".join(f" {size:>9,}" for size in sizes)
     lines = [
-        name.ljust(width) + "".join(_percent(values[size]) for size in sizes)
+        name.ljust(width) + "".join(" " + _percent(values[size]).rjust(len(f"{size:,}")) for size in sizes)
         for name, values in cells.items()
     ]
     return "\n".join([title, head, *lines])
 
 
 def _percent(value: float | None) -> str:
-    return f"{'–' if value is None else f'{100 * value:.2f}':>10}"
+    return f"{'–' if value is None else f'{100 * value:.2f}':>9}"

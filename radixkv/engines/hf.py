@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from radixkv import tokens
-from radixkv.cache import PrefixCache
+from radixkv.cache import PrefixCache, RequestHints
 from radixkv.clock import Clock, monotonic
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
@@ -121,6 +121,7 @@ class _Request:
     eos_token_ids: frozenset[int]
     on_step: Callable[[list[list[int]]], None] | None
     stop: Callable[[], bool] | None
+    hints: RequestHints | None
 
     @property
     def fanout(self) -> int:
@@ -181,16 +182,22 @@ class HFEngine:
     # Prefill --------------------------------------------------------------------------------------------------
 
     def prefill(
-        self, ns: Namespace, ids: tokens.TokenIds, *, on_chunk: Callable[[int, int], None] | None = None
+        self,
+        ns: Namespace,
+        ids: tokens.TokenIds,
+        *,
+        on_chunk: Callable[[int, int], None] | None = None,
+        hints: RequestHints | None = None,
     ) -> Prefill:
         """Compute the KV of all tokens of ``ids`` that isn't cached, and commit it, chunk by chunk.
 
-        ``on_chunk(done, total)`` hears the tokens done after each chunk. Raises TokenError and ArgumentError
-        for ids that the model can't take, CapacityError when there is no room; nothing stays open.
+        ``on_chunk(done, total)`` hears the tokens done after each chunk; ``hints``: see ``PrefixCache.open``.
+        Raises TokenError and ArgumentError for ids that the model can't take, CapacityError when there is no room;
+        nothing stays open.
         """
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
-        return self._prefill(prompt, on_chunk, lambda: self.cache.open(ns, prompt))
+        return self._prefill(prompt, on_chunk, lambda: self.cache.open(ns, prompt, hints=hints))
 
     def publish(
         self,
@@ -277,6 +284,7 @@ class HFEngine:
         eos_token_id: int | Iterable[int] | None = None,
         on_step: Callable[[list[list[int]]], None] | None = None,
         stop: Callable[[], bool] | None = None,
+        hints: RequestHints | None = None,
     ) -> Generation:
         """Continue one prompt (ids in any form) or a batch of them (a list of prompts).
 
@@ -288,6 +296,7 @@ class HFEngine:
         eos_token_id: None for the model's own; -1 or an empty list for never.
         on_step: hears the new token of each output row after each step, ``[]`` for rows that ended; not with beams.
         stop: asked after each prefill chunk and each step; True ends the request with what there is.
+        hints: what eviction policies may use of these requests, one for all: see ``PrefixCache.open``.
 
         Raises before anything happens: TokenError (ids that aren't token ids or lie outside the vocabulary),
         ArgumentError (everything else). Raises CapacityError when the pool can't hold the rows, also in
@@ -308,6 +317,7 @@ class HFEngine:
             eos_token_ids=self.eos_token_ids if eos_token_id is None else _ids_of(eos_token_id),
             on_step=on_step,
             stop=stop,
+            hints=hints,
         )
         watcher = _Watcher(request, self._clock)
         with ExitStack() as stack:
@@ -321,7 +331,7 @@ class HFEngine:
         """Open each prompt and compute all but its last token; ends early when the caller asks to stop."""
         pages: list[PagedCache] = []
         for prompt in request.prompts:
-            sequence = stack.enter_context(self.cache.open(request.namespace, prompt))
+            sequence = stack.enter_context(self.cache.open(request.namespace, prompt, hints=request.hints))
             page = self._paged([sequence], [sequence.num_cached_tokens], request)
             pages.append(page)
             with page.attached(self.model):
@@ -569,6 +579,8 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     )
     in_range = seed is None or (_is_int(seed) and -(2**63) <= seed < 2**64)
     _require("seed", seed, in_range, "an integer from -2^63 to 2^64 - 1, or None")
+    hints = arguments["hints"]
+    _require("hints", hints, hints is None or isinstance(hints, RequestHints), "a RequestHints, or None")
     beams, returned = arguments["num_beams"], arguments["num_return_sequences"]
     if beams > 1:
         _require("num_return_sequences", returned, returned <= beams, f"at most num_beams = {beams}")

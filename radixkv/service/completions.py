@@ -28,7 +28,7 @@ from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.problems import ApiError, Json, invalid, timed_out
 from radixkv.service.prompts import Ids, tokenized
-from radixkv.service.recording import Recorder
+from radixkv.service.recording import COMPLETION, Recorder, hints_of
 from radixkv.service.schemas import (
     Choice,
     CompletionReply,
@@ -211,6 +211,7 @@ class Run:
             self.body.max_tokens,
             on_step=None if self.body.use_beam_search else on_step,
             stop=lambda: work.stopping or all(text.stopped for text in self.texts),
+            hints=hints_of(COMPLETION),
             **self._sampling(),
         )
         if self.service.recorder is not None:
@@ -221,7 +222,7 @@ class Run:
         rows = len(generation.token_ids) // len(self.prompts)
         seconds = self.service.clock() - self.began_at
         for number, prompt in enumerate(self.prompts):
-            recorder.record(namespace, prompt.ids, generation.token_ids[number * rows], seconds, "completion")
+            recorder.record(namespace, prompt.ids, generation.token_ids[number * rows], seconds, COMPLETION)
 
     def _sampling(self) -> dict[str, Any]:
         body = self.body

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixkv.cache import RequestHints
 from radixkv.coordination.keys import mac
 from radixkv.errors import ConfigError
 from radixkv.tokens import TOKEN_BYTES, encode
@@ -28,9 +29,21 @@ from radixkv.tokens import TOKEN_BYTES, encode
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
 
+COMPLETION, WARM = "completion", "warm"
+"""Types of requests: the label that is recorded, and that eviction policies are told."""
+
 _HASH_BYTES = 8
 
 log = logging.getLogger("radixkv.service")
+
+
+def hints_of(kind: str) -> RequestHints:
+    """What the cache is told of such a request, and a simulation of what was recorded again."""
+    return RequestHints(_labels(kind))
+
+
+def _labels(kind: str) -> dict[str, str]:
+    return {"type": kind}
 
 
 class Recorder:
@@ -70,7 +83,7 @@ class Recorder:
             "output_tokens": len(answer_key) // TOKEN_BYTES,
             "block_tokens": self._block_size,
             "hashes": list(self._hashes(namespace, prompt_key + answer_key)),
-            "labels": {"type": kind},
+            "labels": _labels(kind),
         }
         self._write(json.dumps(fields, ensure_ascii=False) + "\n")
 

@@ -20,7 +20,7 @@ from radixkv.clock import monotonic
 from radixkv.errors import LeaseError
 from radixkv.namespaces import Namespace
 from radixkv.service.prompts import Ids
-from radixkv.service.recording import Recorder
+from radixkv.service.recording import WARM, Recorder, hints_of
 from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ class Warmer:
         match = cache.match(namespace, ids)
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, len(ids) - match.num_tokens
         if match.num_tokens < len(ids):
-            self._engine.prefill(namespace, ids, on_chunk=on_chunk)
+            self._engine.prefill(namespace, ids, on_chunk=on_chunk, hints=hints_of(WARM))
             if cache.match(namespace, ids).num_tokens < len(ids):
                 raise ClearedMeanwhile
         else:
             cache.lease(match).release()
         warming.num_ready = len(ids)
         if self._recorder is not None:
-            self._recorder.record(namespace, ids, (), monotonic() - began_at, "warm")
+            self._recorder.record(namespace, ids, (), monotonic() - began_at, WARM)
         return Warmed(len(ids), match.num_tokens, len(ids) // cache.config.block_size)

@@ -201,9 +201,32 @@ def test_the_budget_is_the_guarantee_unless_it_is_set() -> None:
     with pytest.raises(ArgumentError, match="at most 4, its limit"):
         Tenant("a", guaranteed_blocks=4, mode="strict", max_pinned_blocks=5)
     cache = PrefixCache(CacheConfig(8, 4))
+    cache.add_tenant(Tenant("a"))
     compute(cache, range(4))
     with pytest.raises(PinBudgetExceeded, match="budget of 0"):
         cache.pin(NS, range(4), 60)
+    audit.check(cache)
+
+
+@pytest.mark.parametrize(
+    ("default", "budget"),
+    [(Tenant("any"), 4), (Tenant("any", max_blocks=6), 3), (Tenant("any", max_pinned_blocks=0), 0)],
+)
+def test_whom_nobody_added_may_pin_half_of_what_it_may_use(default: Tenant, budget: int) -> None:
+    """A cache that was told of no tenants is its user's own."""
+    cache = PrefixCache(CacheConfig(8, 4, default_tenant=default))
+    compute(cache, range(20))
+    for pinned in range(1, budget + 1):
+        cache.pin(NS, range(4 * pinned), 60)
+    before = cache.snapshot()
+    with pytest.raises(
+        PinBudgetExceeded, match=f"1 blocks to pin, {budget} of the tenant's budget of {budget}"
+    ):
+        cache.pin(NS, range(4 * budget + 4), 60)
+    assert same(before, cache)
+    cache.add_tenant(Tenant("a"))
+    with pytest.raises(PinBudgetExceeded, match="budget of 0"):
+        cache.pin(NS, range(20), 60)
     audit.check(cache)
 
 

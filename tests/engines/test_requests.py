@@ -16,8 +16,9 @@ from radixkv.config import CacheConfig
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.hf_cache import PagedCache
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError
-from radixkv.namespaces import Namespace
+from radixkv.namespaces import Namespace, Tenant
 from radixkv.storage.layout import KVLayout
+from radixkv_policies import LRU, RequestHints
 from tests.engines.support import EOS, VOCAB, engine_over, model_of, prompt_of, stock
 
 
@@ -54,6 +55,26 @@ def test_prefill_makes_the_prefix_resident(block_size: int, chunk_tokens: int) -
         torch.testing.assert_close(resident_kv(engine, ns, prompt), expected, rtol=1e-4, atol=1e-4)
         again = engine.prefill(ns, prompt)
         assert again.num_cached_tokens == 44 // block_size * block_size
+
+
+def test_policies_are_told_the_hints() -> None:
+    """Of a prefill and of each prompt of a batch; nothing without."""
+    told: list[Any] = []
+
+    class Noting(LRU):
+        def opened(self, nodes: Any, num_blocks: int, hints: object) -> object:
+            """Note it."""
+            told.append(hints)
+            return hints
+
+    chat, agent = (RequestHints(labels={"type": kind}) for kind in ("chat", "agent"))
+    with engine_over(model_of()) as engine:
+        engine.cache.add_tenant(Tenant("acme", policy=Noting))
+        ns = engine.namespace("acme")
+        engine.prefill(ns, prompt_of(20), hints=chat)
+        engine.generate(ns, [prompt_of(20), prompt_of(30)], 2, hints=agent)
+        engine.generate(ns, prompt_of(20), 2)
+    assert told == [chat, agent, agent, None]
 
 
 def test_prefill_commits_chunk_by_chunk() -> None:
@@ -365,6 +386,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"top_p": 1.1}, ArgumentError, "top_p=1.1"),
     ({"seed": 2**64}, ArgumentError, "seed=18446744073709551616"),
     ({"seed": 1.0}, ArgumentError, "seed=1.0"),
+    ({"hints": {"type": "chat"}}, ArgumentError, "hints=.* a RequestHints, or None"),
     ({"eos_token_id": VOCAB}, ArgumentError, f"eos_token_id={VOCAB}"),
     ({"eos_token_id": "</s>"}, ArgumentError, "eos_token_id='</s>'"),
     ({"ns": "acme"}, ArgumentError, "ns='acme' is not allowed: a Namespace"),

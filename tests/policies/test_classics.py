@@ -8,10 +8,16 @@ from __future__ import annotations
 from math import log2
 from typing import cast
 
-from radixkv_policies import LRFU, RequestHints, Survival
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from radixkv.clock import ManualClock
+from radixkv_policies import LRFU, Auto, Learned, RequestHints, Survival
+from radixkv_policies.hazard import EDGES_S, ranks_at
 from radixkv_policies.hints import DEFAULT_PRIORITY
 from radixkv_policies.tail_lru import MEAN_STEP
-from tests.policies.contract import CAPACITY, Block, Life, PolicyContract, Reference
+from tests.policies.contract import CAPACITY, Block, Life, PolicyContract, Reference, lives
 from tests.policies.test_lru import LastUseEndedFirst
 
 Hints = RequestHints | None
@@ -63,9 +69,13 @@ class SmallestSumFirst(Reference):
         """Another use that runs."""
         block.uses += 1
 
+    def policy(self) -> LRFU:
+        """Whose half-life it is."""
+        return cast(LRFU, self.life.policy)
+
     def ended(self, block: Block) -> None:
         """All that ran are counted now."""
-        now = cast(LRFU, self.life.policy).half_lives()
+        now = self.policy().half_lives()
         block.notes = block.notes + [now] * block.uses
         block.uses, block.stamp = 0, self.life.now
 
@@ -342,10 +352,10 @@ class LowestPriorityFirst(LastUseEndedFirst):
             return
         if hints.priority is not None:
             block.rank, block.notes[0] = hints.priority, hints.duration_s or float("inf")
-        for given in hints.ranges:
+        for span in hints.ranges:
             token = (block.depth - 1) * 2
-            if given.start <= token and (given.stop is None or token < given.stop):
-                block.rank, block.notes[0] = given.priority, given.duration_s or float("inf")
+            if span.start <= token and (span.stop is None or token < span.stop):
+                block.rank, block.notes[0] = span.priority, span.duration_s or float("inf")
 
     def opened(self, path: list[Block], num_blocks: int, hints: Hints) -> None:
         """A request's own priorities are set anew."""
@@ -400,13 +410,93 @@ class TestPrefixFirst(PolicyContract):
     reference = GeneratedFirst
 
 
+class FewestHitsFirst(LastUseEndedFirst):
+    """What the class is worth at its age, as of when the leaf came or all were ranked; then who waits longest, then who
+    came first. Classes and what they are worth are the policy's.
+    """
+
+    def __init__(self, life: Life) -> None:
+        super().__init__(life)
+        self.places: dict[object, tuple[float, float, int]] = {}
+        self.ranked_s, self.num_came = life.clock.now, 0
+
+    def policy(self) -> Learned:
+        """Whose classes they are."""
+        return cast(Learned, self.life.policy)
+
+    def settle(self, leaves: list[Block]) -> None:
+        """Rank who came, or all if the policy did so since."""
+        policy, now_s = self.policy(), self.life.clock.now
+        is_anew, self.ranked_s = policy._counted_s > self.ranked_s, policy._counted_s
+        before, self.places = self.places, {}
+        for leaf in sorted(leaves, key=lambda leaf: leaf.stamp):
+            piece = policy.pieces(leaf.node)[-1]
+            came, age_s = (piece, piece.ended_s), now_s - piece.ended_s
+            if came in before:
+                worth, _, place = before[came]
+            else:
+                worth = float(policy.rank[piece.group, max(np.flatnonzero(age_s >= EDGES_S))])
+                self.num_came = place = self.num_came + 1
+            if is_anew:
+                worth = float(ranks_at(policy.rank, np.array([piece.group]), np.array([age_s]))[0])
+            self.places[came] = worth, piece.ended_s, place
+
+    def key(self, block: Block) -> tuple[float, ...]:
+        """Its place."""
+        piece = self.policy().pieces(block.node)[-1]
+        return self.places[piece, piece.ended_s]
+
+
 class TestLearned(PolicyContract):
-    """Learned hazards; its order is in test_learned.py."""
+    """Learned hazards."""
 
     name = "learned"
+    reference = FewestHitsFirst
 
 
 class TestAuto(PolicyContract):
     """The best of three; its choice is in test_auto.py."""
 
     name = "auto"
+
+
+class Held(Auto):
+    """Somebody is in charge, and stays it."""
+
+    def maintain(self) -> None:
+        """Learn, but decide nothing."""
+        self._learned.maintain()
+
+
+class UnderLearned(FewestHitsFirst):
+    """The order of ``learned`` within ``auto``."""
+
+    def policy(self) -> Learned:
+        """The candidate."""
+        return cast(Auto, self.life.policy)._learned
+
+
+class UnderLRFU(SmallestSumFirst):
+    """The order of ``lrfu`` within ``auto``."""
+
+    def policy(self) -> LRFU:
+        """The candidate."""
+        return cast(Auto, self.life.policy)._lrfu
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("learned", UnderLearned), ("lrfu", UnderLRFU), ("lru", LastUseEndedFirst)]
+)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(ops=lives)
+def test_auto_evicts_in_the_order_of_who_is_in_charge(
+    name: str, reference: type[Reference], ops: list[tuple[int, int, int]]
+) -> None:
+    clock = ManualClock()
+    policy = Held(CAPACITY, clock, 7, block_size=2)
+    policy._in_charge = ("learned", "lrfu", "lru").index(name)
+    assert policy.in_charge == name
+    life = Life(policy, clock, reference)
+    for op in ops:
+        life.step(op)
+    life.end_all()

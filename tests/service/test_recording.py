@@ -14,6 +14,7 @@ from radixkv.bench.simulation.trace import read
 from radixkv.errors import ConfigError
 from radixkv.namespaces import Namespace
 from radixkv.service.recording import Recorder
+from radixkv_policies import Learned
 from tests.service.running import service_in_thread
 
 SECRET = b"0123456789abcdef"
@@ -34,6 +35,10 @@ def test_traffic_is_recorded_and_simulated(tmp_path: Path) -> None:
         for client, prompt in ((live.acme, ids), (live.acme, [*ids, 5]), (live.globex, ids)):
             reply = client.post("/v1/completions", json={**body, "prompt": prompt}).json()
             cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+        policy = live.service.engine.cache._tenants["acme"].policy
+        assert isinstance(policy, Learned)
+        told = {name[1] for name in policy._groups if isinstance(name, tuple)}
+    assert told == {"warm", "completion"}, "the cache was told what is recorded"
     warm, first, second, other = lines(path)
     assert warm["labels"] == {"type": "warm"} and warm["tokens"] == 80 and warm["output_tokens"] == 0
     assert first["labels"] == {"type": "completion"} and first["output_tokens"] == 20

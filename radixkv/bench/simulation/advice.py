@@ -42,7 +42,8 @@ def _percent(share: float) -> str:
 def size(num_blocks: float, result: Mapping[str, Any]) -> str:
     """Blocks, and what they weigh."""
     gigabytes = num_blocks * result["block_bytes"] / 1e9
-    return f"{num_blocks:,.0f} blocks ({gigabytes:,.{0 if gigabytes >= 10 else 1}f}\N{NO-BREAK SPACE}GB)"
+    weight = f"{gigabytes:,.{0 if gigabytes >= 10 else 1}f}\N{NO-BREAK SPACE}GB"
+    return f"{num_blocks:,.0f} block{'' if num_blocks == 1 else 's'} ({weight})"
 
 
 def _less_memory(lru: Row, best: Row, result: Mapping[str, Any]) -> str | None:
