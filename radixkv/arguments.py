@@ -22,6 +22,8 @@ Seconds: TypeAlias = float | None
 BaseId: TypeAlias = str
 """1 to 256 bytes."""
 
+TenantId: TypeAlias = str
+
 MatchLike: TypeAlias = "Match"
 
 ScrubBlocks: TypeAlias = Callable[["BlockIds"], Any] | None

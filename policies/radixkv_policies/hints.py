@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 Label = str | int | float | bool
 """The value of a label."""
@@ -30,7 +31,8 @@ class TokenRange:
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
+        is_start = isinstance(self.start, int) and self.start >= 0
+        if not is_start or not (self.stop is None or (isinstance(self.stop, int) and self.start < self.stop)):
             raise ValueError(f"token range [{self.start}, {self.stop}) is not allowed: 0 ≤ start < stop")
         _check(self.priority, self.duration_s)
 
@@ -52,6 +54,12 @@ class RequestHints:
 
     def __post_init__(self) -> None:
         _check(self.priority, self.duration_s)
+        if not isinstance(self.ranges, tuple) or not all(
+            isinstance(each, TokenRange) for each in self.ranges
+        ):
+            raise ValueError(f"ranges={self.ranges!r} is not allowed: a tuple of TokenRange")
+        if not isinstance(self.labels, Mapping):
+            raise ValueError(f"labels={self.labels!r} is not allowed: a mapping of labels by name")
         for name, label in self.labels.items():
             if not isinstance(name, str) or not isinstance(label, (str, int, float)):
                 raise ValueError(
@@ -60,7 +68,7 @@ class RequestHints:
 
 
 def _check(priority: int | None, duration_s: float | None) -> None:
-    if priority is not None and not 0 <= priority <= 100:
+    if priority is not None and not (isinstance(priority, Real) and 0 <= priority <= 100):
         raise ValueError(f"priority={priority!r} is not allowed: 0 to 100")
-    if duration_s is not None and not duration_s > 0:
+    if duration_s is not None and not (isinstance(duration_s, Real) and duration_s > 0):
         raise ValueError(f"duration_s={duration_s!r} is not allowed: seconds > 0, or None for ever")

@@ -22,6 +22,14 @@ from radixkv_policies import RequestHints, TokenRange
         (lambda: TokenRange(4, 4, 50), r"\[4, 4\) is not allowed: 0 ≤ start < stop"),
         (lambda: TokenRange(-1, None, 50), r"\[-1, None\) is not allowed"),
         (lambda: TokenRange(0, None, 500), "priority=500 is not allowed"),
+        (lambda: TokenRange("0", None, 50), r"\[0, None\) is not allowed"),  # type: ignore[arg-type]
+        (lambda: TokenRange(0, 1.5, 50), r"\[0, 1\.5\) is not allowed"),  # type: ignore[arg-type]
+        (lambda: RequestHints(priority="high"), "priority='high' is not allowed"),  # type: ignore[arg-type]
+        (lambda: RequestHints(duration_s=float("nan")), "duration_s=nan is not allowed"),
+        (lambda: RequestHints(duration_s="1"), "duration_s='1' is not allowed"),  # type: ignore[arg-type]
+        (lambda: RequestHints(labels=["chat"]), "is not allowed: a mapping"),  # type: ignore[arg-type]
+        (lambda: RequestHints(ranges=[TokenRange(0, 4, 50)]), "a tuple of TokenRange"),  # type: ignore[arg-type]
+        (lambda: RequestHints(ranges=(4,)), r"ranges=\(4,\) is not allowed"),  # type: ignore[arg-type]
     ],
 )
 def test_what_no_policy_can_use_is_refused(make: Callable[[], Any], said: str) -> None:
