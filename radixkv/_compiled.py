@@ -70,6 +70,7 @@ INDEX = Build(
     ),
     (
         "_compiled",
+        "checks",
         "clock",
         "config",
         "errors",

@@ -23,6 +23,8 @@ Seconds: TypeAlias = float | None
 BaseId: TypeAlias = str
 """1 to 256 bytes."""
 
+TenantId: TypeAlias = str
+
 MatchLike: TypeAlias = "Match"
 
 Hints: TypeAlias = "RequestHints | None"

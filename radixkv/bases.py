@@ -150,7 +150,7 @@ class Bases:
     def find(self, base_id: object) -> Base | Publication:
         """The base with an id. Raises ArgumentError."""
         for base in self.all():
-            if base.base_id == base_id:
+            if isinstance(base_id, str) and base.base_id == base_id:
                 return base
         raise ArgumentError("base_id", base_id, "the id of a base")
 

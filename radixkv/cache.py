@@ -25,7 +25,6 @@ taking back lent beams, 0.25 ms for 4 of them and up to 1 ms for 64.
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,12 +32,19 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
-import numpy as np
-
 from radixkv import gathering, lending, snapshots
 from radixkv._compiled import mypyc_attr
-from radixkv.bases import MAX_BASE_ID_BYTES, Base, Bases, Publication, detach
+from radixkv.bases import Base, Bases, Publication, detach
 from radixkv.blocks import BlockPool
+from radixkv.checks import (
+    block_ids_of,
+    deadline_of,
+    list_of,
+    require_base_id,
+    require_between,
+    require_parts,
+    require_tenant_id,
+)
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
 from radixkv.errors import (
@@ -72,7 +78,16 @@ from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
 if TYPE_CHECKING:
-    from radixkv.arguments import BaseId, Hints, MatchLike, OnPending, ScrubBlocks, Seconds, StorageLike
+    from radixkv.arguments import (
+        BaseId,
+        Hints,
+        MatchLike,
+        OnPending,
+        ScrubBlocks,
+        Seconds,
+        StorageLike,
+        TenantId,
+    )
     from radixkv.storage.device import BlockStorage
 
 SLICE_BLOCKS = 512
@@ -96,7 +111,7 @@ class PrefixCache:
     what leaves (see ``types.Journal``). storage: of an engine that owns its KV (``layout=None``): a BlockStorage over
     its tensors, in which the cache then copies and zeroes blocks. scrub_blocks: of one that executes ``flush`` itself:
     zeroes the blocks of an int32 array, in the order of its other work on them; called under the cache's lock. Raises
-    ConfigError.
+    ConfigError, and ArgumentError for a clock or a journal that is none.
     """
 
     def __init__(
@@ -108,15 +123,12 @@ class PrefixCache:
         scrub_blocks: ScrubBlocks = None,
         storage: StorageLike = None,
     ) -> None:
+        require_parts(config, clock, journal)
         self._config = config
         self._clock = clock
         self._segment_blocks = config.segment_blocks
         self._block_size = config.block_size
         self._block_bytes = config.block_size * TOKEN_BYTES
-        if journal is not None and journal.grain_tokens % config.block_size:
-            raise ArgumentError(
-                "journal.grain_tokens", journal.grain_tokens, f"a multiple of block_size {config.block_size}"
-            )
         self._storage = _storage_of(config, storage)
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
@@ -290,17 +302,18 @@ class PrefixCache:
             _require_namespace(namespace)
         if hints is not None and not isinstance(hints, RequestHints):
             raise ArgumentError("hints", hints, "a RequestHints, or None")
+        deadline = None if on_pending == "compute" else deadline_of(on_pending, timeout_s)
         key = encode(ids)
         if len(key) > MAX_BLOCKS_AT_ONCE * self._block_bytes and self._takes_many_victims(len(key)):
-            return self._open_long(namespace, key, on_pending, timeout_s, hints, None)
-        return self._open(namespace, key, on_pending, timeout_s, hints)
+            return self._open_long(namespace, key, on_pending, deadline, hints, None)
+        return self._open(namespace, key, on_pending, deadline, hints)
 
     def _open(
         self,
         namespace: Namespace,
         key: bytes,
         on_pending: OnPending,
-        timeout_s: Seconds,
+        deadline: float | None,
         hints: Hints,
         told: Node | None = None,
         publication: Publication | None = None,
@@ -310,7 +323,7 @@ class PrefixCache:
         sequence: Sequence | None = None
         with self._lock:
             if on_pending != "compute":
-                self._await_pending(namespace, key, on_pending, timeout_s)
+                self._await_pending(namespace, key, on_pending, deadline)
             try:
                 tree = self._registry.tree(namespace)
                 if tree is None or tree.tenant.bases is not None:
@@ -351,7 +364,7 @@ class PrefixCache:
         namespace: Namespace,
         key: bytes,
         on_pending: OnPending,
-        timeout_s: Seconds,
+        deadline: float | None,
         hints: Hints,
         publication: Publication | None,
     ) -> Sequence:
@@ -359,22 +372,36 @@ class PrefixCache:
         lease: Lease | None = None
         sequence: Sequence | None = None
         try:
-            lease, needed, tenant = self._lease_long(namespace, key)
+            lease, needed, tenant = self._lease_long(namespace, key, on_pending, deadline, publication)
             with lease:
                 self._make_room(needed, tenant)
-                sequence = self._open(namespace, key, on_pending, timeout_s, hints, lease._node, publication)
+                sequence = self._open(namespace, key, on_pending, deadline, hints, lease._node, publication)
             return sequence
         except BaseException as error:
             with self._lock:
                 mend(self, error, [sequence], [lease])
             raise
 
-    def _lease_long(self, namespace: Namespace, key: bytes) -> tuple[Lease, int, TenantState]:
-        """A lease on what is matched of a key, how many more blocks it needs, and for whom."""
+    def _lease_long(
+        self,
+        namespace: Namespace,
+        key: bytes,
+        on_pending: OnPending,
+        deadline: float | None,
+        publication: Publication | None,
+    ) -> tuple[Lease, int, TenantState]:
+        """A lease on what is matched of a key, how many more blocks it needs, and for whom.
+
+        Refuses what ``_open`` would, before room is made for it.
+        """
         table = bytearray()
         lease: Lease | None = None
         with self._lock:
+            if on_pending != "compute":
+                self._await_pending(namespace, key, on_pending, deadline)
             try:
+                if publication is not None:
+                    self._bases.require_new(publication)
                 tree = self._registry.tree_for(namespace, self._registry.tree(namespace), key, len(key) - 1)
                 node, at, child, common = tree.walk(key, len(key) - 1, table)
                 needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
@@ -424,21 +451,14 @@ class PrefixCache:
     # --- pending blocks: who is computing what
 
     def _await_pending(
-        self, namespace: Namespace, key: bytes, on_pending: OnPending, timeout_s: Seconds
+        self, namespace: Namespace, key: bytes, on_pending: OnPending, deadline: float | None
     ) -> None:
-        if on_pending not in ("raise", "wait"):
-            raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
-        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):
-            raise ArgumentError("timeout_s", timeout_s, "seconds ≥ 0, or None to wait as long as it takes")
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._is_pending(namespace, key):
             if on_pending == "raise":
                 raise PendingError("another sequence is computing this prefix")
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise PendingError(
-                    f"another sequence was still computing this prefix after timeout_s={timeout_s}"
-                )
+                raise PendingError("another sequence was still computing this prefix when timeout_s was over")
             self._num_waiting += 1
             try:
                 self._progress.wait(left)
@@ -471,7 +491,7 @@ class PrefixCache:
                     self._require_open(sequence)
                 high = sequence._size // TOKEN_BYTES
                 if type(num_tokens) is not int or not sequence._num_committed <= num_tokens <= high:
-                    num_tokens = _require_between("num_tokens", num_tokens, sequence._num_committed, high)
+                    num_tokens = require_between("num_tokens", num_tokens, sequence._num_committed, high)
                 sequence._num_committed = num_tokens
                 new = num_tokens // self._block_size
                 if new > (old := sequence._node.depth):
@@ -570,7 +590,7 @@ class PrefixCache:
         differ, another cache's), TokenError, OutOfBlocks, and changes nothing; if the copies themselves fail, that
         error, and the sequences that they were for are released. O(batch).
         """
-        self.append_to(list(sequences), ids)
+        self.append_to(list_of("sequences", sequences), ids)
 
     def append_to(self, sequences: list[Sequence], ids: TokenIds) -> None:
         """See ``append``."""
@@ -657,7 +677,7 @@ class PrefixCache:
             try:
                 self._require_open(sequence)
                 low, high = sequence._num_committed, sequence.num_tokens
-                num_tokens = _require_between("num_tokens", num_tokens, low, high)
+                num_tokens = require_between("num_tokens", num_tokens, low, high)
                 keep = -(-num_tokens // self._block_size)
                 self._runs.cut(sequence, keep)
                 del sequence._table[keep * ID_BYTES :]
@@ -670,7 +690,7 @@ class PrefixCache:
 
     def fork_sequence(self, sequence: Sequence, num_children: SupportsIndex) -> list[Sequence]:
         """See Sequence.fork."""
-        num_children = _require_between("num_children", num_children, 1, None)
+        num_children = require_between("num_children", num_children, 1, None)
         children: list[Sequence] = []
         with self._lock:
             try:
@@ -693,8 +713,10 @@ class PrefixCache:
         Inputs that nobody continues are released; shared tails are copied at their first write. Raises
         LeaseError, ArgumentError, and changes nothing. O(inputs + results).
         """
-        inputs = list(sequences)
-        chosen = [_require_between("parents", parent, 0, len(inputs) - 1) for parent in _plain_list(parents)]
+        inputs = list_of("sequences", sequences)
+        chosen = [
+            require_between("parents", parent, 0, len(inputs) - 1) for parent in list_of("parents", parents)
+        ]
         result: list[Sequence] = []
         with self._lock:
             try:
@@ -725,7 +747,7 @@ class PrefixCache:
         cache, of several tenants, or that publishes), ConfigError without storage, QuotaExceeded and OutOfBlocks, and
         changes nothing. O(sequences × (their blocks + max_steps)).
         """
-        return lending.lend(self, list(sequences), max_steps, num_blocks, groups)
+        return lending.lend(self, list_of("sequences", sequences), max_steps, num_blocks, groups)
 
     def read_sequence(self, sequence: Sequence) -> bytes:
         """The key of a sequence."""
@@ -759,7 +781,7 @@ class PrefixCache:
 
     def evict(self, num_blocks: SupportsIndex) -> int:
         """Free up to ``num_blocks`` resident blocks by policy; returns how many were freed."""
-        left = num_blocks = _require_between("num_blocks", num_blocks, 0, None)
+        left = num_blocks = require_between("num_blocks", num_blocks, 0, None)
         while left:
             with self._lock:
                 try:
@@ -777,7 +799,7 @@ class PrefixCache:
 
     def allocate(self, num_blocks: SupportsIndex) -> BlockIds:
         """Lend ``num_blocks`` blocks to the engine, int32 ids, until ``free`` or ``insert``. Raises OutOfBlocks."""
-        num_blocks = _require_between("num_blocks", num_blocks, 0, None)
+        num_blocks = require_between("num_blocks", num_blocks, 0, None)
         taken = bytearray()
         with self._lock:
             try:
@@ -789,7 +811,7 @@ class PrefixCache:
 
     def free(self, block_ids: Any) -> None:
         """Take lent blocks back. Raises ArgumentError, and changes nothing, if one isn't lent."""
-        ids = _block_ids(block_ids)
+        ids = block_ids_of(block_ids)
         with self._lock:
             try:
                 self._pool.give_back(ids)
@@ -805,7 +827,7 @@ class PrefixCache:
         become the tree's. Raises TokenError, NamespaceError, ArgumentError, and changes nothing. O(blocks + free).
         """
         _require_namespace(namespace)
-        key, blocks = encode(ids), _block_ids(block_ids)
+        key, blocks = encode(ids), block_ids_of(block_ids)
         size = self._block_bytes
         if len(blocks) != len(key) // size:
             raise ArgumentError(
@@ -893,8 +915,10 @@ class PrefixCache:
                 mend(self, error)
                 raise
 
-    def pins(self, tenant: str | None = None) -> list[Pin]:
+    def pins(self, tenant: TenantId | None = None) -> list[Pin]:
         """The pins that hold, of one tenant or of all, each with the seconds that are left."""
+        if tenant is not None:
+            require_tenant_id(tenant)
         with self._lock:
             return self._pins.told(tenant)
 
@@ -961,12 +985,13 @@ class PrefixCache:
             if sequence._tree.tenant is tenant:
                 sequence._hints = None  # what the old one made of them
 
-    def remove_tenant(self, tenant: str) -> None:
+    def remove_tenant(self, tenant: TenantId) -> None:
         """Take back a tenant's guarantee and limit and forget all that it has; what runs goes on undisturbed.
 
         From then on it is like one that was never added. Raises ArgumentError, and changes nothing, for one that
         wasn't, and for one whose sequences hold more than the limit of such tenants.
         """
+        require_tenant_id(tenant)
         with self._lock:
             try:
                 namespaces = self._remove_tenant(tenant)
@@ -993,16 +1018,19 @@ class PrefixCache:
         self._evictor.keep_limit(state, 0)
         return state.namespaces
 
-    def tenant(self, tenant: str) -> Tenant | None:
+    def tenant(self, tenant: TenantId) -> Tenant | None:
         """What a tenant is promised and held to; None for one that the cache doesn't know."""
+        require_tenant_id(tenant)
         with self._lock:
             state = self._tenants.get(tenant)
             return None if state is None else state.settings
 
     # --- namespaces
 
-    def namespaces(self, tenant: str | None = None) -> list[Namespace]:
+    def namespaces(self, tenant: TenantId | None = None) -> list[Namespace]:
         """The namespaces that hold something, of one tenant or of all."""
+        if tenant is not None:
+            require_tenant_id(tenant)
         with self._lock:
             return [
                 namespace
@@ -1047,13 +1075,15 @@ class PrefixCache:
         self._reclaim_all(trees)
         return forgotten
 
-    def purge(self, tenant: str) -> int:
+    def purge(self, tenant: TenantId) -> int:
         """Forget everything of a tenant and raise its generation; returns how many blocks were resident.
 
         At once for matching: nothing that it had is ever matched again. Its running sequences raise StaleGeneration
         from their next call on, except for their first ``release``, which gives back the blocks that they hold; until
-        then these are quarantined and the tenant's. Its settings stay. O(namespaces + sequences), then slices.
+        then these are quarantined and the tenant's. Its settings stay. Raises ArgumentError for what is no tenant's id.
+        O(namespaces + sequences), then slices.
         """
+        require_tenant_id(tenant)
         try:
             return self._purge(tenant)
         except BaseException as error:  # between two slices: what is left goes at once
@@ -1085,8 +1115,9 @@ class PrefixCache:
         self._reclaim_all(trees)
         return forgotten
 
-    def generation(self, tenant: str) -> int:
+    def generation(self, tenant: TenantId) -> int:
         """How often a tenant was purged here."""
+        require_tenant_id(tenant)
         with self._lock:
             state = self._tenants.get(tenant)
             return 0 if state is None else state.generation
@@ -1146,7 +1177,7 @@ class PrefixCache:
             raise ArgumentError(
                 "ids", f"{len(encode(ids)) // TOKEN_BYTES} tokens", f"at least {self._block_size}"
             )
-        publication = Publication(_base_id(base_id), namespace, key, _readers(readers, namespace))
+        publication = Publication(require_base_id(base_id), namespace, key, _readers(readers, namespace))
         try:
             if self._takes_many_victims(len(key)):
                 return self._open_long(namespace, key, "compute", None, None, publication)
@@ -1279,8 +1310,9 @@ class PrefixCache:
                 sum(len(beams.block_ids) // ID_BYTES for beams in self._lendings),
             )
 
-    def tenant_stats(self, tenant: str) -> TenantStats:
+    def tenant_stats(self, tenant: TenantId) -> TenantStats:
         """Counts of one tenant, whose pins that are due end; zero for one that isn't known. O(its namespaces)."""
+        require_tenant_id(tenant)
         with self._lock:
             try:
                 self._pins.end_due(tenant)
@@ -1303,7 +1335,9 @@ class PrefixCache:
 
         ``pause`` is called between slices, without the lock; it may sleep, and use the cache.
         """
-        return gathering.in_slices(self, pause or (lambda: None))
+        if pause is not None and not callable(pause):
+            raise ArgumentError("pause", pause, "a function without arguments, or None")
+        return gathering.in_slices(self, (lambda: None) if pause is None else pause)
 
     # --- checks
 
@@ -1331,45 +1365,14 @@ def _require_namespace(namespace: object) -> None:
         raise ArgumentError("namespace", namespace, "a Namespace")
 
 
-def _base_id(base_id: Any) -> str:
-    if not isinstance(base_id, str) or not 0 < len(base_id.encode(errors="replace")) <= MAX_BASE_ID_BYTES:
-        raise ArgumentError("base_id", base_id, f"a string of 1 to {MAX_BASE_ID_BYTES} bytes")
-    return base_id
-
-
 def _readers(readers: Any, namespace: Namespace) -> frozenset[str]:
     """Ids of tenants other than the publisher. Raises NamespaceError for one that can't be."""
-    if isinstance(readers, (str, bytes)) or not isinstance(readers, Iterable):
+    if isinstance(readers, (str, bytes)):
         raise ArgumentError("readers", readers, "ids of tenants, in an iterable")
-    named = [Namespace(reader, namespace.model).tenant for reader in readers]
+    named = [Namespace(reader, namespace.model).tenant for reader in list_of("readers", readers)]
     if namespace.tenant in named:
         raise ArgumentError("readers", namespace.tenant, "tenants other than the one that publishes")
     return frozenset(named)
-
-
-def _require_between(argument: str, value: Any, low: int, high: int | None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = low - 1
-    if number < low or (high is not None and number > high) or isinstance(value, bool):
-        allowed = f"an integer ≥ {low}" if high is None else f"an integer from {low} to {high}"
-        raise ArgumentError(argument, value, allowed)
-    return number
-
-
-def _plain_list(values: Any) -> list[Any]:
-    """A list of Python values, from any iterable or from an array or tensor with ``tolist``."""
-    return list(values.tolist() if hasattr(values, "tolist") else values)
-
-
-def _block_ids(values: Any) -> BlockIds:
-    ids = np.asarray(values)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ArgumentError("block_ids", values, "a one-dimensional array of integers")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**31 - 1):
-        raise ArgumentError("block_ids", values, "block ids from 0 to 2³¹ − 1")
-    return ids.astype(np.int32)
 
 
 def _storage_of(config: CacheConfig, given: Any) -> BlockStorage | None:

@@ -24,7 +24,9 @@ from radixkv.cli_output import json_option as _json_option
 from radixkv.cli_output import print_json as _print_json
 from radixkv.cli_output import progress as _progress
 from radixkv.cli_output import table as _table
-from radixkv.errors import ArgumentError, ConfigError, RadixKVError
+from radixkv.clock import monotonic
+from radixkv.config import CacheConfig
+from radixkv.errors import ArgumentError, ConfigError, RadixKVError, shown
 
 if TYPE_CHECKING:
     from radixkv.audit.verdict import AuditReport
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _complain(error.format_message(), error.exit_code)
     except (ConfigError, ArgumentError) as error:
         name = error.setting if isinstance(error, ConfigError) else error.argument
-        value = "not set" if error.value is None else repr(error.value)
+        value = "not set" if error.value is None else shown(error.value)
         code = _complain(f"{name}: {value} is not allowed; allowed: {error.allowed}", 2)
     except RadixKVError as error:
         code = _complain(str(error), 1)
@@ -251,10 +253,14 @@ def audit() -> None:
 def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) -> None:
     """Audit a library's caches in this process, or a server with the keys of two of its tenants.
 
-    Ends with 0 if the verdict is isolated, 1: leaks, 3: inconclusive, 4: instrument blind.
+    Ends with 0 if the verdict is isolated, 1: leaks, 3: inconclusive, 4: instrument blind; 5 without a verdict.
     """
     try:
         report = _audit_cache(options) if url is None else _audit_server(url, options)
+    except (ConfigError, ArgumentError):
+        raise
+    except RadixKVError as error:
+        raise _NoVerdict(str(error)) from error
     except ImportError as error:
         allowed = "an installation with the extra: pip install 'radixkv[audit]'"
         raise ConfigError("audit", error.name, allowed) from None
@@ -272,6 +278,12 @@ def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) 
         click.echo("\n".join(["", *(f"{each['check']} {each['name']}: {each['detail']}" for each in rows)]))
         click.echo(f"\n{report.target}: {report.verdict}")
     raise click.exceptions.Exit(report.exit_code)
+
+
+class _NoVerdict(click.ClickException):
+    """The audit couldn't be made: a code that no verdict has."""
+
+    exit_code = 5
 
 
 def _audit_cache(options: Mapping[str, Any]) -> AuditReport:
@@ -297,7 +309,19 @@ def _factory(name: str) -> Callable[..., Any]:
         factory: Callable[..., Any] = getattr(import_module(module), attribute)
     except (ImportError, ValueError, AttributeError) as error:
         raise ConfigError("--cache", name, f"MODULE:FACTORY that can be imported ({error})") from None
+    _require_makes_caches(factory, name)
     return factory
+
+
+def _require_makes_caches(factory: Callable[..., Any], name: str) -> None:
+    allowed = "what makes a cache of a CacheConfig, clock and scrub_blocks, as radixkv:PrefixCache does"
+    try:
+        made = factory(CacheConfig(num_blocks=2), clock=monotonic, scrub_blocks=lambda _: None)
+    except Exception as error:
+        raise ConfigError("--cache", name, f"{allowed} ({type(error).__name__}: {error})") from error
+    missing = [call for call in ("match", "open", "snapshot") if not hasattr(made, call)]
+    if missing:
+        raise ConfigError("--cache", name, f"{allowed} (a {type(made).__name__} has no {', '.join(missing)})")
 
 
 def _audit_server(url: str, options: Mapping[str, Any]) -> AuditReport:

@@ -27,6 +27,17 @@ A miss is not an error: it is a match of length 0.
 
 from __future__ import annotations
 
+MAX_SHOWN = 200
+"""Characters of a value that a message shows."""
+
+
+def shown(value: object, most: int = MAX_SHOWN) -> str:
+    """A value as messages show it: its repr, cut after so many characters."""
+    if isinstance(value, int) and value.bit_length() > 3 * most:  # Python won't print the longest
+        return f"{'a negative' if value < 0 else 'an'} integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
 
 class RadixKVError(Exception):
     """Base of all errors of radixkv."""
@@ -37,7 +48,7 @@ class ConfigError(RadixKVError):
 
     def __init__(self, setting: str, value: object, allowed: str) -> None:
         self.setting, self.value, self.allowed = setting, value, allowed
-        super().__init__(f"{setting}={value!r} is not allowed: {allowed}")
+        super().__init__(f"{setting}={shown(value)} is not allowed: {allowed}")
 
 
 class ArgumentError(RadixKVError, ValueError):
@@ -45,7 +56,7 @@ class ArgumentError(RadixKVError, ValueError):
 
     def __init__(self, argument: str, value: object, allowed: str) -> None:
         self.argument, self.value, self.allowed = argument, value, allowed
-        super().__init__(f"{argument}={value!r} is not allowed: {allowed}")
+        super().__init__(f"{argument}={shown(value)} is not allowed: {allowed}")
 
 
 class TokenError(RadixKVError, ValueError):

@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.blocks import unpack
+from radixkv.checks import require_between
 from radixkv.errors import ArgumentError, ConfigError, IntegrityError, LeaseError, StaleGeneration
 from radixkv.recovery import mend
 from radixkv.sequence import Run, Sequence
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
 
 MAX_NUM_BEAMS = 1_024
 """Beams of one lending."""
+
+MAX_STEPS = 2**20
+"""Steps of one lending."""
 
 
 class LentBeams:
@@ -116,7 +120,11 @@ class LentBeams:
 
         Raises QuotaExceeded and OutOfBlocks, and changes nothing.
         """
-        device, num_blocks, taken = self._on_device(), _at_least("num_blocks", num_blocks, 1), bytearray()
+        device, num_blocks, taken = (
+            self._on_device(),
+            require_between("num_blocks", num_blocks, 1, None),
+            bytearray(),
+        )
         cache, evictor = self._cache, self._cache._evictor
         with cache._lock:
             try:
@@ -174,7 +182,10 @@ def lend(
     """See PrefixCache.lend."""
     if cache._storage is None:
         raise ConfigError("storage", None, "a layout, or the engine's BlockStorage: beams are moved on there")
-    max_steps, families = _at_least("max_steps", max_steps, 1), _groups(groups, len(sequences))
+    max_steps, families = (
+        require_between("max_steps", max_steps, 1, MAX_STEPS),
+        _groups(groups, len(sequences)),
+    )
     with cache._lock:
         try:
             beams, private = _begin(cache, sequences, max_steps, num_blocks)
@@ -213,7 +224,7 @@ def _begin(
     tenant = sequences[0]._tree.tenant
     if num_blocks is None:
         num_blocks = _most_blocks(sequences, max_steps, cache._block_size)
-    needed = _at_least("num_blocks", num_blocks, 0)
+    needed = require_between("num_blocks", num_blocks, 0, None)
     taken = bytearray()
     cache._evictor.take(needed, tenant, taken)
     cache._evictor.charge(tenant, needed)
@@ -449,16 +460,6 @@ def _require_lent(beams: LentBeams) -> None:
         raise LeaseError("these beams are taken back already")
     if getattr(beams.sequences[0], "_is_stale", False):
         raise StaleGeneration("these beams' tenant was purged: release their sequences")
-
-
-def _at_least(argument: str, value: Any, low: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = low - 1
-    if number < low or isinstance(value, bool):
-        raise ArgumentError(argument, value, f"an integer ≥ {low}")
-    return number
 
 
 def _groups(groups: Any, num_beams: int) -> list[int]:

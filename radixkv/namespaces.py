@@ -6,15 +6,18 @@ A namespace is the key space of one tenant, model, adapter and salt, and has a t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Self
 
 from radixkv.errors import ArgumentError, NamespaceError
 
 MAX_FIELD_BYTES: Final = 1_024
 """Longest UTF-8 form of a field of a namespace."""
+
+MIN_WEIGHT: Final = 1e-100
+MAX_WEIGHT: Final = 1e100
+"""Bounds of a tenant's weight: quotients and products of it with any number of blocks are finite."""
 
 
 Mode = Literal["burst", "strict"]
@@ -37,13 +40,18 @@ class Namespace(_Fields):
 
     __slots__ = ()
 
-    def __new__(cls, tenant: str, model: str, adapter: str | None = None, salt: str = "") -> Namespace:
+    def __new__(cls, tenant: str, model: str, adapter: str | None = None, salt: str = "") -> Self:
         _check_field("tenant", tenant, may_be_empty=False)
         _check_field("model", model, may_be_empty=False)
         if adapter is not None:
             _check_field("adapter", adapter, may_be_empty=False)
         _check_field("salt", salt, may_be_empty=True)
         return super().__new__(cls, tenant, model, adapter, salt)
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+        """Checked like any other: what ``_replace`` makes."""
+        return cls(*iterable)
 
     def framed(self) -> bytes:
         """The namespace as bytes that no other namespace has: each field with its type and length in front."""
@@ -81,7 +89,7 @@ class Tenant:
     """What a tenant is promised and held to: see ``PrefixCache.add_tenant``.
 
     id: the name that its namespaces carry, a non-empty string of at most 1,024 bytes.
-    weight: its part, beside the other tenants' weights, of what nobody is guaranteed; > 0.
+    weight: its part, beside the other tenants' weights, of what nobody is guaranteed; > 0, 1e-100 to 1e100.
     guaranteed_blocks: blocks that it can always have, and that another's request never evicts.
     max_blocks: blocks that it may use at most; None for the whole pool. At least the guaranteed ones.
     mode: ``"burst"`` borrows what is idle above its guarantee and gives it back first; ``"strict"`` never borrows, so
@@ -105,8 +113,9 @@ class Tenant:
     def __post_init__(self) -> None:
         _check_field("tenant", self.id, may_be_empty=False)
         weight: object = self.weight
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-            raise ArgumentError("weight", weight, "a finite number > 0")
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            raise ArgumentError("weight", weight, f"a finite number > 0, {MIN_WEIGHT} to {MAX_WEIGHT}")
         if self.mode not in ("burst", "strict"):
             raise ArgumentError("mode", self.mode, "'burst' or 'strict'")
         least = 1 if self.mode == "strict" else 0

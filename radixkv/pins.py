@@ -187,10 +187,14 @@ class Pins:
         return self._told(held)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin. Raises LeaseError for one that has ended already."""
+        """End a pin. Raises LeaseError for one that has ended already, or that another cache told of."""
         own = self.tenants.get(pin.namespace.tenant) or TenantPins()
         held = own.by_id.get(pin.id)
-        if held is None or held.tree.detached or held.until <= self._clock():
+        is_it = held is not None and (held.tree.namespace, held.lease.num_tokens) == (
+            pin.namespace,
+            pin.num_tokens,
+        )
+        if held is None or not is_it or held.tree.detached or held.until <= self._clock():
             raise LeaseError(
                 "this pin has ended: it was unpinned, its time was over, or its namespace was cleared"
             )

@@ -21,7 +21,7 @@ from typing import Any, Final, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.errors import TokenError
+from radixkv.errors import TokenError, shown
 
 TOKEN_BYTES = 4
 """Bytes of a key for each token."""
@@ -172,11 +172,6 @@ def _first_bad_item(ids: list[Any] | tuple[Any, ...]) -> TokenError:
 
 
 def _bad_item(index: int, item: object) -> TokenError:
-    if isinstance(item, int) and item.bit_length() > 128:  # Python won't print the longest ones
-        shown = f"a {'negative ' if item < 0 else ''}integer of {item.bit_length()} bits"
-    else:
-        shown = repr(item)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return TokenError(
-        f"token id at index {index} is {shown}: allowed are integers from 0 to {_MAX_ID}", index
+        f"token id at index {index} is {shown(item, 80)}: allowed are integers from 0 to {_MAX_ID}", index
     )

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixkv_kernels.checks import Ids, InputError, block_list, check_distinct
+from radixkv_kernels.checks import Ids, InputError, block_list, check_distinct, int32_list
 from radixkv_kernels.launch import upload
 
 OUT_OF_BLOCKS, TABLE_FULL, BAD_PARENT, BAD_TOKEN, HISTORY_FULL, CLOSED = (1 << bit for bit in range(6))
@@ -79,20 +79,30 @@ class Beams:
     def __init__(
         self,
         tables: Sequence[Ids],
-        lengths: Sequence[int],
-        num_prefix_blocks: Sequence[int],
+        lengths: Ids,
+        num_prefix_blocks: Ids,
         free: Ids,
         *,
         num_blocks: int,
         block_size: int,
         max_columns: int,
-        groups: Sequence[int] | None = None,
+        groups: Ids | None = None,
         held: Ids = (),
         max_steps: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        for name, count, least in (
+            ("num_blocks", num_blocks, 1),
+            ("block_size", block_size, 1),
+            ("max_columns", max_columns, 0),
+            ("max_steps", max_steps, 0),
+        ):
+            if not isinstance(count, int) or isinstance(count, bool) or count < least:
+                raise InputError(name, count, f"an integer ≥ {least}")
         num_beams = len(tables)
-        groups = [0] * num_beams if groups is None else list(groups)
+        lengths = int32_list("lengths", lengths)
+        num_prefix_blocks = int32_list("num_prefix_blocks", num_prefix_blocks)
+        groups = [0] * num_beams if groups is None else int32_list("groups", groups)
         if not 1 <= num_beams <= MAX_NUM_BEAMS:
             raise InputError("len(tables)", num_beams, f"1 to {MAX_NUM_BEAMS}")
         for name, column in (

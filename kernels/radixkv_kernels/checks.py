@@ -80,6 +80,14 @@ def block_list(argument: str, block_ids: Ids, num_blocks: int) -> list[int]:
     return values
 
 
+def int32_list(argument: str, numbers: Ids) -> list[int]:
+    """Integers as a list, each of 32 bits. Raises InputError."""
+    values = _host_list(argument, numbers)
+    if values:
+        _check_range(argument, values, -(2**31), 2**31, "integers of 32 bits")
+    return values
+
+
 def _host_list(argument: str, ids: Ids) -> list[int]:
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":

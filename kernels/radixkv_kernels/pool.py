@@ -66,7 +66,10 @@ class Pool:
     __slots__ = ("_planes", "addresses", "device", "dtype", "geometry", "num_layers", "storage")
 
     def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None = None) -> None:
-        if not keys:
+        for side, layers in (("keys", keys), ("values", values)):
+            if not isinstance(layers, (Sequence, torch.Tensor)) and (side == "keys" or layers is not None):
+                raise InputError(side, type(layers).__name__, "a list of tensors, one a layer")
+        if not len(keys):
             raise InputError("len(keys)", 0, "at least one layer")
         if values is not None and len(values) != len(keys):
             raise InputError("len(values)", len(values), f"as many as keys: {len(keys)}")
@@ -107,6 +110,10 @@ class Pool:
     def together(cls, caches: Sequence[torch.Tensor], dim: int) -> Pool:
         """The pool of one tensor a layer that holds keys and values, in this order, along ``dim``."""
         for layer, cache in enumerate(caches):
+            if not isinstance(cache, torch.Tensor):
+                raise InputError(
+                    f"caches[{layer}]", type(cache).__name__, "a torch.Tensor of five dimensions"
+                )
             if cache.ndim != 5 or dim not in (0, 1) or cache.shape[dim] != 2:
                 shape = tuple(cache.shape)
                 raise InputError(f"caches[{layer}].shape", shape, f"five dimensions, 2 at dim={dim} (0 or 1)")

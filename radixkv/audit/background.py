@@ -26,7 +26,7 @@ class Watch:
     """A background audit of one cache. ``start`` and ``stop`` it, or use it in a ``with``.
 
     budget: share of one core, above 0 and at most 1. every_s: seconds between rounds, ≥ 0. on_broken: called in the
-    watch's thread. Raises ArgumentError.
+    watch's thread. Raises ArgumentError. A broken law ends it, and so does a round that fails: ``check`` tells.
     """
 
     def __init__(
@@ -37,12 +37,13 @@ class Watch:
         every_s: float = 10.0,
         on_broken: Callable[[Report], None] = lambda report: None,
     ) -> None:
-        if not 0 < budget <= 1:
+        if not isinstance(budget, (int, float)) or not 0 < budget <= 1:
             raise ArgumentError("budget", budget, "a share of one core, above 0 and at most 1")
-        if not every_s >= 0:
-            raise ArgumentError("every_s", every_s, "seconds ≥ 0")
+        if not isinstance(every_s, (int, float)) or not 0 <= every_s <= threading.TIMEOUT_MAX:
+            raise ArgumentError("every_s", every_s, f"seconds ≥ 0, at most {threading.TIMEOUT_MAX:.0f}")
         self.num_rounds, self.busy_s, self.asleep_s = 0, 0.0, 0.0
         self.report: Report | None = None
+        self.failure: BaseException | None = None
         self._cache, self._budget, self._every_s, self._on_broken = cache, budget, every_s, on_broken
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="radixkv-audit", daemon=True)
@@ -67,7 +68,9 @@ class Watch:
         self._thread.join()
 
     def check(self) -> None:
-        """Raise IntegrityError, with ``report``, if a round found a broken law."""
+        """Raise IntegrityError, with ``report``, if a round found a broken law; if one failed, what it failed with."""
+        if self.failure is not None:
+            raise self.failure
         if self.report is not None and not self.report.ok:
             raise BrokenLaws(self.report)
 
@@ -76,12 +79,15 @@ class Watch:
             self._since = time.perf_counter()
             try:
                 self.report = inspect(self._cache, self._pause)
+                self.num_rounds += 1
+                if not self.report.ok:
+                    self._on_broken(self.report)
+                    return
             except _Stopped:
                 return
-            self.num_rounds += 1
-            if not self.report.ok:
-                self._on_broken(self.report)
-                return
+            except BaseException as error:
+                self.failure = error  # a watch that has ended must not look like one that finds nothing
+                raise
             self._rest(self._every_s)
 
     def _pause(self) -> None:
@@ -94,7 +100,8 @@ class Watch:
         spent = time.perf_counter() - self._since
         self.busy_s += spent
         rested_from = time.perf_counter()
-        self._stopping.wait(max(spent * (1 / self._budget - 1), at_least_s))
+        rest_s = max(spent * (1 / self._budget - 1), at_least_s)
+        self._stopping.wait(min(rest_s, threading.TIMEOUT_MAX))
         self._since = time.perf_counter()
         self.asleep_s += self._since - rested_from
 

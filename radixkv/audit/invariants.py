@@ -36,7 +36,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.errors import IntegrityError
+from radixkv.errors import ArgumentError, IntegrityError
 from radixkv.types import NodeSnapshot, RunSnapshot, SequenceSnapshot, Snapshot, TreeSnapshot
 
 TOKEN_BYTES = 4
@@ -124,6 +124,8 @@ def inspect(cache: Audited, pause: Callable[[], None] = lambda: None, *, at_once
     ``pause`` is called between slices of some hundred nodes or sequences, outside the cache's lock; it may sleep.
     ``at_once``: see ``check``.
     """
+    if not callable(getattr(cache, "snapshot", None)):
+        raise ArgumentError("cache", cache, "a PrefixCache, or what has its snapshot()")
     start = time.perf_counter()
     in_slices = None if at_once else getattr(cache, "snapshot_in_slices", None)
     snapshot: Snapshot = cache.snapshot() if in_slices is None else in_slices(pause)

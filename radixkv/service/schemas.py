@@ -227,7 +227,7 @@ class CompletionRequest(RequestBody):
 class TenantSettings(RequestBody):
     """What a tenant is promised and held to. A rate or a size that is null, or left out, is what holds for all."""
 
-    weight: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = Field(
+    weight: Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)] = Field(
         default=1.0, description="its part, beside others' weights, of what nobody is guaranteed"
     )
     guaranteed_blocks: Annotated[int, Field(ge=0, lt=2**31)] = Field(

@@ -137,7 +137,7 @@ class DeviceStorage(BlockStorage):
 
         Raises ArgumentError for an index outside ``[0, num_layers)``.
         """
-        if not 0 <= index < self.layout.num_layers:
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self.layout.num_layers:
             raise ArgumentError("index", index, f"0 to num_layers - 1 = {self.layout.num_layers - 1}")
         return self.data[:, index]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples import audit_your_engine
-from radixkv import CacheConfig, PrefixCache
+from radixkv import ArgumentError, CacheConfig, PrefixCache
 from radixkv.audit import properties
 from radixkv.audit.properties import CacheAdapter
 
@@ -137,3 +137,21 @@ def test_a_refusal_is_observed_and_any_other_error_is_a_finding() -> None:
 
 def test_the_examples_ten_lines() -> None:
     assert audit_your_engine.audit(examples=50).ok
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("policies", ("lru", "nope")),
+        ("policies", ()),
+        ("modes", ("lax",)),
+        ("with_storage", ()),
+        ("max_examples", 0),
+        ("max_examples", 1.5),
+        ("steps", True),
+    ],
+)
+def test_a_run_that_cannot_be_made_is_no_finding(argument: str, wrong: Any) -> None:
+    with pytest.raises(ArgumentError) as told:
+        properties.run(PrefixCache, **{argument: wrong})
+    assert (told.value.argument, told.value.value) == (argument, wrong)

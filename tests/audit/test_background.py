@@ -105,6 +105,32 @@ def test_a_broken_law_is_told_once_and_raised() -> None:
         watch.check()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["snapshot", "on_broken"])
+def test_a_round_that_fails_is_not_taken_for_one_that_finds_nothing(where: str) -> None:
+    """Whoever asks is told; Python tells of the thread's end besides."""
+
+    class Failing(Broken):
+        def snapshot(self) -> Any:
+            if where == "snapshot":
+                raise MemoryError(where)
+            return super().snapshot()
+
+    def fail(report: Report) -> None:
+        raise MemoryError(where)
+
+    with Watch(Failing(filled(10)), every_s=0.0, on_broken=fail) as watch:
+        eventually(lambda: watch.failure)
+    with pytest.raises(MemoryError, match=where):
+        watch.check()
+
+
+def test_a_budget_of_next_to_nothing_is_kept() -> None:
+    with Watch(filled(2000), budget=5e-324) as watch:
+        eventually(lambda: watch.busy_s)
+    watch.check()
+
+
 def test_it_ends_in_the_middle_of_a_round() -> None:
     watch = Watch(filled(2000), budget=1e-6, every_s=1000.0)
     watch.start()
@@ -114,7 +140,16 @@ def test_it_ends_in_the_middle_of_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"budget": 0}, {"budget": 1.5}, {"every_s": -1}, {"every_s": float("nan")}]
+    "wrong",
+    [
+        {"budget": 0},
+        {"budget": 1.5},
+        {"budget": "half"},
+        {"every_s": -1},
+        {"every_s": float("nan")},
+        {"every_s": float("inf")},
+        {"every_s": "often"},
+    ],
 )
 def test_what_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ArgumentError):

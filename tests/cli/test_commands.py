@@ -119,6 +119,25 @@ def test_a_model_directory_without_a_model_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in complaint(run("serve", "--model", str(tmp_path)))
 
 
+def test_an_audit_that_cannot_be_made_has_a_code_that_no_verdict_has() -> None:
+    assert 5 not in EXIT_CODES.values()
+    arguments = ("audit", "run", "--url", "http://127.0.0.1:9", "--key", "a", "--key", "b")
+    assert "http://127.0.0.1:9" in complaint(run(*arguments), 5)
+
+
+@pytest.mark.parametrize("factory", ["os:getcwd", "builtins:str", "radixkv:CacheConfig"])
+def test_a_factory_that_makes_no_caches_is_named_and_not_audited(factory: str) -> None:
+    said = complaint(run("audit", "run", "--cache", factory, "--examples", "1"))
+    assert factory in said and "what makes a cache of a CacheConfig" in said
+
+
+def test_the_command_line_is_a_module_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "radixkv", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.startswith("radixkv "), done
+
+
 def test_a_service_that_is_not_there_is_exit_code_1() -> None:
     assert "http://127.0.0.1:9" in complaint(run("stats", "--url", "http://127.0.0.1:9"), 1)
 

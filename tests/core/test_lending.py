@@ -369,6 +369,8 @@ def test_lending_refuses() -> None:
         (lambda: cache.lend([one], 0), ArgumentError, "max_steps"),
         (lambda: cache.lend([one], True), ArgumentError, "max_steps"),
         (lambda: cache.lend([one], 1.0), ArgumentError, "max_steps"),
+        (lambda: cache.lend([one], 2**31, num_blocks=0), ArgumentError, "max_steps=2147483648 .* to 1048576"),
+        (lambda: cache.lend(one, 1), ArgumentError, "sequences=.* an iterable"),  # type: ignore[arg-type]
         (lambda: cache.lend([one], 1, num_blocks=-1), ArgumentError, "num_blocks"),
         (lambda: cache.lend([one], 1, groups=[0, 1]), ArgumentError, "groups"),
         (lambda: cache.lend([one], 1, groups=["x"]), ArgumentError, "groups"),

@@ -205,3 +205,13 @@ def test_a_mode_that_is_none() -> None:
     """An ArgumentError that says what is allowed."""
     with pytest.raises(ArgumentError, match="compute"):
         make_cache().open(NS, [1], on_pending="later")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e10, 10**400, 366 * 86_400.0])
+def test_a_wait_may_be_as_long_as_anybody_likes(timeout_s: float) -> None:
+    cache = make_cache()
+    running = cache.open(NS, range(9))
+    waiter = Waiter(cache, range(9), timeout_s=timeout_s)
+    assert waiter.waits()
+    running.commit(9)
+    assert waiter.opened().num_cached_tokens == 8

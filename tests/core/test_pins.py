@@ -107,6 +107,16 @@ def test_unpin_ends_it_once() -> None:
     audit.check(cache)
 
 
+def test_a_pin_of_another_cache_ends_none() -> None:
+    here, there = make(), make()
+    for cache, num_tokens in ((here, 8), (there, 4)):
+        compute(cache, range(8))
+        cache.pin(NS, range(num_tokens), 60)
+    with pytest.raises(LeaseError):
+        here.unpin(there.pins()[0])
+    assert len(here.pins()) == len(there.pins()) == 1
+
+
 def test_pinned_again_its_time_begins_anew() -> None:
     """Longer or shorter; it is one pin, and counted once."""
     cache = make()

@@ -12,9 +12,11 @@ import pytest
 from radixkv import (
     ArgumentError,
     CacheConfig,
+    ConfigError,
     LeaseError,
     Namespace,
     OutOfBlocks,
+    PendingError,
     PrefixCache,
     RadixKVError,
     TokenError,
@@ -184,3 +186,123 @@ def test_a_refusal_changes_nothing(
         for _ in range(full.cache.stats().evictable_blocks):
             assert full.cache.evict(1) == twin.cache.evict(1) == 1
             assert resident_prefixes(full.cache) == resident_prefixes(twin.cache)
+
+
+NOT_A_TENANT = (None, 5, b"a", ["a"], NS)
+
+BY_TENANT: dict[str, Callable[[PrefixCache, Any], Any]] = {
+    "purge": PrefixCache.purge,
+    "generation": PrefixCache.generation,
+    "tenant": PrefixCache.tenant,
+    "tenant_stats": PrefixCache.tenant_stats,
+    "remove_tenant": PrefixCache.remove_tenant,
+    "pins": PrefixCache.pins,
+    "namespaces": PrefixCache.namespaces,
+}
+
+
+@pytest.mark.parametrize("name", BY_TENANT)
+def test_what_is_no_tenants_id_is_refused_by_name(name: str) -> None:
+    """A purge of a namespace, say, would otherwise forget nothing and not say so."""
+    full = Full("lru")
+    before = _all_of(full)
+    for wrong in NOT_A_TENANT[name in ("pins", "namespaces") :]:  # None stands for all
+        with pytest.raises(
+            ArgumentError, match=r"tenant=.* is not allowed: the id of a tenant, a string"
+        ) as told:
+            BY_TENANT[name](full.cache, wrong)
+        assert (told.value.argument, told.value.value) == ("tenant", wrong)
+        assert same(before[0], full.cache) and _all_of(full)[1:] == before[1:]
+
+
+NOT_A_LIST: dict[str, Refused] = {
+    "append, sequences": lambda full: full.cache.append(5, [1]),  # type: ignore[arg-type]
+    "reorder, sequences": lambda full: full.cache.reorder(None, [0]),  # type: ignore[arg-type]
+    "reorder, parents": lambda full: full.cache.reorder([full.running], np.int64(0)),  # type: ignore[arg-type]
+    "publish, readers": lambda full: full.cache.publish("b", NEW, range(4), np.array(3)),
+    "free, block_ids": lambda full: full.cache.free([[1], [1, 2]]),
+    "insert, block_ids": lambda full: full.cache.insert(NEW, range(4), [1, [2]]),
+    "open, hints": lambda full: full.cache.open(NEW, range(4), hints="soon"),  # type: ignore[arg-type]
+    "open, timeout_s": lambda full: full.cache.open(NEW, range(4), on_pending="wait", timeout_s=True),
+    "unpublish, base_id": lambda full: full.cache.unpublish(np.int64(3)),  # type: ignore[arg-type]
+    "publish, base_id": lambda full: full.cache.publish("\ud800", NEW, range(4), ["d"]),
+    "snapshot_in_slices, pause": lambda full: full.cache.snapshot_in_slices(3),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_LIST)
+def test_arguments_of_another_form_are_refused_by_name(name: str) -> None:
+    full = Full("lru")
+    before = _all_of(full)
+    with pytest.raises(ArgumentError) as told:
+        NOT_A_LIST[name](full)
+    assert told.value.argument == name.partition(", ")[2]
+    assert same(before[0], full.cache) and _all_of(full)[1:] == before[1:]
+
+
+def test_what_no_cache_can_be_made_of_is_refused_by_name() -> None:
+    config = CacheConfig(8, 4)
+    with pytest.raises(ConfigError, match=r"config=8 is not allowed: a CacheConfig"):
+        PrefixCache(8)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"clock=0.0 is not allowed"):
+        PrefixCache(config, clock=0.0)  # type: ignore[arg-type]
+    for grain, shown in ((None, "None"), (0, "0"), (6, "6"), (4.0, "4.0")):
+        with pytest.raises(ArgumentError, match=rf"journal\.grain_tokens={shown} is not allowed: a multiple"):
+            PrefixCache(config, journal=Recorder(grain))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"journal\.grain_tokens=None"):
+        PrefixCache(config, journal=object())  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="cache=8 is not allowed: a PrefixCache"):
+        audit.check(8)  # type: ignore[arg-type]
+
+
+def test_messages_show_a_value_at_most_in_part() -> None:
+    cache = PrefixCache(CacheConfig(8, 4))
+    with pytest.raises(ArgumentError, match=r"num_blocks=a negative integer of 16610 bits is not allowed"):
+        cache.evict(-(10**5000))
+    with pytest.raises(ArgumentError) as told:
+        cache.free(["x"] * 10_000)
+    assert len(str(told.value)) < 300 and told.value.value == ["x"] * 10_000
+
+
+def _crowded() -> PrefixCache:
+    """A pool full of leaves of one block, so that room for a long prompt is made in slices; one base, ``b``."""
+    cache = PrefixCache(CacheConfig(3_500, 1))
+    cache.publish("b", NEW, [1, 2], ["reader"]).commit(2)
+    for number in range(3_495):
+        compute(cache, [1_000_000 + number])
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        (lambda cache: cache.open(NS, range(3_000), on_pending="soon"), ArgumentError),
+        (lambda cache: cache.open(NS, range(3_000), on_pending="wait", timeout_s=-1), ArgumentError),
+        (lambda cache: cache.open(NS, range(3_000), hints={}), ArgumentError),
+        (lambda cache: cache.publish("b", NEW, range(3_000), ["other"]), ArgumentError),
+        (lambda cache: cache.publish("c", Namespace("reader", "m"), range(3_000), ["x"]), ArgumentError),
+    ],
+)
+def test_a_long_prompt_that_is_refused_evicts_nothing(
+    refused: Callable[[PrefixCache], Any], error: type[Exception]
+) -> None:
+    cache = _crowded()
+    before = cache.stats()
+    with pytest.raises(error):
+        refused(cache)
+    assert cache.stats() == before
+    audit.check(cache)
+
+
+def test_a_long_prompt_that_another_computes_evicts_nothing() -> None:
+    cache = PrefixCache(CacheConfig(6_000, 1))
+    computing = cache.open(NEW, range(2_900))
+    for number in range(3_100):
+        compute(cache, [1_000_000 + number])
+    before = cache.stats()
+    for on_pending in ("raise", "wait"):
+        with pytest.raises(PendingError):
+            cache.open(NEW, range(2_800), on_pending=on_pending, timeout_s=0)
+        assert cache.stats() == before
+    computing.release()
+    cache.open(NEW, range(2_800), on_pending="raise").release()

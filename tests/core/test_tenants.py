@@ -28,6 +28,7 @@ from radixkv import (
     Tenant,
     audit,
 )
+from radixkv.namespaces import MAX_WEIGHT, MIN_WEIGHT
 from radixkv_policies import POLICIES
 from tests.core.support import compute, make_cache, same, scrubbed
 
@@ -48,6 +49,8 @@ def strict(tenant: str, num_blocks: int) -> Tenant:
         ({"weight": -1.5}, "weight", -1.5, "> 0"),
         ({"weight": float("inf")}, "weight", float("inf"), "finite"),
         ({"weight": float("nan")}, "weight", None, "finite"),
+        ({"weight": 5e-324}, "weight", 5e-324, "1e-100 to 1e+100"),
+        ({"weight": 10**120}, "weight", 10**120, "1e-100 to 1e+100"),
         ({"weight": True}, "weight", True, "number"),
         ({"weight": "2"}, "weight", "2", "number"),
         ({"guaranteed_blocks": -1}, "guaranteed_blocks", -1, "≥ 0"),
@@ -604,3 +607,16 @@ def test_removed_under_the_default_limit() -> None:
     cache.remove_tenant("a")
     assert cache.tenant("a") == Tenant("a", max_blocks=4) and cache.stats().free_blocks == 16
     audit.check(cache)
+
+
+def test_weights_at_their_bounds_still_give_back_in_their_order() -> None:
+    """Who weighs next to nothing is furthest above its share; no quotient or product of a weight overflows."""
+    cache = make_cache(32)
+    weights = {"feather": MIN_WEIGHT, "plain": 1.0, "anvil": MAX_WEIGHT}
+    for tenant, weight in weights.items():
+        cache.add_tenant(Tenant(tenant, weight=weight))
+    for turn in range(6):
+        for tenant in weights:
+            compute(cache, [100 * turn + at for at in range(17)], Namespace(tenant, "m"))
+            audit.check(cache)
+    assert cache.tenant_stats("feather").resident_blocks < cache.tenant_stats("anvil").resident_blocks

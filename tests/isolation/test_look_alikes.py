@@ -141,3 +141,19 @@ def test_a_tenant_s_name_has_the_same_limit() -> None:
     with pytest.raises(NamespaceError, match="at most 1024"):
         Tenant("a" * 1_000_000)
     assert Tenant("a" * MAX_FIELD_BYTES).id
+
+
+def test_a_namespace_made_of_another_is_checked_too() -> None:
+    namespace = Namespace("a", "m")
+    assert namespace._replace(salt="s") == Namespace("a", "m", None, "s")
+    for field, wrong in (
+        ("tenant", ""),
+        ("tenant", 5),
+        ("adapter", ""),
+        ("salt", "x" * 2_000),
+        ("model", None),
+    ):
+        with pytest.raises(NamespaceError, match=f"namespace field {field} "):
+            namespace._replace(**{field: wrong})
+    with pytest.raises(NamespaceError, match="namespace field model is empty"):
+        Namespace._make(["a", "", None, ""])

@@ -231,6 +231,9 @@ PLANE = torch.zeros(4, 3, 2, 8)
     [
         pytest.param(lambda: Pool([]), "len(keys)", id="no-layer"),
         pytest.param(lambda: Pool([PLANE], []), "len(values)", id="values-missing"),
+        pytest.param(lambda: Pool(None), "keys", id="no-list"),
+        pytest.param(lambda: Pool([PLANE], 5), "values", id="no-list-of-values"),
+        pytest.param(lambda: Pool.together([5], 0), "caches[0]", id="no-cache"),
         pytest.param(lambda: Pool([PLANE.numpy()]), "keys[0]", id="numpy"),
         pytest.param(lambda: Pool([PLANE[0, 0]]), "keys[0].shape", id="rank"),
         pytest.param(lambda: Pool([PLANE[:0]]), "keys[0].shape", id="no-block"),
@@ -275,3 +278,12 @@ def test_what_cannot_be_is_named_and_changes_nothing(make, argument: str) -> Non
         make()
     assert caught.value.argument == argument
     assert not PLANE.any()
+
+
+def test_layers_may_be_stacked_in_one_tensor() -> None:
+    keys, values = torch.zeros(2, 4, 3, 2, 8), torch.zeros(2, 4, 3, 2, 8)
+    pool = Pool(keys, values)
+    assert (pool.num_layers, pool.planes_per_layer) == (2, 2)
+    keys[1, 3] = values[0, 3] = 1
+    scrub(pool, [3])
+    assert not keys.any() and not values.any()

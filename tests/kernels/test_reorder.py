@@ -347,6 +347,13 @@ GOOD = {
         ({"free": [4, 4]}, "free[1]"),
         ({"free": [1]}, "free[0]"),
         ({"free": [6]}, "free[0]"),
+        ({"block_size": 0}, "block_size"),
+        ({"num_blocks": 6.0}, "num_blocks"),
+        ({"max_columns": True}, "max_columns"),
+        ({"max_steps": -1}, "max_steps"),
+        ({"lengths": ["3", 3]}, "lengths.dtype"),
+        ({"num_prefix_blocks": [1.0, 1.0]}, "num_prefix_blocks.dtype"),
+        ({"groups": [0, 2**40]}, "groups[1]"),
     ],
 )
 def test_books_that_cannot_be_are_named(changed: dict, argument: str) -> None:

@@ -16,6 +16,8 @@ from radixkv.audit.properties.adapter import Adapter
 from radixkv.audit.properties.machine import CacheMachine
 from radixkv.audit.properties.material import CacheFactory
 from radixkv.audit.properties.two_systems import TwoAdapters, TwoRuns
+from radixkv.config import policy_names
+from radixkv.errors import ArgumentError
 
 _NOISE = ("state.after_each_step()", "state.nothing_seen_differs()")
 
@@ -55,8 +57,15 @@ def run(
     cache with tenants (``TwoRuns`` alone). ``progress`` is called after each example that found nothing, with
     their number. The same arguments do the same while the same modules are loaded: Hypothesis draws constants of their
     sources too. It is quiet and keeps nothing on disk; a failure is shrunk, which takes some hundred further examples,
-    and reported.
+    and reported. Raises ArgumentError.
     """
+    for argument, names, known in (
+        ("policies", policies, policy_names()),
+        ("modes", modes, ("burst", "strict")),
+        ("with_storage", with_storage, (False, True)),
+    ):
+        if not names or not set(names) <= set(known):
+            raise ArgumentError(argument, names, f"some of {', '.join(map(str, known))}")
     attributes = {
         "factory": staticmethod(factory),
         "policies": tuple(policies),
@@ -115,6 +124,9 @@ def _run(
 
 
 def _settings(max_examples: int, steps: int, shrink: bool) -> settings:
+    for argument, number in (("max_examples", max_examples), ("steps", steps)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ArgumentError(argument, number, "an integer ≥ 1")
     return settings(
         max_examples=max_examples,
         stateful_step_count=steps,
