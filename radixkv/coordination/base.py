@@ -435,8 +435,8 @@ class BaseCoordinator(WarmJobs, FleetPins):
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or standing.last_seq != self._seq
             epochs = self.reader.epochs()
-            self.tenants.restore(everything=self._is_new_epoch or bool(epochs - self._met_epochs))
-            self.tenants.follow(self._writer(), is_new=self._is_new_epoch)
+            raised = self.tenants.restore(everything=self._is_new_epoch or bool(epochs - self._met_epochs))
+            self.tenants.follow(self._writer(), is_new=self._is_new_epoch, raised=raised)
             self._is_new_epoch, self._met_epochs = False, epochs
             self._heard_until = before + self.settings.lease_s
             self.tenants.restate(self._writer(), self.settings.lease_s)

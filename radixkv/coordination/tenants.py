@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store, Writer
 from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
@@ -34,6 +35,7 @@ _MAX_NAMES = 65_536
 _MAX_BLOCKS = 10**15 - 1
 _ITEM_BYTES = 200
 _CHECKED_A_BEAT = 256
+_NONE: Final[Mapping[bytes, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +154,24 @@ class Tenants:
         for tenant, blocks in list(self._wanted.items()):
             self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
 
-    def follow(self, writer: Writer, *, is_new: bool) -> None:
-        """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was."""
-        raised, resident = self._store.purges(0 if is_new else self._cursor), self.resident
+    def follow(self, writer: Writer, *, is_new: bool, raised: Mapping[bytes, int] = _NONE) -> None:
+        """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was.
+
+        ``raised``: generations that the store had before, announced or not.
+        """
+        announced, resident = self._store.purges(0 if is_new else self._cursor), self.resident
         here: dict[bytes, str] = {}
-        if raised and resident is not None:
+        if (announced or raised) and resident is not None:
             here = {self._keys.tenant(tenant): tenant for tenant in resident.tenants()}
         if is_new:
             self._cursor = 0
-        for tenant, position in raised:
+        for tenant, position in announced:
             self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant), position)
             self._cursor = position  # smaller than before where the store has lost what it announced
+        for tenant, generation in raised.items():
+            known = self._generations.get(tenant, _NEVER)
+            if generation > known.generation:
+                self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant), known.position)
 
     def raise_generation(self, tenant: str) -> Durable:
         """Purge a tenant in the whole fleet. Raises ArgumentError, StoreUnavailable; may be repeated then."""
@@ -200,23 +209,33 @@ class Tenants:
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(generation, **sorted_lists, replicated=replicated)
 
-    def restore(self, *, everything: bool) -> None:
+    def restore(self, *, everything: bool) -> dict[bytes, int]:
         """Give generations that are known here back to a store that has lost them: all, or the next 256 in turn.
 
         All of them where a replica has come that may not know them. In turn, since a store may go back to what it had
-        a while ago, or lose one shard, with every registration still in it. Raises StoreUnavailable.
+        a while ago, or lose one shard, with every registration still in it. Returns those that the store has and nobody
+        has told here, of tenants that were met too: who raised one may have died before it was announced, and a
+        position that a store has lost may be given again. Raises StoreUnavailable.
         """
-        if everything or not self._unchecked:
-            self._unchecked = list(self._generations)
-        taken = self._unchecked if everything else self._unchecked[-_CHECKED_A_BEAT:]
-        self._unchecked = self._unchecked[: -len(taken)]
-        known = {digest: self._generations[digest] for digest in taken if digest in self._generations}
-        positions = {digest: obeyed.position for digest, obeyed in known.items()}
-        unannounced = self._store.unannounced(positions) if known else set()
-        for digest, generation in zip(known, self._store.generations(list(known)), strict=True):
+        if everything:
+            taken = list(self._generations)
+        else:
+            if not self._unchecked:
+                with self._meeting:
+                    self._unchecked = list(self._names.keys() | self._generations.keys())
+            taken = self._unchecked[-_CHECKED_A_BEAT:]
+            del self._unchecked[-_CHECKED_A_BEAT:]
+        known = {digest: self._generations.get(digest, _NEVER) for digest in taken}
+        positions = {digest: obeyed.position for digest, obeyed in known.items() if obeyed.generation}
+        unannounced = self._store.unannounced(positions) if positions else set()
+        raised = {}
+        for digest, generation in zip(known, self._store.generations(taken) if taken else (), strict=True):
             mine = known[digest].generation
             if generation is not None and (generation < mine or digest in unannounced):
                 self._store.raise_generation(digest, mine - 1)
+            elif generation is not None and generation > mine:
+                raised[digest] = generation
+        return raised
 
     def _obey(self, writer: Writer, digest: bytes, tenant: str | None, position: int) -> None:
         """Purge what is announced there, and confirm it; ``tenant`` None: it has nothing here.

@@ -122,6 +122,22 @@ def test_a_share_of_a_younger_process_fences_too(fleet: MemoryFleet, by: str) ->
     assert younger.health().is_ok and younger.info().live
 
 
+def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet: MemoryFleet) -> None:
+    """Who raised it died before it said so, or the position at which it did had been another's, which was lost."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    b.replica.tenants.meet(["acme", *(f"another {number}" for number in range(1_000))])
+    digest = a.replica.keys.tenant("acme")
+    fleet.store.raise_generation(digest, 2)
+    del fleet.store.announced[digest]
+    fleet.eventually(lambda: b.replica.tenants.generation("acme") == 3)
+    assert b.purged == [("acme", 3)]
+    assert a.purged == [] and a.replica.tenants.generation("acme") == 0, "who never met it has nothing of it"
+    assert "b" in b.replica.purge_report("acme").confirmed
+    b.replica.purge("acme")
+    fleet.eventually(lambda: b.replica.purge_report("acme").is_complete)
+    assert b.purged == [("acme", 3), ("acme", 4)] and a.replica.tenants.generation("acme") == 4
+
+
 @pytest.mark.parametrize("end", ["killed", "left", "lost"])
 def test_the_fenced_one_waits_for_good_unless_nobody_ever_held_its_lease(
     fleet: MemoryFleet, end: str
