@@ -62,26 +62,9 @@ def plan_kernel(
     length = tl.load(lengths + parent, mask=is_beam, other=0)
     is_partial = is_beam & (length % BLOCK_SIZE != 0)
     tail = tl.load(tables + parent * NUM_COLUMNS + length // BLOCK_SIZE, mask=is_partial, other=-1)
-    # Beams that hold my tail now, and whether one before me goes on from it.
-    num_holders = tl.zeros((BEAMS,), tl.int32)
-    is_first = is_partial
-    for other in range(NUM_BEAMS):
-        other_length = tl.load(lengths + other)
-        is_other_partial = other_length % BLOCK_SIZE != 0
-        other_tail = tl.load(
-            tables + other * NUM_COLUMNS + other_length // BLOCK_SIZE, mask=is_other_partial, other=-2
-        )
-        num_holders += (other_tail == tail).to(tl.int32)
-        other_parent = tl.load(parents + other)
-        is_other_bad = (other_parent < 0) | (other_parent >= NUM_BEAMS)
-        other_parent = tl.where(is_other_bad, 0, other_parent)
-        next_length = tl.load(lengths + other_parent)
-        next_tail = tl.load(
-            tables + other_parent * NUM_COLUMNS + next_length // BLOCK_SIZE,
-            mask=next_length % BLOCK_SIZE != 0,
-            other=-2,
-        )
-        is_first = is_first & ~((next_tail == tail) & (other < beam))
+    num_holders, is_first = _holders(
+        parents, tables, lengths, beam, tail, is_partial, NUM_BEAMS, NUM_COLUMNS, BLOCK_SIZE, BEAMS
+    )
     keeps = is_first & (tl.load(refs + tail, mask=is_partial, other=0) == num_holders)
     needs = is_beam & ~keeps
     rank = tl.cumsum(needs.to(tl.int32), axis=0) - 1
@@ -111,6 +94,42 @@ def plan_kernel(
             tl.store(at + 2, length % BLOCK_SIZE, mask=is_copy)
             tl.store(counters + NUM_COPIES, tl.sum(is_copy.to(tl.int32), axis=0))
             tl.store(counters + LEFT, num_free - num_needed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _holders(
+    parents: tl.tensor,
+    tables: tl.tensor,
+    lengths: tl.tensor,
+    beam: tl.tensor,
+    tail: tl.tensor,
+    is_partial: tl.tensor,
+    NUM_BEAMS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BEAMS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """How many beams hold each beam's tail now, and whether no beam before it goes on from that tail."""
+    num_holders = tl.zeros((BEAMS,), tl.int32)
+    is_first = is_partial
+    for other in range(NUM_BEAMS):
+        other_length = tl.load(lengths + other)
+        is_other_partial = other_length % BLOCK_SIZE != 0
+        other_tail = tl.load(
+            tables + other * NUM_COLUMNS + other_length // BLOCK_SIZE, mask=is_other_partial, other=-2
+        )
+        num_holders += (other_tail == tail).to(tl.int32)
+        other_parent = tl.load(parents + other)
+        is_other_bad = (other_parent < 0) | (other_parent >= NUM_BEAMS)
+        other_parent = tl.where(is_other_bad, 0, other_parent)
+        next_length = tl.load(lengths + other_parent)
+        next_tail = tl.load(
+            tables + other_parent * NUM_COLUMNS + next_length // BLOCK_SIZE,
+            mask=next_length % BLOCK_SIZE != 0,
+            other=-2,
+        )
+        is_first = is_first & ~((next_tail == tail) & (other < beam))
+    return num_holders, is_first
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -225,21 +244,7 @@ def finish_kernel(
             tl.store(free + left + before + cell, blocks, mask=cell < mine)
             if program == 0:
                 tl.store(counters + NUM_FREE, left + tl.sum(counts, axis=0))
-                beam = tl.arange(0, BEAMS)
-                is_beam = beam < NUM_BEAMS
-                parent = tl.load(parents + beam, mask=is_beam, other=0)
-                length = tl.load(lengths + parent, mask=is_beam, other=0)
-                num_steps = tl.load(counters + NUM_STEPS)
-                num_copied = tl.load(counters + NUM_COPIED) + tl.load(counters + NUM_COPIES)
-                tl.debug_barrier()  # all threads have read; from here on they write
-                tl.store(lengths + beam, length + 1, mask=is_beam)
-                tl.store(counters + NUM_STEPS, num_steps + 1)
-                tl.store(counters + NUM_COPIED, num_copied)
-                if REMEMBERS:
-                    token_id = tl.load(token_ids + beam, mask=is_beam, other=0)
-                    at = history + num_steps * (2 * NUM_BEAMS) + beam
-                    tl.store(at, parent, mask=is_beam)
-                    tl.store(at + NUM_BEAMS, token_id.to(tl.int32), mask=is_beam)
+                _advance(parents, lengths, token_ids, history, counters, NUM_BEAMS, BEAMS, REMEMBERS)
         num_chunks: tl.constexpr = (NUM_ROWS * RUN + CHUNK - 1) // CHUNK
         num_items = tl.load(counters + NUM_COPIES) * (NUM_PLANES * NUM_LANES * num_chunks)
         for item in range(program, num_items, NUM_PROGRAMS):
@@ -255,6 +260,35 @@ def finish_kernel(
                 READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
                 RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
             )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _advance(
+    parents: tl.tensor,
+    lengths: tl.tensor,
+    token_ids: tl.tensor,
+    history: tl.tensor,
+    counters: tl.tensor,
+    NUM_BEAMS: tl.constexpr,
+    BEAMS: tl.constexpr,
+    REMEMBERS: tl.constexpr,
+) -> None:
+    """One program's work: each beam has its parent's rows and one more, and the step is counted and remembered."""
+    beam = tl.arange(0, BEAMS)
+    is_beam = beam < NUM_BEAMS
+    parent = tl.load(parents + beam, mask=is_beam, other=0)
+    length = tl.load(lengths + parent, mask=is_beam, other=0)
+    num_steps = tl.load(counters + NUM_STEPS)
+    num_copied = tl.load(counters + NUM_COPIED) + tl.load(counters + NUM_COPIES)
+    tl.debug_barrier()  # all threads have read; from here on they write
+    tl.store(lengths + beam, length + 1, mask=is_beam)
+    tl.store(counters + NUM_STEPS, num_steps + 1)
+    tl.store(counters + NUM_COPIED, num_copied)
+    if REMEMBERS:
+        token_id = tl.load(token_ids + beam, mask=is_beam, other=0)
+        at = history + num_steps * (2 * NUM_BEAMS) + beam
+        tl.store(at, parent, mask=is_beam)
+        tl.store(at + NUM_BEAMS, token_id.to(tl.int32), mask=is_beam)
 
 
 def plan_constants(beams: Beams) -> dict[str, Any]:
