@@ -281,7 +281,9 @@ def test_a_job_outlives_who_asked_and_who_was_asked(fleet: Fleet) -> None:
     fleet.warm("a", replicas=["a", "b"], salt="two", token_ids=IDS[:512])
     eventually(lambda: hinted(fleet, "a", salt="two") == {"a": 512, "b": 512, "c": 0})
     with fleet.busy("a", "b"):
-        eventually(lambda: best_two(fleet, "a", "two") == {"a", "b"}, "their prompts are computed, and a knows")
+        eventually(
+            lambda: best_two(fleet, "a", "two") == {"a", "b"}, "their prompts are computed, and a knows"
+        )
         two = fleet.warm("a", replicas=2, salt="two", wait=False, key="two")["job"]
         named = fleet.warm("a", replicas=["a", "b"], salt="named", wait=False)["job"]
         asked = [each["replica"] for each in fleet.job("c", two)["replicas"]]
