@@ -278,6 +278,11 @@ def hinted_best(fleet: Fleet, name: str, salt: str) -> str:
     return str(fleet.asked(name, "POST", "/v1/route", body=body).json()["candidates"][0]["replica"])
 
 
+def best_two(fleet: Fleet, name: str, salt: str) -> set[str]:
+    body = {"token_ids": IDS, "predict": False, "salt": salt, "limit": 2}
+    return {each["replica"] for each in fleet.ask(name, "POST", "/v1/route", body=body).json()["candidates"]}
+
+
 def test_a_quota_is_shared_by_those_that_live(fleet: Fleet) -> None:
     path = "/v1/tenants/acme"
     refused = fleet.ask("a", "PUT", path, "operator", {"fleet_blocks": 5, "guaranteed_blocks": 9})
@@ -305,6 +310,9 @@ def test_a_job_outlives_who_asked_and_who_was_asked(fleet: Fleet) -> None:
     fleet.warm("a", replicas=["a", "b"], salt="two", token_ids=IDS[:512])
     eventually(lambda: hinted(fleet, "a", salt="two") == {"a": 512, "b": 512, "c": 0} and fleet.settled())
     with fleet.busy("a", "b"):
+        eventually(
+            lambda: best_two(fleet, "a", "two") == {"a", "b"}, "their prompts are computed, and a knows"
+        )
         two = fleet.warm("a", replicas=2, salt="two", wait=False, key="two")["job"]
         named = fleet.warm("a", replicas=["a", "b"], salt="named", wait=False)["job"]
         asked = [each["replica"] for each in fleet.job("c", two)["replicas"]]
