@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -126,6 +127,7 @@ _work: _Work | None = None
 
 def _begin(work: _Work) -> None:
     global _work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
     _work = work
 
 
@@ -143,8 +145,14 @@ def _run_all(work: _Work, tasks: list[Task], jobs: int | None) -> Iterator[tuple
         return
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (work,)) as pool:
         pending = {pool.submit(_do, task): task for task in tasks}
-        for done in as_completed(pending):
-            yield pending[done], done.result()
+        try:
+            for done in as_completed(pending):
+                yield pending[done], done.result()
+        except BaseException:  # Ctrl-C among them: nobody waits for what nobody wants any more
+            for process in list(pool._processes.values()):  # Python 3.14 has terminate_workers
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 # text -----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_processes_change_nothing(trace: Path, result: dict[str, Any]) -> None:
     parallel = run([trace], capacities=[200, 1_000, 4_000], jobs=2, progress=lambda *done: seen.append(done))
     assert parallel["results"] == result["results"]
     assert seen == [(done + 1, len(seen)) for done in range(len(seen))]
+
+
+def test_who_stops_waits_for_nobody(trace: Path) -> None:
+    """An error or Ctrl-C ends the processes too, whatever they are at."""
+
+    def stop(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([trace], capacities=[200, 1_000, 4_000], jobs=2, progress=stop)
+    assert not active_children()
 
 
 def test_scored_from_a_moment_on_but_run_from_the_start(tmp_path: Path) -> None:
