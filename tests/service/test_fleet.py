@@ -295,10 +295,12 @@ def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join)
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
     for each in (one, two):
         assert each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 64}).status_code == 200
-    body = {"token_ids": IDS[:256], "ttl_s": 60, "replicas": "all"}
+    body = {"token_ids": IDS[:256], "ttl_s": 600, "replicas": "all"}
     pinned = post(one, "/v1/pins", body).json()
     assert [each["state"] for each in pinned["replicas"]] == ["done", "done"]
-    assert one.operator.post("/v1/tenants/acme/purge").json()["complete"]
+    purge = "/v1/tenants/acme/purge"
+    assert answered(lambda: one.operator.post(purge)).status_code == 200
+    eventually(lambda: answered(lambda: one.operator.get(purge)).json()["complete"], "nobody is pending")
     for each in (one, two):
         assert each.acme.get("/v1/pins").json() == {"pins": []}
     again = post(two, "/v1/pins", body).json()

@@ -279,8 +279,14 @@ def test_a_gateway_leaves_a_replica_that_hangs_and_ends_what_nobody_waits_for(
         client(url, "demo-acme") as acme,
         client(url, "no key") as stranger,
     ):
-        eventually(lambda: reaches(acme), "the gateway listens")
-        refused = stranger.post("/v1/completions", json={"prompt": IDS})
+        eventually(lambda: reaches(acme), "the gateway listens", START_S)
+
+        def reached(someone: httpx.Client) -> httpx.Response | None:
+            """An answer, unless all that could give one stood still for so long that they seemed to hang, too."""
+            answer = someone.post("/v1/completions?x=y", json={"prompt": IDS, "max_tokens": 3})
+            return None if answer.status_code == 503 else answer
+
+        refused = eventually(lambda: reached(stranger), "the router's answer")
         assert refused.status_code == 401 and refused.headers["www-authenticate"], "as the router says"
         hung = connect(
             redis_server.url, replica_id="hung", fleet_secret=SECRET, fingerprint=row["model"], block_size=16,
@@ -291,8 +297,8 @@ def test_a_gateway_leaves_a_replica_that_hangs_and_ends_what_nobody_waits_for(
             assert hung.journal is not None
             ids = np.array(IDS, np.uint32)
             hung.journal.stored(Namespace("acme", row["model"]), ids.tobytes(), 0, len(ids))
-            eventually(lambda: ranked(router) and ranked(router)[0]["replica"] == "hung")
-            answer = acme.post("/v1/completions?x=y", json={"prompt": IDS, "max_tokens": 3})
+            eventually(lambda: best(router) == "hung")
+            answer = eventually(lambda: reached(acme), "the other replica's answer")
             assert answer.status_code == 200 and answer.headers["x-radixkv-replica"] == "one"
             assert len(answer.headers.get_list("date")) == 1
         with model_held(one.service):
@@ -335,7 +341,7 @@ def test_a_router_says_why_its_store_does_not_answer(secret: Path, tmp_path: Pat
         closing(Started(tmp_path / "router.log", "-m", "radixkv.cli", "route", *options)) as started,
         client(url, "demo-operator") as operator,
     ):
-        eventually(lambda: answers(operator, "/healthz"))
+        eventually(lambda: answers(operator, "/healthz"), "the router listens", START_S)
         for _ in range(30):
             ready = operator.get("/readyz")
             assert ready.status_code == 503 and ready.json()["reasons"] == ["store: lost"]
