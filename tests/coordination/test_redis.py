@@ -970,7 +970,7 @@ def test_a_user_with_the_documented_rules_can_do_everything(fleet: RedisFleet) -
 def test_a_connection_that_is_reset_while_a_read_waits_is_unavailable(redis_server: RedisServer) -> None:
     with (
         closing(TcpProxy(redis_server.host, redis_server.port)) as proxy,
-        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0")) as store,
+        closing(RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", PATIENCE_S)) as store,
     ):
         assert store.read({"one": (1, 0)}, 0.01) == {}, "a read waits in the server"
         proxy.reset = proxy.refuse = True
@@ -1003,7 +1003,7 @@ def test_a_client_does_not_take_itself_for_the_server() -> None:
 
 def test_a_server_that_is_away_has_its_port_back(redis_server: RedisServer) -> None:
     """However often it was asked for meanwhile."""
-    with closing(RedisStore(redis_server.url)) as store:
+    with closing(RedisStore(redis_server.url, PATIENCE_S)) as store:
         store.tenant(b"t" * 32)
         redis_server.kill()
         for _ in range(200):
@@ -1230,7 +1230,7 @@ def test_answers_are_bytes_whatever_a_url_says(fleet: RedisFleet) -> None:
 
 def test_a_plain_url_finds_a_cluster(redis_cluster: ClusterServers) -> None:
     with closing(RedisFleet(redis_cluster)) as fleet:
-        stores = [RedisStore(node.url) for node in redis_cluster.nodes]
+        stores = [RedisStore(node.url, PATIENCE_S) for node in redis_cluster.nodes]
         try:
             for index in range(30):
                 tenant = bytes([index]) * 32

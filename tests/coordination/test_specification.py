@@ -386,7 +386,7 @@ def test_a_master_under_sentinel_behaves_as_the_specification(redis_sentinel: Se
 @pytest.mark.parametrize("fault", ["before", "after"])
 def test_the_proxy_cuts_where_it_was_told_to(redis_server: RedisServer, fault: Any) -> None:
     proxy = TcpProxy(redis_server.host, redis_server.port)
-    store = RedisStore(f"redis://{redis_server.host}:{proxy.port}/0")
+    store = RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", PATIENCE_S)
     try:
         store.set_limit(b"t" * 32, 5)
         proxy.cut(fault)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fuzz.coverage_guided import TARGETS
+from fuzz.faults import Ranked
 from fuzz.fleet import history, plan
 from fuzz.targets.material import Material
 
@@ -93,6 +94,14 @@ def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
     told("b", tenant="refuses", began=9.0, oldest=0.5)
     forgotten = history.Purged("refuses", 1.0, 3.0, {"a": 5}, 8.0)
     assert len(history.wrongs(tmp_path, [forgotten])[0]) == 2, "one of these, and the wrong KV"
+
+
+def test_a_stall_excuses_who_may_have_been_heard_at_its_end() -> None:
+    """A replica that was ranked 2.5 s after its death, with a lease of 1.5 s."""
+    late = Ranked("a", dead_since=10.0, asked_at=12.5)
+    assert late.is_excused_by((9.5, 11.0))
+    assert not late.is_excused_by((9.5, 10.7)), "its lease would have been over by then"
+    assert not late.is_excused_by((10.5, 12.0)), "what it had sent was heard before"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -20,6 +20,8 @@ from tests.bench.simulation.traces import mooncake, write
 from tests.cli.test_commands import complaint
 from tests.cli.test_commands import run as command
 
+pytestmark = pytest.mark.timeout(600)  # twenty minutes under every policy, in pure Python
+
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
