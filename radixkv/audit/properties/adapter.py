@@ -34,14 +34,17 @@ Beyond the four calls of ``Adapter`` the machine uses whatever of these the adap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from radixkv.audit import invariants
 from radixkv.audit.oracle import Engine, cache_with_engine, chain
 from radixkv.audit.properties.material import CacheFactory, Mirror
-from radixkv.clock import Clock
+from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
 from radixkv.namespaces import Namespace, Tenant
+
+_FOR_GOOD_S = 86_400.0
 
 
 class Adapter(Protocol):
@@ -66,7 +69,8 @@ class Adapter(Protocol):
 class CacheAdapter:
     """A PrefixCache with the deterministic engine of the oracle; requests are Mirrors.
 
-    ``make``: makes such a cache and engine anew, if the system can be restarted.
+    ``make``: makes such a cache and engine anew, if the system can be restarted. Pins of a cache on the real clock
+    don't end by time here, and what is left of it isn't compared: no two calls are made at one moment.
     """
 
     purge_ends_requests = True
@@ -77,6 +81,7 @@ class CacheAdapter:
         self.cache, self.engine, self._make = cache, engine or Engine(cache), make
         self.block_size: int = cache.config.block_size
         self._bases: dict[str, tuple[Namespace, list[int], Sequence[str], list[int]]] = {}
+        self._tells_time = getattr(cache, "_clock", monotonic) is not monotonic
         if hasattr(cache, "purge"):
             self.purge = self._purge
         if hasattr(cache, "pin"):
@@ -194,10 +199,13 @@ class CacheAdapter:
         return int(self.cache.clear(namespace))
 
     def _pin(self, namespace: Namespace, ids: Sequence[int], ttl_s: float) -> Any:
-        return self.cache.pin(namespace, ids, ttl_s)
+        if self._tells_time:
+            return self.cache.pin(namespace, ids, ttl_s)
+        return replace(self.cache.pin(namespace, ids, _FOR_GOOD_S), ttl_s=_FOR_GOOD_S)
 
     def _pins(self, tenant: str) -> Any:
-        return self.cache.pins(tenant)
+        pins = self.cache.pins(tenant)
+        return pins if self._tells_time else [replace(pin, ttl_s=_FOR_GOOD_S) for pin in pins]
 
     def _unpin(self, tenant: str, which: int) -> None:
         pins = self.cache.pins(tenant)
