@@ -1,4 +1,4 @@
-"""BlockPool: which block ids are free, and which are lent to the engine.
+"""BlockPool: which block ids are free, which are lent to the engine, and which copies wait for it.
 
 Free ids are a stack of packed int32: taking and giving back n ids are one slice each, whatever n is. Owners
 are kept where the owning happens (a tree's nodes, a sequence's runs), because an array of owners would cost
@@ -6,13 +6,15 @@ more than the rest of a request; the conservation law is that
 
     free + owned by trees + owned by sequences + held + lent == num_blocks
 
-with every id in exactly one place. The audit counts it. A private block that a waiting copy names is, once freed,
-held for its tenant until ``settle``: otherwise it could be handed out, and overwritten, before the copy has read it.
+with every id in exactly one place. The audit counts it. A block that a copy reads which waits for its engine is, once
+freed, *held* until the engine fetches the plan (``settle``): otherwise it could be handed out, and overwritten,
+before it was read. Held blocks are on nobody's account: when a plan is fetched depends on the requests of all tenants,
+and what one tenant uses must depend on its own alone. A copy into a block that is freed is not made at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
@@ -26,18 +28,79 @@ def unpack(block_ids: bytes) -> BlockIds:
     return np.frombuffer(block_ids, np.int32)
 
 
+class WaitingCopies:
+    """The copies decided since the last plan was fetched, kept independent of each other.
+
+    ``readers``: by source, how many of them read it.
+    """
+
+    __slots__ = ("_copies", "readers")
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[int, int]] = {}  # target -> source, rows
+        self.readers: dict[int, int] = {}
+
+    def add(self, source: int, target: int, num_rows: int) -> None:
+        """One more copy. If ``source`` is itself a waiting target, the copy reads where that one reads. O(1)."""
+        first = self._copies.get(source)
+        if first is not None:
+            source, num_rows = first[0], min(first[1], num_rows)
+        self._copies[target] = (source, num_rows)
+        self.readers[source] = self.readers.get(source, 0) + 1
+
+    def cancel(self, target: int) -> int | None:
+        """Make no copy into ``target``, if one waits. Returns its source if no other copy reads that. O(1)."""
+        copy = self._copies.pop(target, None)
+        if copy is None:
+            return None
+        source = copy[0]
+        left = self.readers[source] - 1
+        if left:
+            self.readers[source] = left
+            return None
+        del self.readers[source]
+        return source
+
+    def without(self, targets: Container[int]) -> WaitingCopies:
+        """Those whose target isn't among these, made anew. O(copies)."""
+        left = WaitingCopies()
+        for source, target, num_rows in self.triples():
+            if target not in targets:
+                left.add(source, target, num_rows)
+        return left
+
+    def names(self, block_id: int) -> bool:
+        """Whether one of them reads or writes the block. O(1)."""
+        return block_id in self._copies or block_id in self.readers
+
+    def triples(self) -> list[tuple[int, int, int]]:
+        """All of them as (source, target, rows). O(copies)."""
+        return [(source, target, num_rows) for target, (source, num_rows) in self._copies.items()]
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+
 class BlockPool:
-    """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device."""
+    """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device.
 
-    __slots__ = ("_free", "held", "lent", "named", "num_blocks", "scrubber")
+    ``copies``: decided and not executed yet. ``is_deferred``: the engine executes them, some time later; otherwise none
+    is left when a call ends. ``exposed``: blocks that such a copy names and a tree has, where eviction may find them.
+    """
 
-    def __init__(self, num_blocks: int, scrubber: Scrubber | None = None) -> None:
+    __slots__ = ("_free", "copies", "exposed", "held", "is_deferred", "lent", "num_blocks", "scrubber")
+
+    def __init__(
+        self, num_blocks: int, scrubber: Scrubber | None = None, *, is_deferred: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
         self.scrubber = scrubber
+        self.is_deferred = is_deferred
         self._free = bytearray(np.arange(num_blocks, dtype=np.int32).tobytes())
         self.lent: set[int] = set()
-        self.named: set[int] = set()  # by a plan that waits
-        self.held = bytearray()  # freed meanwhile, packed
+        self.copies = WaitingCopies()
+        self.exposed: set[int] = set()
+        self.held = bytearray()  # packed
 
     @property
     def num_free(self) -> int:
@@ -57,29 +120,43 @@ class BlockPool:
         return at + size
 
     def give(self, block_ids: bytes | bytearray | memoryview) -> None:
-        """Put packed ids on the free stack. O(n) copy."""
+        """Put packed ids on the free stack, or hold what a waiting copy reads. O(n) copy."""
+        if self.is_deferred and len(self.copies):
+            block_ids = self._hold(unpack(bytes(block_ids)).tolist())
         if self.scrubber is not None:
             self.scrubber.free(block_ids)
         self._free += block_ids
 
-    def hold_named(self, block_ids: bytes | bytearray | memoryview) -> tuple[bytes, bytes]:
-        """Keep those of the ids that a waiting plan names until ``settle``. Returns those kept, and the others."""
-        ids = unpack(bytes(block_ids))
-        is_named = np.isin(ids, list(self.named))
-        kept = ids[is_named].tobytes()
-        self.held += kept
-        return kept, ids[~is_named].tobytes()
+    def _hold(self, freed: list[int]) -> bytes:
+        """Hold those of the ids that waiting copies read; make no copy into any of them. Returns what is free."""
+        copies, held = self.copies, set(unpack(bytes(self.held)).tolist())
+        for target in freed:
+            source = copies.cancel(target)
+            if source is not None and source in held:
+                held.remove(source)
+                freed = [*freed, source]
+        held.update(block_id for block_id in freed if block_id in copies.readers)
+        self.exposed = {block_id for block_id in self.exposed.difference(freed) if copies.names(block_id)}
+        self.held = bytearray(np.array(list(held), np.int32).tobytes())
+        return np.array([block_id for block_id in freed if block_id not in held], np.int32).tobytes()
 
-    def names_one_of(self, block_ids: bytes | bytearray) -> bool:
-        """Whether a waiting plan reads or writes one of these packed ids. O(ids)."""
-        return not self.named.isdisjoint(unpack(bytes(block_ids)).tolist())
+    def expose(self, block_ids: bytes | bytearray) -> None:
+        """A tree has these packed ids now: note those that a waiting copy names. O(ids)."""
+        names = self.copies.names
+        self.exposed.update([block_id for block_id in unpack(bytes(block_ids)).tolist() if names(block_id)])
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether a waiting copy names blocks that no sequence keeps: held ones, or a tree's."""
+        return len(self.held) > 0 or len(self.exposed) > 0
 
     def settle(self) -> None:
-        """No plan waits any more: what was freed meanwhile is free.
+        """The plan is fetched: no copy waits any more, and what was held is free.
 
         Not zeroed now, whoever had it: the engine has yet to execute the plan. It is when it is handed out.
         """
-        self.named.clear()
+        self.copies = WaitingCopies()
+        self.exposed.clear()
         self._free += self.held
         self.held = bytearray()
 

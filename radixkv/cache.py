@@ -50,6 +50,7 @@ from radixkv.config import CacheConfig
 from radixkv.errors import (
     ArgumentError,
     ConfigError,
+    FlushRequired,
     LeaseError,
     OutOfBlocks,
     PendingError,
@@ -61,7 +62,7 @@ from radixkv.leases import Lease, Match
 from radixkv.lending import LentBeams
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin, Pins, require_ttl
-from radixkv.plan import StepPlan, WaitingCopies
+from radixkv.plan import StepPlan
 from radixkv.recovery import mend, taken_over
 from radixkv.registry import Registry
 from radixkv.runs import Runs
@@ -134,7 +135,7 @@ class PrefixCache:
         self._progress = threading.Condition(self._lock)
         self._num_waiting = 0
         self._scrubber = make_scrubber(config, self._storage, scrub_blocks)
-        self._pool = BlockPool(config.num_blocks, self._scrubber)
+        self._pool = BlockPool(config.num_blocks, self._scrubber, is_deferred=self._storage is None)
         self._tenants: dict[str, TenantState] = {}
         self._evictor = Evictor(self._pool, self._tenants, config.block_size, journal, config.segment_blocks)
         if self._storage is not None and self._storage.fences is not None:
@@ -145,13 +146,7 @@ class PrefixCache:
         self._lendings: set[LentBeams] = set()
         self._bases = Bases(self._block_bytes)
         self._publishing = self._bases.publishing
-        self._runs = Runs(
-            self._pool,
-            self._evictor,
-            self._leases,
-            self._block_bytes,
-            is_deferred=self._storage is None,
-        )
+        self._runs = Runs(self._pool, self._evictor, self._block_bytes)
         self._recorder = gathering.Recorder()
         self._pins = Pins(clock, self._evictor, self._leases)
         self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
@@ -336,7 +331,9 @@ class PrefixCache:
                 needed, tenant = total - cached, tree.tenant
                 if not self._evictor.surely_has(total, tenant):
                     self._evictor.end_due_pins(tenant, total)
-                    self._evictor.require(needed, tenant, self._newly_protected(node, child, common))
+                    protected = self._newly_protected(node, child, common)
+                    self._evictor.require(needed, tenant, protected)
+                    self._evictor.require_fetched(needed, tenant, protected)
                 if tree.root.children is None:
                     self._registry.register(tree)
                 node = self._lease_end(tree, node, child, common, told)
@@ -406,7 +403,9 @@ class PrefixCache:
                 node, at, child, common = tree.walk(key, len(key) - 1, table)
                 needed = -(-len(key) // self._block_bytes) - len(table) // ID_BYTES
                 self._evictor.end_due_pins(tree.tenant, needed + len(table) // ID_BYTES)
-                self._evictor.require(needed, tree.tenant, self._newly_protected(node, child, common))
+                protected = self._newly_protected(node, child, common)
+                self._evictor.require(needed, tree.tenant, protected)
+                self._evictor.require_fetched(needed, tree.tenant, protected)
                 matched = Match(namespace, key[: at + common], bytes(table))
                 if table and tree.base is not None:
                     self._registry.register(tree)
@@ -433,6 +432,7 @@ class PrefixCache:
                 try:
                     self._evictor.end_due_pins(tenant, num_blocks)
                     self._evictor.require(num_blocks, tenant)
+                    self._evictor.require_fetched(num_blocks, tenant)
                     short = num_blocks - self._pool.num_free
                     if short > 0:
                         self._evictor.evict(min(short, SLICE_BLOCKS), tenant)
@@ -496,8 +496,8 @@ class PrefixCache:
                 new = num_tokens // self._block_size
                 if new > (old := sequence._node.depth):
                     self._store(sequence, sequence._node, new)
-                    if self._pool.named:
-                        self._runs.keep_named(sequence, old, new)
+                    if self._pool.is_deferred and len(self._pool.copies):
+                        self._pool.expose(sequence._table[old * ID_BYTES : new * ID_BYTES])
                     if self._publishing:
                         self._complete(sequence)
                     if self._num_waiting:
@@ -608,12 +608,19 @@ class PrefixCache:
             try:
                 self._require_batch(sequences)
                 copied = self._runs.grow(sequences, keys)
-                if copied and self._storage is not None:
+                if copied:
                     unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
-                    self._storage.execute(self._runs.copies.take())
+                    self._execute_copies()
             except BaseException as error:
                 mend(self, error, unsure)
                 raise
+
+    def _execute_copies(self) -> None:
+        """Launch the copies that a call has decided, where the cache makes them itself."""
+        if self._storage is not None:
+            plan = StepPlan.of(self._pool.copies.triples())
+            self._pool.settle()
+            self._storage.execute(plan)
 
     def extend_sequence(self, sequence: Sequence, ids: TokenIds) -> None:
         """See Sequence.extend."""
@@ -626,8 +633,8 @@ class PrefixCache:
                     self._require_open(sequence)
                 size = self._block_bytes
                 if sequence._run is not None and sequence._size % size and sequence.shared_tail is not None:
-                    if key and self._runs.grow([sequence], [key]) and self._storage is not None:
-                        self._storage.execute(self._runs.copies.take())
+                    if key and self._runs.grow([sequence], [key]):
+                        self._execute_copies()
                 else:
                     after = sequence._size + len(key)
                     needed = -(-after // size) - len(sequence._table) // ID_BYTES
@@ -649,23 +656,19 @@ class PrefixCache:
     def flush(self) -> StepPlan:
         """The copies that an engine which owns its KV must execute before it writes again; then they are forgotten.
 
-        Fetch it once a step, and execute it before any other call. Until it is fetched, blocks that the plan names
-        are not handed out again, even if they are freed: they stay their tenant's. With storage, copies are executed
-        as soon as they are decided, and the plan is empty.
+        Fetch it once a step, and execute it before any other call. Until it is fetched, blocks that its copies read are
+        not handed out again, even if they are freed, and are on nobody's account; a call that can't do without them
+        raises FlushRequired. With storage, copies are executed as soon as they are decided, and the plan is
+        empty.
         """
         with self._lock:
-            runs, waiting = self._runs, self._runs.copies
+            waiting = self._pool.copies
             try:
-                plan = waiting.plan()
-                runs.copies = WaitingCopies()
-                for lease in runs.kept:
-                    self._end_lease(lease)
-                runs.kept = []
-                if self._pool.named:
-                    self._evictor.settle()
+                plan = StepPlan.of(waiting.triples())
+                self._pool.settle()
                 return plan
             except BaseException as error:
-                runs.copies = waiting
+                self._pool.copies = waiting
                 mend(self, error)
                 raise
 
@@ -1182,6 +1185,8 @@ class PrefixCache:
             if self._takes_many_victims(len(key)):
                 return self._open_long(namespace, key, "compute", None, None, publication)
             return self._open(namespace, key, "compute", None, None, None, publication)
+        except FlushRequired:
+            raise
         except OutOfBlocks:
             short = self._shortfall(namespace, key)
             blocks = len(key) // self._block_bytes

@@ -7,6 +7,7 @@
     ├── NamespaceError        a namespace or tenant that can't be one (also a ValueError)
     ├── CapacityError         there is no room, and nothing was changed
     │   ├── OutOfBlocks       the pool can't give what is needed
+    │   │   └── FlushRequired it can, once the engine has fetched the copies that wait
     │   ├── QuotaExceeded     the tenant's own limit can't
     │   └── PinBudgetExceeded the tenant may not pin so much
     ├── LeaseError            a lease, match or sequence that isn't valid any more
@@ -87,6 +88,22 @@ class OutOfBlocks(CapacityError):
         super().__init__(
             f"{needed} blocks needed: {free} are left within the limit and {evictable} evictable, "
             "and the pool has no more for now"
+        )
+
+
+class FlushRequired(OutOfBlocks):
+    """Room for ``needed`` blocks can be made, once the engine has called ``flush`` and executed the plan.
+
+    Only where the engine executes copies itself: blocks that nobody keeps any more are missing, because copies that
+    wait read them. The engine's to handle, by executing those and calling again, and not a tenant's to see: whether it
+    comes depends on when the engine made its last step.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(needed, free, 0)
+        self.args = (
+            f"{needed} blocks needed, {free} to be had, and more once copies are made that wait: "
+            "call flush, execute its plan, and try again",
         )
 
 

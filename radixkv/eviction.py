@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, cast
 
 from radixkv.blocks import BlockPool
-from radixkv.errors import IntegrityError, OutOfBlocks, QuotaExceeded
+from radixkv.errors import FlushRequired, IntegrityError, OutOfBlocks, QuotaExceeded
 from radixkv.scrubbing import ENGINE
 from radixkv.tenants import NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node, path_between
@@ -252,7 +252,28 @@ class Evictor:
         return (
             used + num_blocks <= tenant.max_blocks
             and self.promised_blocks + num_blocks <= self._usable_blocks
+            and not self._pool.is_loose
         )
+
+    def require_fetched(self, num_blocks: int, tenant: TenantState | None, about_to_lease: int = 0) -> None:
+        """Raise FlushRequired if only copies that wait are in the way of so many blocks, that ``require`` has granted.
+
+        Blocks that such copies name can't be handed out. A strict tenant evicts what it would without them, and
+        nothing more; for others, victims go in their place. O(1), O(tenants) while there are such blocks and few free.
+        """
+        pool = self._pool
+        if num_blocks <= pool.num_free or not pool.is_loose:
+            return
+        if tenant is not None and tenant.settings.mode == "strict":
+            victims = tenant.used_blocks + num_blocks - tenant.max_blocks
+        else:
+            victims = -about_to_lease
+            for each in self._ranking.tenants:
+                borrowed = max(each.used_blocks - each.guaranteed_blocks, 0)
+                victims += each.evictable_blocks if each is tenant else min(each.evictable_blocks, borrowed)
+        room = pool.num_free + max(victims - len(pool.exposed), 0)
+        if num_blocks > room:
+            raise FlushRequired(num_blocks, room)
 
     def end_due_pins(self, requester: TenantState | None, num_blocks: int) -> None:
         """Before ``require``: if a tenant isn't sure of so many blocks, pins that are due end; for None all of them.
@@ -274,6 +295,7 @@ class Evictor:
         if not self.surely_has(num_blocks, tenant):
             self.end_due_pins(tenant, num_blocks)
             self.require(num_blocks, tenant)
+            self.require_fetched(num_blocks, tenant)
         self.take_granted(num_blocks, tenant, table)
 
     def take_granted(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
@@ -283,7 +305,9 @@ class Evictor:
         if over > num_blocks:
             self.keep_limit(tenant, 0)
             over = num_blocks
-        if over > 0:  # what it gives up it has again
+        if over > 0 and self._pool.exposed:
+            self.keep_limit(tenant, num_blocks)
+        elif over > 0:  # what it gives up it has again
             self._evict_from(tenant, over * ID_BYTES, table)
             if self._scrubber is not None:
                 self._scrubber.free(table[start:])
@@ -302,6 +326,7 @@ class Evictor:
         if num_blocks > spare:
             free = self._pool.num_free
             raise OutOfBlocks(num_blocks, free, max(spare - free, 0))
+        self.require_fetched(num_blocks, None)
         taken = bytearray()
         self._take(num_blocks * ID_BYTES, None, taken)
         if self._scrubber is not None:
@@ -311,10 +336,20 @@ class Evictor:
         return taken
 
     def _take(self, size: int, requester: TenantState | None, table: bytearray) -> None:
-        """Add ``size`` bytes of packed ids to ``table``: free ones, then those of victims."""
+        """Add ``size`` bytes of packed ids to ``table``: free ones, then those of victims.
+
+        Victims that copies name which wait aren't handed out, so then all go to the pool first.
+        """
+        if self._pool.exposed:
+            self._evict_to_pool(size // ID_BYTES, requester)
         size -= self._pool.take(size, table)
         if size:
             self._evict(size, requester, table)
+
+    def _evict_to_pool(self, num_blocks: int, requester: TenantState | None) -> None:
+        while (short := num_blocks - self._pool.num_free) > 0:
+            if not self.evict(short, requester):
+                raise IntegrityError(f"{short} blocks are short, and nothing is left to evict")
 
     def charge(self, tenant: TenantState, num_blocks: int) -> None:
         """Blocks that were taken are the tenant's, private to a sequence or leased in its tree."""
@@ -325,19 +360,9 @@ class Evictor:
             self._ranking.rank(tenant)
 
     def give(self, block_ids: bytes | bytearray | memoryview, tenant: TenantState) -> None:
-        """Free blocks that were private to the tenant's sequences; those that a waiting plan names stay its own."""
-        if self._pool.named:
-            held, block_ids = self._pool.hold_named(block_ids)
-            tenant.held_blocks += len(held) // ID_BYTES
+        """Free blocks that were private to the tenant's sequences."""
         self._pool.give(block_ids)
         self._discharge(tenant, len(block_ids) // ID_BYTES)
-
-    def settle(self) -> None:
-        """No plan waits any more: what was freed meanwhile is free, and on nobody's account. O(tenants + blocks)."""
-        self._pool.settle()
-        for tenant in self._ranking.tenants:
-            held, tenant.held_blocks = tenant.held_blocks, 0
-            self._discharge(tenant, held)
 
     def _discharge(self, tenant: TenantState, num_blocks: int) -> None:
         """So many blocks are not private to the tenant any more."""
@@ -354,6 +379,10 @@ class Evictor:
                 self.end_due_pins(tenant, total)
         for tenant, needed in needs.items():
             rise += self.require(needed, tenant, of_them_lent=-rise)
+        if self._pool.is_loose:
+            total = sum(needs.values())
+            for tenant in needs:
+                self.require_fetched(total, tenant)
 
     def evict(self, num_blocks: int, requester: TenantState | None = None) -> int:
         """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + turns × log tenants).

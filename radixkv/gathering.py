@@ -528,7 +528,6 @@ def _tenant_snapshot(tenant: TenantState, pinned_blocks: int) -> TenantSnapshot:
         len(tenant.policy),
         tenant.guaranteed_blocks,
         tenant.settings.limit,
-        tenant.held_blocks,
         pinned_blocks,
     )
 

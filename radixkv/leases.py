@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from radixkv.blocks import unpack
 from radixkv.tokens import TOKEN_BYTES
-from radixkv.tree import Node, path_between
+from radixkv.tree import Node
 from radixkv.types import ID_BYTES
 
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
-    from radixkv.tenants import NamespaceTree
     from radixkv.types import BlockIds
 
 
@@ -86,9 +85,3 @@ class Lease:
     ) -> None:
         if self._is_open:
             self.release()
-
-
-def lease_at(node: Node, tree: NamespaceTree) -> Lease:
-    """A lease of the cache's own on all that a node ends; nobody knows of it yet. O(bytes on the path)."""
-    packed = tree.head_ids + b"".join(each.block_ids for each in path_between(tree.root, node))
-    return Lease(None, node, Match(tree.namespace, tree.key_of(node), packed))

@@ -11,7 +11,8 @@ copies of a plan don't depend on each other and go in one launch. Plans are exec
 the index made them, each before the engine writes into any of its blocks.
 
 A plan that waits for its engine keeps these invariants over several steps: a copy of a copy reads the first
-source, and blocks that a waiting plan names are not handed out again before it is fetched (``WaitingCopies``).
+source, one whose target is given up is not made, and a source is not handed out again before the plan is
+fetched (``blocks.WaitingCopies``, ``blocks.BlockPool``).
 """
 
 from __future__ import annotations
@@ -58,31 +59,3 @@ class StepPlan:
 
     def __repr__(self) -> str:
         return f"StepPlan({list(self)})"
-
-
-class WaitingCopies:
-    """The copies decided since the last plan was taken, kept independent of each other."""
-
-    __slots__ = ("_copies",)
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[int, int]] = {}  # target -> source, rows
-
-    def add(self, source: int, target: int, num_rows: int) -> None:
-        """One more copy. If ``source`` is itself a waiting target, the copy reads where that one reads. O(1)."""
-        first = self._copies.get(source)
-        if first is not None:
-            source, num_rows = first[0], min(first[1], num_rows)
-        self._copies[target] = (source, num_rows)
-
-    def plan(self) -> StepPlan:
-        """All of them as a plan; they wait on. O(copies)."""
-        return StepPlan.of([(source, target, rows) for target, (source, rows) in self._copies.items()])
-
-    def take(self) -> StepPlan:
-        """All of them as a plan; none wait afterwards. O(copies)."""
-        plan, self._copies = self.plan(), {}
-        return plan
-
-    def __len__(self) -> int:
-        return len(self._copies)

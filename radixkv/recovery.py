@@ -48,7 +48,6 @@ from radixkv.errors import (
     PendingError,
     TokenError,
 )
-from radixkv.leases import lease_at
 from radixkv.sequence import Run, Sequence
 from radixkv.tenants import UNRANKED, NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node
@@ -133,9 +132,9 @@ class _Books:
         self._keep_lent()
         self.cache._pins.settle()
         self._share_blocks()
-        self._keep_for_plan()
         self._count_uses()
         self._forget_what_was_cleared(trees)
+        self._hold_for_copies()
         self._count()
         self._refill_pool()
         self._tell_journal(trees)
@@ -326,32 +325,15 @@ class _Books:
 
     # --- copies that wait
 
-    def _keep_for_plan(self) -> None:
-        """What a copy that waits reads or writes stays: leased in a tree, or held for its tenant.
-
-        A copy into what nobody owns is dropped.
-        """
-        cache, pool, copies = self.cache, self.cache._pool, self.cache._runs.copies._copies
-        cache._leases.difference_update(cache._runs.kept)
-        for target in [target for target in copies if self._owner(target) is None]:
-            del copies[target]
-        pool.named = {block_id for target, (source, _) in copies.items() for block_id in (source, target)}
-        nodes = {self.nodes[at] for at in self.home[sorted(pool.named)].tolist() if at >= 0}
-        cache._runs.kept = [lease_at(node, cast(NamespaceTree, node.tree)) for node in nodes]
-        cache._leases.update(cache._runs.kept)
-        held = {source: self._owner(target) for target, (source, _) in copies.items()}
-        held = {source: tenant for source, tenant in held.items() if self._owner(source) is None}
-        pool.held = bytearray(np.array(list(held), np.int32).tobytes())
-        counts = Counter(held.values())
-        for tenant in self.tenants:
-            tenant.held_blocks = counts[tenant]
-
-    def _owner(self, block_id: int) -> TenantState | None:
-        """The tenant that has a block in a tree or in a sequence."""
-        node, tenant = int(self.home[block_id]), int(self.private_to[block_id])
-        if node >= 0:
-            return cast(NamespaceTree, self.nodes[node].tree).tenant
-        return self.tenants[tenant] if tenant >= 0 else None
+    def _hold_for_copies(self) -> None:
+        """A copy that waits is not made if nobody owns its target; its source is held if nobody owns that."""
+        pool, is_owned = self.cache._pool, (self.home >= 0) | (self.private_to >= 0)
+        targets = [target for _, target, _ in pool.copies.triples()]
+        pool.copies = pool.copies.without({target for target in targets if not is_owned[target]})
+        sources = list(pool.copies.readers)
+        pool.exposed = {block_id for block_id in (*sources, *targets) if self.home[block_id] >= 0}
+        held = [source for source in sources if not is_owned[source]]
+        pool.held = bytearray(np.array(held, np.int32).tobytes())
 
     # --- tenants
 
@@ -362,7 +344,7 @@ class _Books:
         for tenant, its_nodes in nodes.items():
             evictable = [node for node in its_nodes if not node.uses]
             num_used = sum(node.num_blocks for node in its_nodes)
-            num_used += self.num_private[tenant] + tenant.held_blocks
+            num_used += self.num_private[tenant]
             tenant.evictable_blocks = sum(node.num_blocks for node in evictable)
             tenant.protected_blocks = num_used - tenant.evictable_blocks
             tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED

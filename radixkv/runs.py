@@ -5,10 +5,8 @@
     cut       a rollback gives up blocks
     let_go    a release gives up all
 
-``sequence.Run`` says how sharing is counted. The copies that ``grow`` decides wait in ``copies``. With storage they are
-executed before the call returns. Without it the engine fetches them, so until then what the plan names must not be
-handed out: blocks that are freed are held (``BlockPool.named``), those in a tree are leased (``kept``).
-All under the cache's lock.
+``sequence.Run`` says how sharing is counted. The copies that ``grow`` decides wait in the pool: with storage until the
+call returns, without it until the engine fetches them. All under the cache's lock.
 """
 
 from __future__ import annotations
@@ -17,11 +15,8 @@ from typing import TYPE_CHECKING
 
 from radixkv.blocks import BlockPool, unpack
 from radixkv.eviction import Evictor
-from radixkv.leases import Lease, lease_at
-from radixkv.plan import WaitingCopies
 from radixkv.sequence import Run, Sequence
 from radixkv.tokens import TOKEN_BYTES
-from radixkv.tree import Node
 from radixkv.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -29,36 +24,12 @@ if TYPE_CHECKING:
 
 
 class Runs:
-    """Keeps the private blocks of the sequences of one cache.
+    """Keeps the private blocks of the sequences of one cache."""
 
-    ``leases``: the cache's, to which those are added that keep what a plan reads. ``is_deferred``: the engine executes
-    copies, some time later.
-    """
+    __slots__ = ("_block_bytes", "_evictor", "_pool", "num_copied_blocks")
 
-    __slots__ = (
-        "_block_bytes",
-        "_evictor",
-        "_is_deferred",
-        "_leases",
-        "_pool",
-        "copies",
-        "kept",
-        "num_copied_blocks",
-    )
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        evictor: Evictor,
-        leases: set[Lease],
-        block_bytes: int,
-        *,
-        is_deferred: bool,
-    ) -> None:
-        self._pool, self._evictor, self._leases = pool, evictor, leases
-        self._block_bytes, self._is_deferred = block_bytes, is_deferred
-        self.copies = WaitingCopies()
-        self.kept: list[Lease] = []
+    def __init__(self, pool: BlockPool, evictor: Evictor, block_bytes: int) -> None:
+        self._pool, self._evictor, self._block_bytes = pool, evictor, block_bytes
         self.num_copied_blocks = 0
 
     # --- more blocks
@@ -120,11 +91,9 @@ class Runs:
     def _copy_on_write(self, sequence: Sequence, tail: Run, fresh: bytearray, rows: int) -> None:
         """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
         source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
-        self.copies.add(source, target, rows)
-        if self._is_deferred:  # before the tail is given up, which may free the source
-            self._pool.named.update((source, target))
-            if tail.node is not None:
-                self._keep_for_plan(tail.node, sequence._tree)
+        self._pool.copies.add(source, target, rows)  # before the tail is given up, which may free the source
+        if tail.node is not None and self._pool.is_deferred:
+            self._pool.expose(sequence._table[-ID_BYTES:])
         self.num_copied_blocks += 1
         sequence._table[-ID_BYTES:] = fresh
         last = sequence.num_blocks - 1
@@ -137,18 +106,6 @@ class Runs:
             parent.owners += 1
         self.drop(tail, sequence._tree)
         sequence._run, sequence._own = parent, last
-
-    def keep_named(self, sequence: Sequence, old: int, new: int) -> None:
-        """Blocks ``[old, new)``, which became the tree's, stay until the plan is fetched if it reads one of them."""
-        if self._pool.names_one_of(sequence._table[old * ID_BYTES : new * ID_BYTES]):
-            self._keep_for_plan(sequence._node, sequence._tree)
-
-    def _keep_for_plan(self, node: Node, tree: NamespaceTree) -> None:
-        """Lease a node, which is leased already, until the plan is fetched."""
-        lease = lease_at(node, tree)
-        self.kept.append(lease)
-        self._leases.add(lease)
-        self._evictor.lease(node, tree)
 
     # --- fewer blocks
 

@@ -10,7 +10,7 @@ from radixkv.bases import Bases
 from radixkv.blocks import BlockPool, unpack
 from radixkv.pins import Pins
 from radixkv.tenants import TenantState
-from radixkv.types import CacheStats, TenantStats
+from radixkv.types import ID_BYTES, CacheStats, TenantStats
 
 
 def stats_of(
@@ -31,7 +31,7 @@ def stats_of(
         free_blocks=pool.num_free,
         resident_blocks=resident,
         sequence_blocks=sum(state.used_blocks for state in states) - resident - quarantined,
-        quarantined_blocks=quarantined,
+        quarantined_blocks=quarantined + len(pool.held) // ID_BYTES,
         lent_blocks=len(pool.lent),
         evictable_blocks=sum(state.evictable_blocks for state in states),
         num_nodes=sum(tree.num_nodes for state in states for tree in state.trees.values()),

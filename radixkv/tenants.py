@@ -34,10 +34,9 @@ class TenantState:
 
     ``settings``: what it is promised and held to; ``is_added`` unless they are the default's.
     ``label``: what its blocks are known by, see ``scrubbing``.
-    ``protected_blocks``: leased in its trees, private to its sequences, quarantined, or freed and held for a plan that
-    waits (``held_blocks``). ``evictable_blocks``: in its trees and protected by no lease. Together they are what it
-    uses. ``on_…``: the policy's hooks, None for those that it leaves out, bound once so that a request doesn't look
-    them up or call what does nothing.
+    ``protected_blocks``: leased in its trees, private to its sequences, or quarantined. ``evictable_blocks``: in its
+    trees and protected by no lease. Together they are what it uses. ``on_…``: the policy's hooks, None for those that
+    it leaves out, bound once so that a request doesn't look them up or call what does nothing.
     ``trees``: by namespace, and by ``NamespaceTree.place`` those behind a base. ``bases``: what it may read, or None.
     """
 
@@ -49,7 +48,6 @@ class TenantState:
         "evicted_blocks",
         "generation",
         "guaranteed_blocks",
-        "held_blocks",
         "hit_tokens",
         "is_added",
         "label",
@@ -89,7 +87,6 @@ class TenantState:
         self.detached: set[NamespaceTree] = set()
         self.protected_blocks = 0
         self.evictable_blocks = 0
-        self.held_blocks = 0
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
         self.evicted_blocks = self.declined_blocks = 0
         self.generation = 0  # how often it was purged
@@ -129,8 +126,8 @@ class TenantState:
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of cleared namespaces that running sequences still hold, and those held for a plan that waits."""
-        return sum(tree.num_blocks for tree in self.detached) + self.held_blocks
+        """Blocks of cleared namespaces that running sequences still hold."""
+        return sum(tree.num_blocks for tree in self.detached)
 
     def detach(self, tree: NamespaceTree) -> None:
         """Make a tree unreachable; it lives on for the sequences that lease it. O(1)."""

@@ -30,7 +30,8 @@ class CacheStats:
     sequence_blocks: int
     """Private to running sequences."""
     quarantined_blocks: int
-    """Of cleared namespaces, held by running sequences; or freed while a copy that waits for ``flush`` needs them."""
+    """Of cleared namespaces, held by running sequences; or freed and read by a copy that waits for ``flush``, on no
+    tenant's account."""
     lent_blocks: int
     """Lent to the engine."""
     evictable_blocks: int
@@ -223,8 +224,6 @@ class TenantSnapshot:
     policy_nodes: int
     guaranteed_blocks: int
     max_blocks: int | None
-    held_blocks: int
-    """Freed while a copy that waits needs them."""
     pinned_blocks: int = 0
 
 

@@ -521,12 +521,8 @@ class _Audit:
             used[tenant] += len(snapshot.runs[at].block_ids) // ID_BYTES
         for lending in snapshot.lendings:
             used[lending.tenant] += len(lending.block_ids) // ID_BYTES
-        held = sum(counted.held_blocks for counted in snapshot.tenants)
-        if held != len(snapshot.held_ids):
-            yield Violation("usage", f"tenants count {held} held blocks, {len(snapshot.held_ids)} are there")
         for counted in snapshot.tenants:
             name = counted.tenant
-            used[name] += counted.held_blocks
             if (counted.used_blocks, counted.evictable_blocks) != (used[name], evictable[name]):
                 counts = f"{counted.used_blocks} used and {counted.evictable_blocks} evictable blocks"
                 yield Violation(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from radixkv import (
     CacheConfig,
+    FlushRequired,
     KernelError,
     KVLayout,
     LeaseError,
     Namespace,
-    OutOfBlocks,
     PrefixCache,
+    QuotaExceeded,
+    Sequence,
     StepPlan,
     Tenant,
     audit,
 )
+from radixkv.audit import invariants
 
 NS = Namespace("a", "m")
 
@@ -170,39 +175,120 @@ def test_a_source_that_was_committed_and_evicted_while_its_copy_waits() -> None:
     parent.commit(4)
     parent.release()
     audit.check(cache)
-    assert cache.tenant_stats("a").evictable_blocks == 0
-    with cache.open(Namespace("b", "m"), range(8)), pytest.raises(OutOfBlocks):
-        cache.open(Namespace("b", "m"), range(50, 54))
-    _execute_at_once(rows, cache.flush())
+    assert cache.tenant_stats("a").evictable_blocks == 1
+    with cache.open(Namespace("b", "m"), range(8)):
+        with pytest.raises(FlushRequired, match="call flush"):
+            cache.open(Namespace("b", "m"), range(50, 54))
+        audit.check(cache)
+        _execute_at_once(rows, cache.flush())
+        with cache.open(Namespace("b", "m"), range(50, 54)) as sequence:
+            assert not rows[sequence.block_table].any()
     audit.check(cache)
     assert rows[child.block_table[0], :2].tolist() == [1, 2]
     child.release()
-    assert cache.evict(4) == 1 and cache.stats().free_blocks == 4
+    assert cache.stats().free_blocks == 4
 
 
-def test_blocks_that_wait_are_on_their_tenants_account() -> None:
-    """A borrower that never fetches its plan runs out itself; a tenant within its guarantee doesn't notice."""
-    cache = PrefixCache(CacheConfig(num_blocks=16, block_size=2), scrub_blocks=lambda ids: None)
-    cache.add_tenant(Tenant("strict", guaranteed_blocks=8, mode="strict"))
-    greedy = cache.open(Namespace("b", "m"), [1])
-    refused = 0
-    for _ in range(40):
-        (child,) = greedy.fork(1)
-        try:
-            child.append(2)
-        except OutOfBlocks:
-            refused += 1
+def test_a_copy_for_what_is_given_up_is_not_made() -> None:
+    """However often a child writes and goes before the plan is fetched: nothing is held for it, nothing copied."""
+    cache = PrefixCache(CacheConfig(num_blocks=2, block_size=2))
+    parent = cache.open(NS, [1])
+    for _ in range(5):
+        (child,) = parent.fork(1)
+        child.append(2)
         child.release()
+        assert cache.tenant_stats("a").used_blocks == 1 and cache.stats().free_blocks == 1
         audit.check(cache)
-    assert refused and cache.stats().quarantined_blocks == cache.tenant_stats("b").used_blocks - 1 == 7
-    with cache.open(Namespace("strict", "m"), range(16)) as sequence:
-        assert sequence.num_blocks == 8
-    assert cache.flush().num_copies > 0
+    (child,) = parent.fork(1)
+    child.append(2)
+    parent.release()
+    assert cache.stats().quarantined_blocks == 1 and cache.stats().free_blocks == 0
+    child.release()
+    assert cache.stats().free_blocks == 2 and not cache.flush()
     audit.check(cache)
-    assert cache.tenant_stats("b").used_blocks == 1 and cache.stats().quarantined_blocks == 0
 
 
-def test_a_waiting_plan_outlives_the_purge_of_its_tenant() -> None:
+def test_a_source_is_held_for_as_many_copies_as_read_it() -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=4, block_size=2))
+    parent = cache.open(NS, [1])
+    one, two = parent.fork(2)
+    cache.append([one, two], [2, 3])
+    source = int(parent.block_table[0])
+    parent.release()
+    one.release()
+    assert cache.stats().quarantined_blocks == 1
+    assert list(cache.flush()) == [(source, int(two.block_table[0]), 1)]
+    assert cache.stats().quarantined_blocks == 0 and cache.stats().free_blocks == 3
+    audit.check(cache)
+
+
+CALLS: dict[str, Callable[[PrefixCache, Sequence, Sequence], object]] = {
+    "open": lambda cache, child, beside: cache.open(NS, [7]),
+    "append": lambda cache, child, beside: child.append(3),
+    "append to several": lambda cache, child, beside: cache.append([beside, child], [3, 4]),
+    "extend": lambda cache, child, beside: child.extend([3]),
+    "allocate": lambda cache, child, beside: cache.allocate(1),
+    "publish": lambda cache, child, beside: cache.publish("base", Namespace("c", "m"), [1, 2], ["a"]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_needs_a_held_block_asks_for_the_plan_and_changes_nothing(name: str) -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=3, block_size=2))
+    parent = cache.open(NS, [1])
+    (child,) = parent.fork(1)
+    child.append(2)
+    beside = cache.open(Namespace("b", "m"), [5])
+    parent.release()
+    before = cache.snapshot()
+    assert cache.stats().free_blocks == 0 and cache.stats().quarantined_blocks == 1
+    with pytest.raises(FlushRequired) as refused:
+        CALLS[name](cache, child, beside)
+    told = refused.value
+    assert (told.needed, told.free) == (1, 0) and "call flush, execute its plan, and try again" in str(told)
+    assert not invariants.differences(before, cache.snapshot())
+    audit.check(cache)
+    assert cache.flush().num_copies == 1
+    CALLS[name](cache, child, beside)
+    audit.check(cache)
+
+
+def test_what_waits_is_on_nobodys_account() -> None:
+    """A strict tenant at its limit gives up what a copy reads: it has room again, whether a plan is fetched or not."""
+    for fetches in (False, True):
+        cache = PrefixCache(CacheConfig(num_blocks=8, block_size=2), scrub_blocks=lambda ids: None)
+        cache.add_tenant(Tenant("a", guaranteed_blocks=2, mode="strict"))
+        parent = cache.open(NS, [1])
+        (child,) = parent.fork(1)
+        child.append(2)
+        with pytest.raises(QuotaExceeded) as refused:
+            cache.open(NS, [5])
+        assert (refused.value.used, refused.value.limit) == (2, 2)
+        parent.release()
+        if fetches:
+            cache.flush()
+        assert cache.tenant_stats("a").used_blocks == 1
+        with cache.open(NS, [5]):
+            assert cache.tenant_stats("a").used_blocks == 2
+        audit.check(cache)
+
+
+def test_a_target_that_was_committed_before_it_was_copied_is_not_handed_out() -> None:
+    """An engine that commits before it fetches its plan breaks its own KV, and nobody else's."""
+    cache = PrefixCache(CacheConfig(num_blocks=2, block_size=2))
+    parent = cache.open(NS, [1])
+    (child,) = parent.fork(1)
+    child.append(2)
+    child.commit(2)
+    child.release()
+    with pytest.raises(FlushRequired):
+        cache.open(Namespace("b", "m"), [7])
+    assert cache.evict(1) == 1 and not cache.flush()
+    with cache.open(Namespace("b", "m"), [7]):
+        audit.check(cache)
+
+
+def test_a_copy_ends_with_the_requests_of_a_purged_tenant() -> None:
     cache = PrefixCache(CacheConfig(num_blocks=6, block_size=2))
     parent = cache.open(NS, [1, 2, 3])
     (child,) = parent.fork(1)
@@ -211,7 +297,6 @@ def test_a_waiting_plan_outlives_the_purge_of_its_tenant() -> None:
     child.release()
     parent.release()
     audit.check(cache)
-    assert cache.stats().quarantined_blocks == 2 == cache.tenant_stats("a").used_blocks
-    assert cache.flush().num_copies == 1
-    assert cache.stats().free_blocks == 6
+    assert cache.stats().quarantined_blocks == 0 == cache.tenant_stats("a").used_blocks
+    assert cache.stats().free_blocks == 6 and not cache.flush()
     audit.check(cache)

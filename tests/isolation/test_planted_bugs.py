@@ -22,10 +22,10 @@ from radixkv import PrefixCache, bases, lending
 from radixkv import registry as registry_module
 from radixkv import tree as tree_module
 from radixkv.audit import properties
+from radixkv.blocks import BlockPool, WaitingCopies
 from radixkv.errors import QuotaExceeded
 from radixkv.eviction import Evictor
 from radixkv.pins import Pins
-from radixkv.plan import WaitingCopies
 from radixkv.registry import Registry
 from radixkv.runs import Runs
 from radixkv.sequence import Sequence
@@ -98,6 +98,38 @@ def unframed_namespace(patch: pytest.MonkeyPatch) -> None:
 def copy_skipped(patch: pytest.MonkeyPatch) -> None:
     """A shared tail gets a fresh block, and its rows are never copied."""
     patch.setattr(WaitingCopies, "add", lambda self, source, target, num_rows: None)
+
+
+def source_not_held(patch: pytest.MonkeyPatch) -> None:
+    """What a copy reads that waits is free as soon as its owner gives it up."""
+
+    def hold(self: Any, freed: list[int]) -> bytes:
+        for block_id in freed:
+            self.copies.cancel(block_id)
+        return np.array(freed, np.int32).tobytes()
+
+    patch.setattr(BlockPool, "_hold", hold)
+
+
+def held_on_an_account(patch: pytest.MonkeyPatch) -> None:
+    """What a copy reads that waits counts as its tenant's until somebody's request has the plan fetched."""
+    owed: list[tuple[Any, Any, int]] = []
+
+    def give(self: Any, block_ids: bytes, tenant: Any) -> None:
+        before = len(self._pool.held)
+        self._pool.give(block_ids)
+        held = max(len(self._pool.held) - before, 0) // 4
+        self._discharge(tenant, len(block_ids) // 4 - held)
+        owed.append((self, tenant, held))
+
+    def settle(original: Any, self: Any) -> None:
+        original(self)
+        for evictor, tenant, held in [each for each in owed if each[0]._pool is self]:
+            evictor._discharge(tenant, held)
+        owed[:] = [each for each in owed if each[0]._pool is not self]
+
+    patch.setattr(Evictor, "give", give)
+    _wrap(patch, BlockPool, "settle", settle)
 
 
 def written_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -607,6 +639,10 @@ BUGS = {
     "tenant left out, two runs": Bug(tenant_left_out, f"{_WRONG}|namespace|depends on B", properties.TwoRuns),
     "copy skipped": Bug(copy_skipped, "wrong KV|copies"),
     "copy skipped, oracle alone": Bug(copy_skipped, "wrong KV|copies", OracleAlone),
+    "source not held": Bug(source_not_held, "wrong KV|depend on each other|conservation"),
+    "held on an account": Bug(
+        held_on_an_account, "A observes|counts, names or bytes", ObservationAlone, "strict"
+    ),
     "fork writes into its parent's block": Bug(
         written_in_place, "reference-counts|copies|wrong KV|shared|to unpack"
     ),

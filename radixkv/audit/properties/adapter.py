@@ -42,6 +42,7 @@ from radixkv.audit.oracle import Engine, cache_with_engine, chain
 from radixkv.audit.properties.material import CacheFactory, Mirror
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
+from radixkv.errors import FlushRequired
 from radixkv.namespaces import Namespace, Tenant
 
 _FOR_GOOD_S = 86_400.0
@@ -112,7 +113,7 @@ class CacheAdapter:
     def _publish(
         self, base_id: str, namespace: Namespace, ids: Sequence[int], readers: Sequence[str]
     ) -> None:
-        with self.cache.publish(base_id, namespace, ids, readers) as sequence:
+        with self._with_room(lambda: self.cache.publish(base_id, namespace, ids, readers)) as sequence:
             num_cached, size = sequence.num_cached_tokens, sequence.num_tokens
             self.engine.write(sequence.block_table, num_cached, chain(namespace, ids[:size])[num_cached:])
             sequence.commit(size)
@@ -125,7 +126,7 @@ class CacheAdapter:
 
     def open(self, namespace: Namespace, ids: Sequence[int]) -> tuple[Mirror, int]:
         """A sequence, and its cached tokens."""
-        sequence = self.cache.open(namespace, ids)
+        sequence = self._with_room(lambda: self.cache.open(namespace, ids))
         cached = sequence.num_cached_tokens
         return Mirror(sequence, namespace, list(ids), chain(namespace, ids), cached, cached), int(cached)
 
@@ -144,18 +145,26 @@ class CacheAdapter:
 
     def append(self, request: Mirror, token_id: int) -> None:
         """Grow by one id."""
-        request.sequence.append(token_id)
+        self._with_room(lambda: request.sequence.append(token_id))
         before = request.states[-1] if request.states else None
         request.states.extend(chain(request.namespace, [token_id], before))
         request.ids.append(token_id)
 
     def append_all(self, requests: Sequence[Mirror], token_ids: Sequence[int]) -> None:
         """Grow by one id each."""
-        self.cache.append([request.sequence for request in requests], list(token_ids))
+        self._with_room(lambda: self.cache.append([each.sequence for each in requests], list(token_ids)))
         for request, token_id in zip(requests, token_ids, strict=True):
             before = request.states[-1] if request.states else None
             request.states.extend(chain(request.namespace, [token_id], before))
             request.ids.append(token_id)
+
+    def _with_room(self, call: Callable[[], Any]) -> Any:
+        """What the call returns; copies that are in its way are executed first, as an engine does."""
+        try:
+            return call()
+        except FlushRequired:
+            self.engine.settle()
+            return call()
 
     def truncate(self, request: Mirror, num_tokens: int) -> None:
         """Roll back."""
@@ -184,7 +193,7 @@ class CacheAdapter:
 
     def insert(self, namespace: Namespace, ids: Sequence[int]) -> int:
         """Lent blocks, filled and handed in; those of what was resident before go back."""
-        block_ids = self.cache.allocate(len(ids) // self.block_size)
+        block_ids = self._with_room(lambda: self.cache.allocate(len(ids) // self.block_size))
         self.engine.write(block_ids, 0, chain(namespace, ids[: len(block_ids) * self.block_size]))
         resident = int(self.cache.insert(namespace, ids, block_ids))
         self.cache.free(block_ids[: resident // self.block_size])
@@ -221,8 +230,7 @@ class CacheAdapter:
         self.cache, self.engine = self._make()
 
     def read(self, request: Mirror, num_tokens: int) -> bytes:
-        """The whole blocks among them, as bytes, after the copies that wait."""
-        self.engine.settle()
+        """The whole blocks among them, as bytes. No copy waits for those: their last rows were written after it."""
         whole = min(num_tokens, request.num_computed) // self.block_size
         return self.engine.read(request.sequence.block_table[:whole]).tobytes()
 

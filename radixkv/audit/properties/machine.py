@@ -30,6 +30,7 @@ from radixkv.audit.properties.material import (
 from radixkv.config import CacheConfig
 from radixkv.errors import (
     ArgumentError,
+    FlushRequired,
     LeaseError,
     NotResident,
     OutOfBlocks,
@@ -101,6 +102,9 @@ class CacheMachine(CheckedCache):
                 pending and on_pending != "compute", "PendingError, but nobody computes more than is matched"
             )
             return None
+        except FlushRequired as error:
+            self._fetch(error, before)
+            return self._open(where, prompt, on_pending)
         except OutOfBlocks as error:
             path = set(match.block_ids[: cached // self.block_size].tolist())
             self._true_refusal(error, before, self._blocks(len(ids)) - len(path), path, {namespace.tenant})
@@ -179,6 +183,21 @@ class CacheMachine(CheckedCache):
         expect(self._copied() == copied, "a fork copied")
         if writers:
             self._append([*heirs, run][: writers % (num_children + 2)], (1, 2))
+
+    @precondition(lambda self: 0 < len(self.runs) < MAX_OPEN)
+    @rule(whose=st.lists(small, min_size=1, max_size=3), leaves=st.integers(0, 2))
+    def diverge(self, whose: list[int], leaves: int) -> None:
+        """Several fork and write one after the other, and the parent leaves, or the child; the engine makes no step."""
+        for run in self.runs:
+            self._compute(run, run.num_tokens)
+        for which in whose:
+            if 0 < len(self.runs) < MAX_OPEN:
+                run = self._run(which)
+                (child,) = run.sequence.fork(1)
+                self.runs.append(heir := self._heir(run, child))
+                self._append([heir], (1, 2))
+                if leaves:
+                    self.release(self.runs.index(run if leaves == 1 else heir))
 
     @precondition(lambda self: self.runs)
     @rule(mask=st.integers(1, 2**MAX_OPEN - 1), parents=st.lists(small, max_size=4), writes=st.booleans())
@@ -309,10 +328,6 @@ class CacheMachine(CheckedCache):
             )
             expect(told == facts and len(wanted) > budget, f"{error}, but the facts are {facts}")
             return
-        except OutOfBlocks as error:
-            self._same(before)
-            expect(self.engine.is_behind, f"nobody is guaranteed anything, and a pin was refused: {error}")
-            return
         expect(resident == len(ids) and len(wanted) <= budget, f"{pin} was granted")
         expect(pin.num_tokens == len(ids) and pin.ttl_s == seconds, f"{pin} is another one")
         self.pinned[namespace, ids] = pin, self.clock() + seconds
@@ -335,15 +350,18 @@ class CacheMachine(CheckedCache):
         freed = self.cache.evict(num_blocks)
         evictable = invariants.num_evictable(before)
         expect(freed == min(num_blocks, evictable), f"{freed} of {num_blocks} evicted, {evictable} evictable")
-        expect(
-            len(self.cache.snapshot().free_ids) == len(before.free_ids) + freed, "evicted blocks are not free"
-        )
+        after = self.cache.snapshot()
+        gained = len(after.free_ids) + len(after.held_ids) - len(before.free_ids) - len(before.held_ids)
+        expect(gained == freed, "evicted blocks are neither free nor held for a copy")
 
     def _allocate(self, num_blocks: int) -> None:
         """Blocks are lent to the engine."""
         before = self.cache.snapshot()
         try:
             block_ids = self.cache.allocate(num_blocks)
+        except FlushRequired as error:
+            self._fetch(error, before)
+            return self._allocate(num_blocks)
         except OutOfBlocks as error:
             self._true_refusal(error, before, num_blocks, set(), set())
             return

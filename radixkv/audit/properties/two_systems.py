@@ -116,6 +116,8 @@ class Player:
 
     def go_on(self, kind: int, which: int, amount: int) -> Observed:
         """A request commits, grows, shrinks or forks; several grow in one call, all or none, or are a beam."""
+        if kind == 6:
+            return self.diverge(which, amount)
         if kind == 4:
             return self.append_all(which + 2, amount)
         if kind == 5:
@@ -229,6 +231,14 @@ class Player:
             self.requests.append(replace(request, handle=handle, ids=list(request.ids)))
 
         return self._on(which, call, needs="fork")
+
+    def diverge(self, which: int, amount: int) -> Observed:
+        """What a fork tells, and its first step; then the request that it came from ends, or the fork."""
+        parent = which % max(len(self.requests), 1)
+        forked = self.fork(parent)
+        grown = self.append(-1, amount % 3)
+        self.release(parent if amount % 2 else -1)
+        return Observed((*forked.answer, *grown.answer))
 
     def release(self, which: int) -> Observed:
         """Nothing."""
@@ -385,7 +395,7 @@ class TwoSystems(RuleBasedStateMachine):
         prompt=prompts,
         done=st.sampled_from((17, 4, 0)),
         kind=st.sampled_from(("open", "match", "open", "match", "open", "lease", "open", "insert")),
-        then=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), max_size=3),
+        then=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=3),
     )
     def ask(
         self,
@@ -427,10 +437,27 @@ class TwoSystems(RuleBasedStateMachine):
             ids = [at % 10] + [0] * (blocks * self.block_size - 1)
             self._play(by, lambda player, ids=ids: player.serve(where, ids))  # type: ignore[misc]
 
-    @rule(by=who, kind=st.integers(0, 5), which=small, amount=st.integers(0, 6))
+    @rule(by=who, kind=st.integers(0, 6), which=small, amount=st.integers(0, 6))
     def go_on(self, by: int, kind: int, which: int, amount: int) -> None:
         """A running request goes on."""
         self._play(by, lambda player: player.go_on(kind, which, amount))
+
+    @rule(
+        by=who,
+        where=small,
+        prompt=prompts,
+        amounts=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+        ends=st.booleans(),
+    )
+    def branch(self, by: int, where: int, prompt: tuple[int, ...], amounts: list[int], ends: bool) -> None:
+        """A request whose last block isn't full branches, again and again, with no step of an engine between."""
+        ids = self._prompt(prompt)
+        ids += [1] * (len(ids) % self.block_size == 0)
+        self._play(by, lambda player: player.open(where, ids, len(ids)))
+        for amount in amounts:
+            self._play(by, lambda player, amount=amount: player.diverge(-1, amount))  # type: ignore[misc]
+        if ends:
+            self._play(by, lambda player: player.release(-1))
 
     @rule(by=who, which=small)
     def release(self, by: int, which: int) -> None:
