@@ -608,19 +608,18 @@ class PrefixCache:
             try:
                 self._require_batch(sequences)
                 copied = self._runs.grow(sequences, keys)
-                if copied:
+                if copied and self._storage is not None:
                     unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
-                    self._execute_copies()
+                    self._storage.execute(self._take_plan())
             except BaseException as error:
                 mend(self, error, unsure)
                 raise
 
-    def _execute_copies(self) -> None:
-        """Launch the copies that a call has decided, where the cache makes them itself."""
-        if self._storage is not None:
-            plan = StepPlan.of(self._pool.copies.triples())
-            self._pool.settle()
-            self._storage.execute(plan)
+    def _take_plan(self) -> StepPlan:
+        """The copies that have been decided; none wait afterwards."""
+        plan = StepPlan.of(self._pool.copies.triples())
+        self._pool.settle()
+        return plan
 
     def extend_sequence(self, sequence: Sequence, ids: TokenIds) -> None:
         """See Sequence.extend."""
@@ -633,8 +632,8 @@ class PrefixCache:
                     self._require_open(sequence)
                 size = self._block_bytes
                 if sequence._run is not None and sequence._size % size and sequence.shared_tail is not None:
-                    if key and self._runs.grow([sequence], [key]):
-                        self._execute_copies()
+                    if key and self._runs.grow([sequence], [key]) and self._storage is not None:
+                        self._storage.execute(self._take_plan())
                 else:
                     after = sequence._size + len(key)
                     needed = -(-after // size) - len(sequence._table) // ID_BYTES
@@ -664,9 +663,7 @@ class PrefixCache:
         with self._lock:
             waiting = self._pool.copies
             try:
-                plan = StepPlan.of(waiting.triples())
-                self._pool.settle()
-                return plan
+                return self._take_plan()
             except BaseException as error:
                 self._pool.copies = waiting
                 mend(self, error)

@@ -328,7 +328,7 @@ class _Books:
     def _hold_for_copies(self) -> None:
         """A copy that waits is not made if nobody owns its target; its source is held if nobody owns that."""
         pool, is_owned = self.cache._pool, (self.home >= 0) | (self.private_to >= 0)
-        targets = [target for _, target, _ in pool.copies.triples()]
+        targets = list(pool.copies.targets)
         pool.copies = pool.copies.without({target for target in targets if not is_owned[target]})
         sources = list(pool.copies.readers)
         pool.exposed = {block_id for block_id in (*sources, *targets) if self.home[block_id] >= 0}

@@ -103,10 +103,10 @@ def copy_skipped(patch: pytest.MonkeyPatch) -> None:
 def source_not_held(patch: pytest.MonkeyPatch) -> None:
     """What a copy reads that waits is free as soon as its owner gives it up."""
 
-    def hold(self: Any, freed: list[int]) -> bytes:
-        for block_id in freed:
+    def hold(self: Any, freed: bytes) -> bytes:
+        for block_id in np.frombuffer(freed, np.int32).tolist():
             self.copies.cancel(block_id)
-        return np.array(freed, np.int32).tobytes()
+        return freed
 
     patch.setattr(BlockPool, "_hold", hold)
 
