@@ -84,6 +84,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         "tenant",
         {200: LookupReply},
         body=LookupRequest,
+        errors=(503,),
     ),
     Endpoint(
         "POST",
@@ -93,7 +94,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         "tenant",
         {200: {"application/json": CompletionReply, "text/event-stream": "events"}},
         body=CompletionRequest,
-        errors=(404, 429, 503),
+        errors=(404, 409, 429, 503),
     ),
     Endpoint(
         "DELETE",

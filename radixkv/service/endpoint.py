@@ -280,10 +280,7 @@ def problem_of(error: Exception) -> ApiError:
         return problems.too_fast(error.wait_s, str(error))
     if isinstance(error, Closed | Cancelled):
         return problems.shutting_down()
-    if isinstance(error, RadixKVError):
-        answer = problems.of_library(error)
-    else:
-        answer = ApiError(500, "internal", "an error inside the server; its log says more")
+    answer = problems.of_library(error) if isinstance(error, RadixKVError) else problems.internal()
     if answer.status >= 500 and answer.status != 503:
         kind = (
             f"a law of the cache is broken: {error}"

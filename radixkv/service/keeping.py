@@ -25,7 +25,7 @@ from radixkv.coordination.protocol import FleetPin, JobPart, JobState
 from radixkv.errors import CoordinationError, LeaseError
 from radixkv.pins import Pin
 from radixkv.service.fleet import PIN_PATH
-from radixkv.service.problems import ApiError, invalid, not_found, store_unavailable
+from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
 
 if TYPE_CHECKING:
     from radixkv.coordination.protocol import ReplicaInfo
@@ -92,7 +92,8 @@ class Keeper:
             with suppress(CoordinationError):
                 await self._call(self._coordinator.end_pin, tenant, fact, ttl_s)
             codes = ", ".join(sorted({code for code in told if code})) or "none is there"
-            raise ApiError(503, "unreachable", f"no replica could be told: {codes}")
+            message = f"no replica could be told: {codes}"
+            raise ApiError(503, "unreachable", message, retry_after_s=RETRY_AFTER_S)
         return fact.id
 
     async def end(self, tenant: str, pin_id: str) -> None:
