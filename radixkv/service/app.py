@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -52,6 +53,15 @@ SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+
+
+class _Name(PathConvertor):
+    """A name in a path, whatever stands in it: slashes too, and newlines, which ``.`` of a pattern doesn't mean."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("name", _Name())
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -199,7 +209,7 @@ def _route(host: Host, endpoint: Endpoint) -> Route:
     async def answer(request: Request) -> Response:
         return await serve(host, endpoint, request)
 
-    path = endpoint.path.replace("{tenant}", "{tenant:path}")  # a name may have slashes
+    path = endpoint.path.replace("{tenant}", "{tenant:name}")
     return Route(path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
 
 
