@@ -189,7 +189,7 @@ class Keeper:
             except CoordinationError:
                 continue  # each keeps what it has, for its time
             except Exception as error:  # noqa: BLE001 a bug of ours, which must not end all other pins
-                self._service.problem(error)
+                self._service.unforeseen(error)
 
     async def close(self) -> None:
         """Cancel what is under way."""

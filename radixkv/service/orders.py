@@ -308,7 +308,8 @@ class Orders:
                         await job.changed.wait()
                 job.changed.clear()
         except Exception as error:  # noqa: BLE001 a bug of ours, which must not leave a job unfinished for ever
-            job.error = job.error or self._service.problem(error)
+            problem = self._service.problem(error)
+            job.error = job.error or problem
         job.is_known.set()
         self._service.jobs.end(job)
 
