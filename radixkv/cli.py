@@ -1,6 +1,6 @@
 """``radixkv``: serve | route | warm | stats | keys | purge | audit | bench | simulate | workload.
 
-Importing this module, and ``--help``, costs click and nothing heavier; each command imports what it runs. A
+Importing this module, and ``--help``, costs the index and click; each command imports what else it runs. A
 setting that can't work ends the command with exit code 2 and one line that names it, its value and what is
 allowed; a service that refuses, an audit that finds something and the like end it with 1; results go to
 stdout (JSON with ``--json``), progress and complaints to stderr.
