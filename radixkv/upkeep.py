@@ -31,7 +31,7 @@ class Upkeep:
         self._has_started = False
 
     def maintain(self) -> None:
-        """End the pins whose time is over; let each policy learn, without the lock. What failed first is raised last."""
+        """End the pins whose time is over; let policies learn, without the lock. What failed first is raised last."""
         with self._lock:
             duties = [tenant.policy.maintain for tenant in self._tenants.values()]
             cache = self._pins.cache

@@ -55,7 +55,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's ids, and its text for ``echo``."""
+    """A prompt's ids, and, for ``echo``, its text."""
 
     ids: Ids
     text: str
@@ -198,10 +198,10 @@ class Run:
     ) -> Generation:
         """In the model's thread."""
         self.began_at = self.service.clock()
-        if self.body.use_beam_search:
-            work.num_prefill_tokens = (
-                0  # no step of beams is told, so their prefill would seem to last for all of it
-            )
+        if (
+            self.body.use_beam_search
+        ):  # no step of beams is told, so their prefill would seem to last for all of it
+            work.num_prefill_tokens = 0
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0
@@ -358,20 +358,20 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
         body.prompt if isinstance(body.prompt, list) and not _is_ids(body.prompt) else [body.prompt]
     )
     fields = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
-    return [await _prompt(service, each, field) for each, field in zip(given, fields, strict=True)]
+    return [await _prompt(service, each, field, body.echo) for each, field in zip(given, fields, strict=True)]
 
 
 def _is_ids(prompt: list[Any]) -> bool:
     return bool(prompt) and isinstance(prompt[0], int)
 
 
-async def _prompt(service: Service, given: str | list[int], field: str) -> Prompt:
+async def _prompt(service: Service, given: str | list[int], field: str, echo: bool) -> Prompt:
     if isinstance(given, str):
         service.rules.check_text(len(given), field)
         ids = await tokenized(len(given), field, lambda: service.tokenizer.encode(given))
         return Prompt(service.rules.check(ids, field), given)
     checked = service.rules.check(given, field)
-    return Prompt(checked, service.tokenizer.decode(given))
+    return Prompt(checked, service.tokenizer.decode(given) if echo else "")
 
 
 def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:

@@ -28,6 +28,7 @@ from radixkv.service.schemas import (
     OperatorStatsReply,
     OrderRequest,
     PinOrder,
+    TenantSettings,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
@@ -167,7 +168,8 @@ async def stats(call: Call) -> Response:
 
 
 def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
-    return TenantStatsReply(**asdict(service.cache.tenant_stats(tenant)))
+    mode = service.keyring.settings.get(tenant, TenantSettings()).mode
+    return TenantStatsReply(mode=mode, **asdict(service.cache.tenant_stats(tenant)))
 
 
 async def unknown_path(request: Request, error: Exception) -> Response:

@@ -500,6 +500,9 @@ class TenantStatsReply(ReplyBody):
     """A tenant's own counts: blocks at this moment, tokens and requests since the start."""
 
     tenant: str
+    mode: Literal["burst", "strict"] = Field(
+        description="strict: nothing that others do changes these counts"
+    )
     used_blocks: int
     resident_blocks: int
     sequence_blocks: int
