@@ -175,8 +175,8 @@ def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
 # route ----------------------------------------------------------------------------------------------------------------
 
 _ROUTE_OPTIONS: Mapping[str, str] = {
-    "redis": "URL of the Redis through which the replicas coordinate.",
-    "fleet-secret": "File with the secret that the fleet shares.",
+    "redis": "URL of the Redis through which the replicas coordinate.  [needed]",
+    "fleet-secret": "File with the secret that the fleet shares.  [needed]",
     "host": "Address to bind; anything but loopback needs --keys.  [127.0.0.1]",
     "port": "Port to bind; 0 for any free one.  [8500]",
     "keys": "The replicas' JSON file of keys.  [demo keys]",
