@@ -1,8 +1,8 @@
 """radixkv: a prefix cache for LLM serving.
 
 A radix tree for each tenant namespace maps token-id prefixes to reference-counted KV blocks; sequences fork
-by copy-on-write. Importing this package needs NumPy and nothing else: storage, engines, coordination, the service and
-the audit are loaded when they are used.
+by copy-on-write. Importing this package needs NumPy and xxhash: storage, engines, coordination, the service and the
+audit are loaded when they are used.
 
     from radixkv import CacheConfig, Namespace, PrefixCache
 

@@ -1,6 +1,6 @@
 """``radixkv``: serve | route | warm | stats | keys | purge | audit | bench | simulate | workload.
 
-Importing this module, and ``--help``, costs click and nothing heavier; each command imports what it runs. A
+Importing this module, and ``--help``, costs the index and click; each command imports what else it runs. A
 setting that can't work ends the command with exit code 2 and one line that names it, its value and what is
 allowed; a service that refuses, an audit that finds something and the like end it with 1; results go to
 stdout (JSON with ``--json``), progress and complaints to stderr.
@@ -175,8 +175,8 @@ def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
 # route ----------------------------------------------------------------------------------------------------------------
 
 _ROUTE_OPTIONS: Mapping[str, str] = {
-    "redis": "URL of the Redis through which the replicas coordinate.",
-    "fleet-secret": "File with the secret that the fleet shares.",
+    "redis": "URL of the Redis through which the replicas coordinate.  [needed]",
+    "fleet-secret": "File with the secret that the fleet shares.  [needed]",
     "host": "Address to bind; anything but loopback needs --keys.  [127.0.0.1]",
     "port": "Port to bind; 0 for any free one.  [8500]",
     "keys": "The replicas' JSON file of keys.  [demo keys]",

@@ -1,11 +1,13 @@
 """Upkeep: pins end and policies learn, in a thread apart from those that call the cache.
 
 The cache holds its ``Upkeep``. The thread calls ``maintain`` about once a second and rests nine times as long as that
-took, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache is gone.
+took, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache is gone. What
+fails keeps nothing else from being looked after: ``threading.excepthook`` is told, and the thread goes on.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -29,15 +31,23 @@ class Upkeep:
         self._has_started = False
 
     def maintain(self) -> None:
-        """End the pins whose time is over; let each policy learn, without the lock."""
+        """End the pins whose time is over; let policies learn, without the lock. What failed first is raised last."""
         with self._lock:
-            policies = [tenant.policy for tenant in self._tenants.values()]
+            duties = [tenant.policy.maintain for tenant in self._tenants.values()]
             cache = self._pins.cache
         if cache is not None:
-            cache._end_due_pins()
+            duties.insert(0, cache._end_due_pins)
             del cache
-        for policy in policies:
-            policy.maintain()
+        failures: list[Exception] = []
+        for duty in duties:
+            try:
+                duty()
+            except Exception as error:  # noqa: BLE001 a policy is anybody's, and its tenant's alone
+                failures.append(error)
+        if failures:
+            raise failures.pop(
+                0
+            )  # no name for it here: it knows this frame, and a cycle would keep the cache
 
     def start(self) -> None:
         """Keep up for as long as this object lives, from the first call on."""
@@ -59,6 +69,9 @@ def _run(reference: weakref.ref[Upkeep], gone: threading.Event) -> None:
         if upkeep is None:
             return
         began_s = time.thread_time()
-        upkeep.maintain()
+        try:
+            upkeep.maintain()
+        except Exception:  # noqa: BLE001 told as if it had ended the thread, which is needed still
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         rest_s = max(PERIOD_S, REST * (time.thread_time() - began_s))
         del upkeep

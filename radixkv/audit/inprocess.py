@@ -245,9 +245,13 @@ class InProcess:
     # 5
 
     def short_digests(self) -> Found:
-        """With hashes of namespaces and fast digests of the library cut to 8 bits: collisions, and no wrong KV."""
+        """With hashes of namespaces and fast digests of the library cut to 8 bits: collisions, and no wrong KV.
+
+        Those that a policy remembers evicted prefixes by, too, one a block.
+        """
         with _digests_of_8_bits():
-            system = self._system(4096)
+            config = CacheConfig(4096, BLOCK, policy="learned", segment_tokens=BLOCK)
+            system = strict_system(self._factory, config, ManualClock(), ())
             spaces = [_Colliding("a", "m", None, str(at)) for at in range(600)]
             for at, space in enumerate(spaces):
                 _serve(system, space, [at % 3, *range(2 * BLOCK)])
@@ -534,10 +538,9 @@ class _Colliding(Namespace):
 
 @contextmanager
 def _digests_of_8_bits() -> Iterator[None]:
-    """Every xxHash function that a module of radixkv refers to tells 256 values apart meanwhile."""
-    fast = {
-        value: name for name, value in vars(xxhash).items() if name.endswith("digest") and callable(value)
-    }
+    """Every xxHash, at once or piece by piece, that a module of radixkv refers to tells 256 values apart meanwhile."""
+    names = xxhash.algorithms_available
+    fast = {vars(xxhash)[f"{name}{form}"] for name in names for form in ("", "_digest", "_intdigest")}
     with ExitStack() as patches:
         for module in [xxhash, *_modules()]:
             for name, value in list(vars(module).items()):
@@ -553,6 +556,8 @@ def _modules() -> list[ModuleType]:
 def _cut(digest: Callable[..., Any]) -> Callable[..., Any]:
     def short(*args: Any, **named: Any) -> Any:
         found = digest(*args, **named)
+        if hasattr(found, "update"):
+            return _Overridden(found, digest=_cut(found.digest), intdigest=_cut(found.intdigest))
         return found & 0xFF if isinstance(found, int) else found[:1] * len(found)
 
     return short

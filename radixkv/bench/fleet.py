@@ -17,16 +17,14 @@ with the same 512.
 from __future__ import annotations
 
 import heapq
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+from radixkv.bench.workloads import SEGMENT_TOKENS, TraceLine
 from radixkv.cache import PrefixCache
 from radixkv.clock import Clock, ManualClock
 from radixkv.config import CacheConfig
@@ -36,7 +34,7 @@ from radixkv.coordination.protocol import WIRE_VERSION
 from radixkv.coordination.publisher import Publisher
 from radixkv.coordination.sources import Member
 from radixkv.coordination.view import RemoteLog, View
-from radixkv.errors import ConfigError, OutOfBlocks
+from radixkv.errors import OutOfBlocks
 from radixkv.namespaces import Namespace
 from radixkv.sequence import Sequence as Leased
 
@@ -45,39 +43,12 @@ TOKEN_S = 0.02
 PUBLISH_S = 0.02
 HEARD_EVERY_S = 1.0
 BLOCK_SIZE = 256
-TRACE_TOKENS = 512
-"""Tokens that a hash id of a trace stands for."""
-
 _SECRET = b"the secret of a fleet that is simulated"
 _NAMESPACE = Namespace("tenant", "model")
 _VOCABULARY = 128_000
 
 
-class Request(NamedTuple):
-    """One request of a trace."""
-
-    at_s: float
-    hash_ids: Sequence[int]
-    num_tokens: int
-    num_generated: int
-
-
-def trace_file(path: Path, limit: int) -> Iterator[Request]:
-    """The first ``limit`` requests of a file. Raises ConfigError, naming the line."""
-    with path.open() as lines:
-        for number, line in enumerate(lines):
-            if number >= limit:
-                return
-            try:
-                record = json.loads(line)
-                at_s, size = record["timestamp"] / 1000, int(record["input_length"])
-                yield Request(at_s, tuple(record["hash_ids"]), size, int(record["output_length"]))
-            except (ValueError, KeyError, TypeError) as error:
-                allowed = "JSON with timestamp, hash_ids, input_length, output_length"
-                raise ConfigError(f"--trace line {number + 1}", str(error), allowed) from error
-
-
-def trace_like(seed: int, limit: int, requests_s: float = 3.4) -> Iterator[Request]:
+def trace_like(seed: int, limit: int, requests_s: float = 3.4) -> Iterator[TraceLine]:
     """``limit`` requests of the same shape; see the module's docstring."""
     rng = np.random.default_rng([seed, 5])
     waiting: list[tuple[float, int, list[int]]] = []
@@ -93,8 +64,8 @@ def trace_like(seed: int, limit: int, requests_s: float = 3.4) -> Iterator[Reque
         next_id += num_new
         if rng.random() < 0.4:
             heapq.heappush(waiting, (at_s + float(rng.lognormal(4.8, 0.9)), number, hash_ids))
-        size = len(hash_ids) * TRACE_TOKENS - int(rng.integers(TRACE_TOKENS))
-        yield Request(at_s, hash_ids, size, 1 + int(rng.exponential(340)))
+        size = len(hash_ids) * SEGMENT_TOKENS - int(rng.integers(SEGMENT_TOKENS))
+        yield TraceLine(at_s, hash_ids, size, 1 + int(rng.exponential(340)))
 
 
 class Prompts:
@@ -104,14 +75,14 @@ class Prompts:
         self._seed = seed
         self._drawn: dict[int, bytes] = {}
 
-    def key(self, request: Request) -> bytes:
+    def key(self, request: TraceLine) -> bytes:
         """The prompt's key bytes."""
         parts = [self._drawn.get(hash_id) or self._draw(hash_id) for hash_id in request.hash_ids]
         return b"".join(parts)[: 4 * request.num_tokens]
 
     def _draw(self, hash_id: int) -> bytes:
         rng = np.random.Generator(np.random.SFC64([self._seed, hash_id]))
-        drawn = rng.integers(0, _VOCABULARY, TRACE_TOKENS, dtype=np.uint32).tobytes()
+        drawn = rng.integers(0, _VOCABULARY, SEGMENT_TOKENS, dtype=np.uint32).tobytes()
         self._drawn[hash_id] = drawn
         return drawn
 
@@ -260,7 +231,7 @@ class Simulation:
         self._cost = cost
         self._hear()
 
-    def run(self, requests: Iterable[Request], progress: Callable[[int], None] | None = None) -> Outcome:
+    def run(self, requests: Iterable[TraceLine], progress: Callable[[int], None] | None = None) -> Outcome:
         """All of the requests, to their end."""
         started = time.perf_counter()
         for number, request in enumerate(requests):
@@ -283,7 +254,7 @@ class Simulation:
         if at_s < float("inf"):
             self.clock.advance(max(0.0, at_s - self.clock()))
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: TraceLine) -> None:
         if self.clock() >= self._heard_at + HEARD_EVERY_S:
             self._hear()
         key = self._prompts.key(request)

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixkv.bench import outages, publishing, servers
-from radixkv.bench.fleet import Outcome, Request, Simulation, trace_file, trace_like
+from radixkv.bench.fleet import Outcome, Simulation, trace_like
 from radixkv.bench.measure import machine, resident_bytes, timed
+from radixkv.bench.workloads import TraceLine, trace_lines
 from radixkv.coordination import Load, Router, connect
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import FleetKeys
@@ -90,9 +91,9 @@ class Options:
     lease_s: float = 1.0
     progress: Callable[[str], object] = str
 
-    def trace_requests(self, limit: int) -> Iterator[Request]:
+    def trace_requests(self, limit: int) -> Iterator[TraceLine]:
         """Requests of the trace, or of one like it."""
-        return trace_like(self.seed, limit) if self.trace is None else trace_file(self.trace, limit)
+        return trace_like(self.seed, limit) if self.trace is None else trace_lines(self.trace, limit)
 
 
 def decision(options: Options) -> list[Figure]:
@@ -295,7 +296,7 @@ def _simulate(options: Options, num_replicas: int, cost: str, num_requests: int)
     return simulation.run(_faster(options.trace_requests(num_requests), num_replicas / 8))
 
 
-def _faster(requests: Iterator[Request], times: float) -> Iterator[Request]:
+def _faster(requests: Iterator[TraceLine], times: float) -> Iterator[TraceLine]:
     """The same requests, ``times`` as many a second."""
     return (request._replace(at_s=request.at_s / times) for request in requests)
 

@@ -11,10 +11,10 @@ Ids are drawn below 128,000. Every workload is a generator: the ids of one reque
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,15 @@ class Request(NamedTuple):
     tenant: str
     prompt: Ids
     full: Ids
+
+
+class TraceLine(NamedTuple):
+    """A request of a trace, by ids that stand for SEGMENT_TOKENS tokens each, chained."""
+
+    at_s: float
+    hash_ids: Sequence[int]
+    num_tokens: int
+    num_generated: int
 
 
 class Workload(NamedTuple):
@@ -74,19 +83,30 @@ def unique(seed: int, requests: int = 700) -> Iterator[Request]:
         yield Request("tenant-0", full[:-1], full)
 
 
-def trace_file(seed: int, path: Path, limit: int) -> Iterator[Request]:
-    """JSON lines with ``hash_ids`` (one for each 512 tokens, chained), ``input_length``, ``output_length``."""
-    with path.open() as lines:
-        for number, line in enumerate(lines):
-            if number >= limit:
-                return
+def trace_lines(path: Path, limit: int) -> Iterator[TraceLine]:
+    """The first ``limit`` requests of a file of JSON lines. Raises ConfigError, naming the line."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(islice(lines, limit), 1):
             try:
-                record = json.loads(line)
-                hash_ids, size, answer = record["hash_ids"], record["input_length"], record["output_length"]
+                yield _trace_line(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                allowed = "JSON with hash_ids, input_length, output_length"
-                raise ConfigError(f"--trace line {number + 1}", str(error), allowed) from error
-            yield _segments(seed, number, hash_ids, size, answer)
+                allowed = "JSON with timestamp, hash_ids (integers), input_length and output_length (≥ 0)"
+                raise ConfigError(
+                    f"--trace line {number}", f"{type(error).__name__}: {error}", allowed
+                ) from error
+
+
+def _trace_line(record: Any) -> TraceLine:
+    hash_ids, sizes = record["hash_ids"], (record["input_length"], record["output_length"])
+    if type(hash_ids) is not list or not all(type(each) is int and each >= 0 for each in (*hash_ids, *sizes)):
+        raise ValueError("a value that is no number of its kind")
+    return TraceLine(record["timestamp"] / 1000, hash_ids, *sizes)
+
+
+def trace_file(seed: int, path: Path, limit: int) -> Iterator[Request]:
+    """The requests of a trace file, with ids drawn for its hashes. Raises like ``trace_lines``."""
+    for number, line in enumerate(trace_lines(path, limit)):
+        yield _segments(seed, number, line.hash_ids, line.num_tokens, line.num_generated)
 
 
 def trace_like(seed: int, limit: int) -> Iterator[Request]:
@@ -111,7 +131,7 @@ def trace_like(seed: int, limit: int) -> Iterator[Request]:
         yield _segments(seed, number, hash_ids, size, 1 + int(rng.exponential(350.0)))
 
 
-def _segments(seed: int, number: int, hash_ids: list[int], size: int, answer: int) -> Request:
+def _segments(seed: int, number: int, hash_ids: Sequence[int], size: int, answer: int) -> Request:
     prompt = np.concatenate([draw(seed, 6, hash_id, size=SEGMENT_TOKENS) for hash_id in hash_ids])[:size]
     return Request("tenant-0", prompt, np.concatenate([prompt, draw(seed, 7, number, size=answer)]))
 

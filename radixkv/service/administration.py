@@ -16,7 +16,13 @@ from radixkv.errors import ArgumentError, ConfigError, CoordinationError
 from radixkv.service.auth import TENANT_ALLOWED, Key, Principal, tenant_named
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.keys import KeyRefused, UnknownKey
-from radixkv.service.problems import ApiError, invalid, not_found, store_unavailable
+from radixkv.service.problems import (
+    OUTAGE_RETRY_AFTER_S,
+    ApiError,
+    invalid,
+    not_found,
+    store_unavailable,
+)
 from radixkv.service.schemas import (
     KeyReply,
     KeysReply,
@@ -172,7 +178,7 @@ async def _changed(change: Callable[[], T], what: str) -> T:
         raise ApiError(409, "conflict", str(error), field=error.setting, allowed=error.allowed) from None
     except OSError as error:
         message = f"the keys file can't be written: {error.strerror}"
-        raise ApiError(503, "not_saved", message, headers={"Retry-After": "5"}) from None
+        raise ApiError(503, "not_saved", message, retry_after_s=OUTAGE_RETRY_AFTER_S) from None
 
 
 def _tenant(call: Call) -> Principal:

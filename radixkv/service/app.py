@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -53,6 +54,15 @@ SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
+
+class _Name(PathConvertor):
+    """A name in a path, whatever stands in it: slashes too, and newlines, which ``.`` of a pattern doesn't mean."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("name", _Name())
+
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 ENDPOINTS: Sequence[Endpoint] = (
@@ -84,6 +94,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         "tenant",
         {200: LookupReply},
         body=LookupRequest,
+        errors=(503,),
     ),
     Endpoint(
         "POST",
@@ -93,7 +104,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         "tenant",
         {200: {"application/json": CompletionReply, "text/event-stream": "events"}},
         body=CompletionRequest,
-        errors=(404, 429, 503),
+        errors=(404, 409, 429, 503),
     ),
     Endpoint(
         "DELETE",
@@ -198,7 +209,7 @@ def _route(host: Host, endpoint: Endpoint) -> Route:
     async def answer(request: Request) -> Response:
         return await serve(host, endpoint, request)
 
-    path = endpoint.path.replace("{tenant}", "{tenant:path}")  # a name may have slashes
+    path = endpoint.path.replace("{tenant}", "{tenant:name}")
     return Route(path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
 
 

@@ -23,6 +23,7 @@ from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
 
 _POLL_S = 0.05
 _BUSY_RETRIES = 30
+MAX_WAIT_S = 10.0
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "token_ids", "salt", "adapter"})
 
 Document = dict[str, Any]
@@ -79,7 +80,7 @@ class Client:
             answer = self._send(method, path, body)
             if answer.status_code not in (429, 503):
                 break
-            time.sleep(min(float(answer.headers.get("Retry-After", 1)), 10.0))
+            time.sleep(_pause_s(answer.headers.get("Retry-After")))
         document = {} if answer.status_code == 204 else _json(answer)
         if answer.is_error or document is None:
             raise ServiceError(_complaint(self._http.base_url, answer, document))
@@ -105,6 +106,12 @@ class Client:
                 raise ServiceError(f"the warm failed: {status['error']['message']}")
             on_progress(status["progress"]["computed"] / total if total else 1.0)
             time.sleep(_POLL_S)
+
+
+def _pause_s(retry_after: str | None) -> float:
+    """Seconds until a busy service is asked again: as it says, at most MAX_WAIT_S; one where it says no number."""
+    is_number = retry_after is not None and retry_after.isascii() and retry_after.isdecimal()
+    return min(float(retry_after or 1), MAX_WAIT_S) if is_number else 1.0
 
 
 def _json(answer: httpx.Response) -> Document | None:

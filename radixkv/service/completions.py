@@ -24,15 +24,17 @@ import numpy as np
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from radixkv.cache import RequestHints
 from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.problems import ApiError, Json, invalid, timed_out
 from radixkv.service.prompts import Ids, tokenized
-from radixkv.service.recording import COMPLETION, Recorder, hints_of
+from radixkv.service.recording import COMPLETION, Recorder
 from radixkv.service.schemas import (
     Choice,
     CompletionReply,
     CompletionRequest,
+    Hints,
     PromptTokensDetails,
     Timings,
     Usage,
@@ -53,7 +55,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's ids, and its text for ``echo``."""
+    """A prompt's ids, and, for ``echo``, its text."""
 
     ids: Ids
     text: str
@@ -107,6 +109,8 @@ class Run:
         self.created = int(time.time())
         self.greedy = _is_greedy(body)
         self.copies = body.n if self.greedy else 1
+        given = body.hints or Hints()
+        self.hints = RequestHints({"type": COMPLETION, **given.labels}, given.priority, given.duration_s)
         rows = body.n // self.copies
         self.texts = [
             TextStream(self.service.tokenizer, prompt.ids.tolist(), body.stops)
@@ -194,10 +198,10 @@ class Run:
     ) -> Generation:
         """In the model's thread."""
         self.began_at = self.service.clock()
-        if self.body.use_beam_search:
-            work.num_prefill_tokens = (
-                0  # no step of beams is told, so their prefill would seem to last for all of it
-            )
+        if (
+            self.body.use_beam_search
+        ):  # no step of beams is told, so their prefill would seem to last for all of it
+            work.num_prefill_tokens = 0
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0
@@ -211,7 +215,7 @@ class Run:
             self.body.max_tokens,
             on_step=None if self.body.use_beam_search else on_step,
             stop=lambda: work.stopping or all(text.stopped for text in self.texts),
-            hints=hints_of(COMPLETION),
+            hints=self.hints,
             **self._sampling(),
         )
         if self.service.recorder is not None:
@@ -222,7 +226,7 @@ class Run:
         rows = len(generation.token_ids) // len(self.prompts)
         seconds = self.service.clock() - self.began_at
         for number, prompt in enumerate(self.prompts):
-            recorder.record(namespace, prompt.ids, generation.token_ids[number * rows], seconds, COMPLETION)
+            recorder.record(namespace, prompt.ids, generation.token_ids[number * rows], seconds, self.hints)
 
     def _sampling(self) -> dict[str, Any]:
         body = self.body
@@ -327,6 +331,10 @@ def _check_options(service: Service, body: CompletionRequest) -> None:
         raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=service.model_name)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream", "stream_options", None, "stream: true with it")
+    hints = body.hints
+    if hints is not None and hints.duration_s is not None and hints.priority is None:
+        message = "hints.duration_s needs a priority that holds for so long"
+        raise invalid(message, "hints.duration_s", hints.duration_s, "hints.priority with it")
     if not body.use_beam_search:
         if body.best_of not in (None, body.n):
             raise invalid("best_of differs from n", "best_of", body.best_of, f"{body.n}, or use_beam_search")
@@ -350,20 +358,20 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
         body.prompt if isinstance(body.prompt, list) and not _is_ids(body.prompt) else [body.prompt]
     )
     fields = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
-    return [await _prompt(service, each, field) for each, field in zip(given, fields, strict=True)]
+    return [await _prompt(service, each, field, body.echo) for each, field in zip(given, fields, strict=True)]
 
 
 def _is_ids(prompt: list[Any]) -> bool:
     return bool(prompt) and isinstance(prompt[0], int)
 
 
-async def _prompt(service: Service, given: str | list[int], field: str) -> Prompt:
+async def _prompt(service: Service, given: str | list[int], field: str, echo: bool) -> Prompt:
     if isinstance(given, str):
         service.rules.check_text(len(given), field)
         ids = await tokenized(len(given), field, lambda: service.tokenizer.encode(given))
         return Prompt(service.rules.check(ids, field), given)
     checked = service.rules.check(given, field)
-    return Prompt(checked, service.tokenizer.decode(given))
+    return Prompt(checked, service.tokenizer.decode(given) if echo else "")
 
 
 def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:

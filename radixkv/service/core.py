@@ -19,7 +19,7 @@ from radixkv.coordination.sources import Beside
 from radixkv.errors import CapacityError, CoordinationError, IntegrityError
 from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
-from radixkv.service.endpoint import problem_of
+from radixkv.service.endpoint import log_unforeseen, problem_of
 from radixkv.service.fleet import Fleet
 from radixkv.service.jobs import Job, JobTable
 from radixkv.service.keeping import Keeper
@@ -114,6 +114,11 @@ class Service:
         self._note(error)
         return problem_of(error)
 
+    def unforeseen(self, error: Exception) -> None:
+        """An error that nobody waits for: told to the log."""
+        self._note(error)
+        log_unforeseen(error)
+
     def _note(self, error: Exception) -> None:
         if isinstance(error, IntegrityError):
             self.has_broken_laws = True
@@ -145,13 +150,20 @@ class Service:
     async def upkeep(self) -> None:
         """Again and again, until cancelled: tell the coordinator the load, and keep to quotas and pins of the fleet."""
         while True:
-            stats = self.cache.stats()
-            load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
-            self.fleet.coordinator.report_load(load)
-            with suppress(CoordinationError, CapacityError):
-                await self.orders.call(self.quotas.step)
-            self.keeper.tick()
+            try:
+                await self._look_after()
+            except (CoordinationError, CapacityError):
+                pass  # an outage, or no room: the next time
+            except Exception as error:  # noqa: BLE001 a bug of ours, which must not end upkeep for good
+                self.unforeseen(error)
             await asyncio.sleep(_UPKEEP_EVERY_S)
+
+    async def _look_after(self) -> None:
+        self.keeper.tick()
+        stats = self.cache.stats()
+        load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
+        self.fleet.coordinator.report_load(load)
+        await self.orders.call(self.quotas.step)
 
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""

@@ -280,18 +280,17 @@ def problem_of(error: Exception) -> ApiError:
         return problems.too_fast(error.wait_s, str(error))
     if isinstance(error, Closed | Cancelled):
         return problems.shutting_down()
-    if isinstance(error, RadixKVError):
-        answer = problems.of_library(error)
-    else:
-        answer = ApiError(500, "internal", "an error inside the server; its log says more")
+    answer = problems.of_library(error) if isinstance(error, RadixKVError) else problems.internal()
     if answer.status >= 500 and answer.status != 503:
-        kind = (
-            f"a law of the cache is broken: {error}"
-            if isinstance(error, IntegrityError)
-            else "unforeseen error"
-        )
-        log.error("%s\n%s", kind, _places(error))
+        log_unforeseen(error)
     return answer
+
+
+def log_unforeseen(error: Exception) -> None:
+    """Tell the log of a bug of ours: what it is and where, but not what it says."""
+    is_ours = isinstance(error, IntegrityError)
+    kind = f"a law of the cache is broken: {error}" if is_ours else "unforeseen error"
+    log.error("%s\n%s", kind, _places(error))
 
 
 def _places(error: BaseException | None) -> str:

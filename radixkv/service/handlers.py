@@ -1,4 +1,4 @@
-"""What each endpoint does, except completions. One function an endpoint, in the order of a prefix's life.
+"""What the endpoints of prefixes and counts do, and what answers where there is none. In the order of a prefix's life.
 
 Lookups run on the event loop: a match takes microseconds and never waits for the model's thread.
 """
@@ -18,7 +18,7 @@ from radixkv.errors import CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.fleet import PURGE_PATH, WARM_PATH
 from radixkv.service.orders import Order
-from radixkv.service.problems import ApiError, Json, invalid, not_found, store_unavailable
+from radixkv.service.problems import ApiError, internal, invalid, not_found, store_unavailable
 from radixkv.service.prompts import prefix_of
 from radixkv.service.schemas import (
     ClearReply,
@@ -28,6 +28,7 @@ from radixkv.service.schemas import (
     OperatorStatsReply,
     OrderRequest,
     PinOrder,
+    TenantSettings,
     TenantStatsReply,
     WarmReply,
     WarmRequest,
@@ -167,7 +168,8 @@ async def stats(call: Call) -> Response:
 
 
 def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
-    return TenantStatsReply(**asdict(service.cache.tenant_stats(tenant)))
+    mode = service.keyring.settings.get(tenant, TenantSettings()).mode
+    return TenantStatsReply(mode=mode, **asdict(service.cache.tenant_stats(tenant)))
 
 
 async def unknown_path(request: Request, error: Exception) -> Response:
@@ -188,6 +190,4 @@ async def wrong_method(request: Request, error: Exception) -> Response:
 
 async def crashed(request: Request, error: Exception) -> Response:
     """500 for what is a bug of ours; nothing of it is told."""
-    return Json(
-        {"error": ApiError(500, "internal", "an error inside the server; its log says more").body}, 500
-    )
+    return internal().response()

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from radixkv.coordination.keys import mac
 from radixkv.coordination.protocol import FleetPin, JobPart, JobState
-from radixkv.errors import CoordinationError, LeaseError
+from radixkv.errors import CoordinationError, LeaseError, PinBudgetExceeded
 from radixkv.pins import Pin
 from radixkv.service.fleet import PIN_PATH
-from radixkv.service.problems import ApiError, invalid, not_found, store_unavailable
+from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
 
 if TYPE_CHECKING:
     from radixkv.coordination.protocol import ReplicaInfo
@@ -92,7 +92,8 @@ class Keeper:
             with suppress(CoordinationError):
                 await self._call(self._coordinator.end_pin, tenant, fact, ttl_s)
             codes = ", ".join(sorted({code for code in told if code})) or "none is there"
-            raise ApiError(503, "unreachable", f"no replica could be told: {codes}")
+            message = f"no replica could be told: {codes}"
+            raise ApiError(503, "unreachable", message, retry_after_s=RETRY_AFTER_S)
         return fact.id
 
     async def end(self, tenant: str, pin_id: str) -> None:
@@ -188,7 +189,7 @@ class Keeper:
             except CoordinationError:
                 continue  # each keeps what it has, for its time
             except Exception as error:  # noqa: BLE001 a bug of ours, which must not end all other pins
-                self._service.problem(error)
+                self._service.unforeseen(error)
 
     async def close(self) -> None:
         """Cancel what is under way."""
@@ -252,7 +253,7 @@ class Keeper:
         return mine
 
     async def _hold(self, mine: Kept) -> None:
-        """Compute the prefix where it isn't resident, and pin it."""
+        """Compute the prefix where it isn't resident and the budget allows it, and pin it."""
         service, ids = self._service, mine.ids
         assert ids is not None
         try:
@@ -260,6 +261,7 @@ class Keeper:
                 mine.state, mine.error = "queued", ""
             with suppress(CoordinationError):
                 await self._state(mine)
+            self._require_budget(mine.namespace, ids)
             with service.warmer.join(mine.namespace, ids) as warming:
                 await warming.result()
                 left_s = mine.until - service.clock()
@@ -275,6 +277,17 @@ class Keeper:
             mine.task = None
         with suppress(CoordinationError):
             await self._state(mine)
+
+    def _require_budget(self, namespace: Namespace, ids: Ids) -> None:
+        """Raise PinBudgetExceeded for what would be computed in vain: what isn't resident is in no other pin either."""
+        service, tenant = self._service, namespace.tenant
+        settings = service.keyring.settings.get(tenant)
+        lacking = len(ids) // service.rules.block_size - service.cache.match(namespace, ids).num_blocks
+        if settings is not None and lacking:
+            budget = settings.tenant(tenant, service.quotas.granted(tenant)).pin_budget
+            pinned = service.cache.tenant_stats(tenant).pinned_blocks
+            if pinned + lacking > budget:
+                raise PinBudgetExceeded(lacking, budget, pinned)
 
     async def _state(self, mine: Kept) -> None:
         """Let the store have this replica's part as it is. Raises CoordinationError."""
@@ -327,7 +340,9 @@ class Keeper:
 
     async def _told(self, mine: Kept, peer: ReplicaInfo) -> str | None:
         """Tell a replica of a pin: None, or why it doesn't know of it now."""
-        if peer.fingerprint != mine.namespace.model or mine.ids is None:
+        if mine.ids is None:
+            return mine.error
+        if peer.fingerprint != mine.namespace.model:
             return "other_model"
         namespace = mine.namespace
         document = {

@@ -37,7 +37,7 @@ _REASONS = {
     413: "The body is too large",
     415: "The body isn't called JSON",
     422: "The body, or the query, can't be served",
-    429: "Too much of the caller's is waiting, or it asks too often; see Retry-After",
+    429: "Too much of the caller's is waiting, or it asks too often",
     503: "No room, not ready or shutting down",
     504: "The answer wasn't there in time",
 }
@@ -116,8 +116,9 @@ def _response(status: int, model: Any) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _schema_of(model)}}
     response: dict[str, Any] = {"description": _REASONS[status], "content": content}
-    if status == 429:
-        response["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
+    if status in (409, 429, 503):
+        text = "seconds until it is worth asking again, if it is"
+        response["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": text}}
     return response
 
 

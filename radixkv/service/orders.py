@@ -31,7 +31,7 @@ from radixkv.coordination.keys import mac
 from radixkv.coordination.protocol import NOBODY, JobPart, WarmJob
 from radixkv.errors import ArgumentError, StoreUnavailable
 from radixkv.service.jobs import Job, Stated
-from radixkv.service.problems import ApiError, invalid, not_found, store_unavailable
+from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
 from radixkv.service.schemas import (
     ErrorDetail,
     FleetWarmReply,
@@ -308,7 +308,8 @@ class Orders:
                         await job.changed.wait()
                 job.changed.clear()
         except Exception as error:  # noqa: BLE001 a bug of ours, which must not leave a job unfinished for ever
-            job.error = job.error or self._service.problem(error)
+            problem = self._service.problem(error)
+            job.error = job.error or problem
         job.is_known.set()
         self._service.jobs.end(job)
 
@@ -522,7 +523,7 @@ def _error(outcomes: list[ReplicaOutcome], own_error: Mapping[str, Any] | None) 
 
 
 def _failed(error: ErrorDetail) -> ApiError:
-    return ApiError(503, error.type, error.message, headers={"Retry-After": "1"})
+    return ApiError(503, error.type, error.message, retry_after_s=RETRY_AFTER_S)
 
 
 def _require_same(known: str, asked: str) -> None:

@@ -31,11 +31,17 @@ from radixkv.errors import (
 
 MAX_ECHO = 80
 RETRY_AFTER_S = 1
+"""When to ask again for what passes by itself."""
+OUTAGE_RETRY_AFTER_S = 5
+"""The same where something has to come back first."""
 _TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many", "place", "count", "names"})
 
 
 class ApiError(Exception):
-    """An answer other than success. ``status`` is HTTP's; the rest is the body's."""
+    """An answer other than success. ``status`` is HTTP's; ``retry_after_s``: asked again then, it may be another one.
+
+    The rest, but for ``headers``, is the body's.
+    """
 
     def __init__(
         self,
@@ -46,10 +52,13 @@ class ApiError(Exception):
         field: str | None = None,
         value: object = None,
         allowed: str | None = None,
+        retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.type, self.headers = status, type, dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(ceil(retry_after_s), 1))
         self.body = {
             "type": type,
             "message": message,
@@ -103,16 +112,14 @@ def not_found(what: str) -> ApiError:
 
 def busy() -> ApiError:
     """429: the caller has as much waiting as it may."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(429, "busy", "too many of your requests are waiting; try again shortly", headers=headers)
+    message = "too many of your requests are waiting; try again shortly"
+    return ApiError(429, "busy", message, retry_after_s=RETRY_AFTER_S)
 
 
 def too_fast(wait_s: float, allowed: str) -> ApiError:
     """429: the caller asks more often than it may."""
-    headers = {"Retry-After": str(max(ceil(wait_s), 1))}
-    return ApiError(
-        429, "rate_limited", "too many requests; try again later", allowed=allowed, headers=headers
-    )
+    message = "too many requests; try again later"
+    return ApiError(429, "rate_limited", message, allowed=allowed, retry_after_s=wait_s)
 
 
 def body_timed_out(timeout_s: float) -> ApiError:
@@ -127,15 +134,20 @@ def timed_out(timeout_s: float) -> ApiError:
 
 def no_capacity() -> ApiError:
     """503: no room for this request now."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(503, "no_capacity", "no room for this request at the moment; try again", headers=headers)
+    message = "no room for this request at the moment; try again"
+    return ApiError(503, "no_capacity", message, retry_after_s=RETRY_AFTER_S)
 
 
 def quota_exceeded(error: QuotaExceeded) -> ApiError:
     """503: no room within the caller's own limit; its own numbers only."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    allowed = f"at most {error.limit} blocks"
-    return ApiError(503, "quota_exceeded", str(error), value=error.needed, allowed=allowed, headers=headers)
+    return ApiError(
+        503,
+        "quota_exceeded",
+        str(error),
+        value=error.needed,
+        allowed=f"at most {error.limit} blocks",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 def pin_budget_exceeded(error: PinBudgetExceeded) -> ApiError:
@@ -150,20 +162,36 @@ def not_resident(error: NotResident) -> ApiError:
     return ApiError(409, "not_resident", str(error), value=error.resident_tokens, allowed=allowed)
 
 
+def cleared() -> ApiError:
+    """409: what the request worked on was forgotten, by a clear or a purge; asked again, it begins anew."""
+    message = "the cache of this namespace was cleared meanwhile; try again"
+    return ApiError(409, "conflict", message, retry_after_s=RETRY_AFTER_S)
+
+
 def shutting_down() -> ApiError:
     """503: this process is about to end."""
-    return ApiError(503, "shutting_down", "the server is shutting down", headers={"Retry-After": "5"})
+    return ApiError(503, "shutting_down", "the server is shutting down", retry_after_s=OUTAGE_RETRY_AFTER_S)
 
 
 def store_unavailable(message: str) -> ApiError:
     """503: what the fleet shares can't be reached."""
-    return ApiError(503, "store_unavailable", message, headers={"Retry-After": "5"})
+    return ApiError(503, "store_unavailable", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
+
+
+def no_replica(message: str) -> ApiError:
+    """503: nobody is known who could serve this."""
+    return ApiError(503, "no_replica", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
 
 
 def generation_unconfirmed() -> ApiError:
     """503: the tenant may have been purged, and would rather not be served than served what was."""
     message = "this replica can't know whether you were purged, and you said that it must not serve you then"
-    return ApiError(503, "generation_unconfirmed", message, headers={"Retry-After": "1"})
+    return ApiError(503, "generation_unconfirmed", message, retry_after_s=RETRY_AFTER_S)
+
+
+def internal() -> ApiError:
+    """500: a bug of ours; nothing of it is told."""
+    return ApiError(500, "internal", "an error inside the server; its log says more")
 
 
 def of_library(error: RadixKVError) -> ApiError:
@@ -184,8 +212,8 @@ def of_library(error: RadixKVError) -> ApiError:
     if isinstance(error, CapacityError):
         return no_capacity()
     if isinstance(error, LeaseError | PendingError):
-        return ApiError(409, "conflict", "the cache of this namespace was cleared meanwhile; try again")
-    return ApiError(500, "internal", "an error inside the server; its log says more")
+        return cleared()
+    return internal()
 
 
 def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:

@@ -1,10 +1,10 @@
-"""Recorder: a service's own traffic as a trace for ``radixkv simulate``, in the plain format of its README.
+"""Recorder: a service's own traffic as a trace for ``radixkv simulate``, in the plain format of docs/simulation.md.
 
-What is written of a request: when it came, how long it took, whose it was, how long prompt and answer were, and a keyed
-hash for each whole block, chained from the namespace and its tenant's generation on. No token id, no text. The key
-comes from the fleet's secret: replicas that share it write hashes that compare; without ``--redis`` it is drawn anew at
-each start. Whoever has the file and not the key can't confirm a guessed prompt; equal prefixes are equal hashes, which
-is what the file is for.
+What is written of a request: when it came, how long it took, whose it was, how long prompt and answer were, a keyed
+hash for each whole block, chained from the namespace and its tenant's generation on, and the hints that came with it,
+as they are. No token id, no text of a prompt or an answer. The key comes from the fleet's secret: replicas that share
+it write hashes that compare; without ``--redis`` it is drawn anew at each start. Whoever has the file and not the key
+can't confirm a guessed prompt; equal prefixes are equal hashes, which is what the file is for.
 
 A request that makes several answers is one line, with its first answer. One that fails or is cancelled is none. Cost: a
 BLAKE2b a block, in the model's thread, and only if recording is on.
@@ -30,20 +30,17 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
 
 COMPLETION, WARM = "completion", "warm"
-"""Types of requests: the label that is recorded, and that eviction policies are told."""
+"""Types of requests, unless a client labels them otherwise: recorded, and told to eviction policies."""
 
 _HASH_BYTES = 8
 
 log = logging.getLogger("radixkv.service")
 
 
-def hints_of(kind: str) -> RequestHints:
-    """What the cache is told of such a request, and a simulation of what was recorded again."""
-    return RequestHints(_labels(kind))
-
-
-def _labels(kind: str) -> dict[str, str]:
-    return {"type": kind}
+def labels_of(hints: RequestHints) -> dict[str, Any]:
+    """What the cache is told of a request, as a trace's labels, of which a simulation makes the same hints again."""
+    given = {"priority": hints.priority, "priority_duration_s": hints.duration_s}
+    return {**hints.labels, **{name: value for name, value in given.items() if value is not None}}
 
 
 class Recorder:
@@ -71,7 +68,12 @@ class Recorder:
             ) from None
 
     def record(
-        self, namespace: Namespace, prompt: Any, answer: Sequence[int], seconds: float, kind: str
+        self,
+        namespace: Namespace,
+        prompt: Any,
+        answer: Sequence[int],
+        seconds: float,
+        hints: RequestHints,
     ) -> None:
         """A request that ends now and began ``seconds`` ago. O(tokens)."""
         prompt_key, answer_key = encode(prompt), encode(answer)
@@ -83,7 +85,7 @@ class Recorder:
             "output_tokens": len(answer_key) // TOKEN_BYTES,
             "block_tokens": self._block_size,
             "hashes": list(self._hashes(namespace, prompt_key + answer_key)),
-            "labels": _labels(kind),
+            "labels": labels_of(hints),
         }
         self._write(json.dumps(fields, ensure_ascii=False) + "\n")
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from radixkv.metrics import CONTENT_TYPE
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.problems import ApiError, invalid
+from radixkv.service.problems import invalid, no_replica
 from radixkv.service.schemas import (
     CandidateReply,
     HealthReply,
@@ -43,7 +43,7 @@ async def route(call: Call) -> Response:
         ignore_load=own is not None and own.mode == "strict",
     )
     if not found:
-        raise ApiError(503, "no_replica", "no replica that serves this model is known to live")
+        raise no_replica("no replica that serves this model is known to live")
     if body.predict:
         router.routed(namespace, ids, found[0].replica.id)
     return reply(

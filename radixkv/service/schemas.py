@@ -10,10 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from radixkv.coordination.costs import CostName
-from radixkv.errors import ArgumentError
+from radixkv.errors import ArgumentError, shown
 from radixkv.namespaces import Tenant
 from radixkv.pins import MAX_TTL_S
 
@@ -21,6 +30,9 @@ MAX_NAME = 256
 MAX_CHOICES = 32
 MAX_PROMPTS = 64
 MAX_NAMED_REPLICAS = 64
+MAX_LABELS = 16
+MAX_LABEL_NAME = 64
+MAX_LABEL_NUMBER = 1e15
 
 
 class RequestBody(BaseModel):
@@ -183,8 +195,73 @@ class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
+_OWN_FIELDS = ("priority", "priority_duration_s")
+"""Labels of a trace that are no labels of a request: ``Hints`` has fields for them."""
+_LABEL_ALLOWED = (
+    f"at most {MAX_LABELS} strings of at most {MAX_NAME} characters, numbers within ±{MAX_LABEL_NUMBER:g} and "
+    f"booleans, by names of 1 to {MAX_LABEL_NAME} characters other than {' and '.join(_OWN_FIELDS)}"
+)
+
+
+def _is_label(name: str, value: Any) -> bool:
+    if not 1 <= len(name) <= MAX_LABEL_NAME or name in _OWN_FIELDS:
+        return False
+    if isinstance(value, str):
+        return len(value) <= MAX_NAME
+    return isinstance(value, int | float) and abs(value) <= MAX_LABEL_NUMBER
+
+
+def _checked_labels(labels: dict[str, Any]) -> dict[str, Any]:
+    bad = next((name for name, value in labels.items() if not _is_label(name, value)), None)
+    if bad is not None or len(labels) > MAX_LABELS:
+        which = "" if bad is None else f" (not so: {shown(bad, MAX_LABEL_NAME)})"
+        raise ValueError(_LABEL_ALLOWED + which)
+    return labels
+
+
+Labels = Annotated[
+    dict[str, Any],
+    AfterValidator(_checked_labels),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_LABELS,
+            "propertyNames": {
+                "minLength": 1,
+                "maxLength": MAX_LABEL_NAME,
+                "not": {"enum": list(_OWN_FIELDS)},
+            },
+            "additionalProperties": {
+                "anyOf": [
+                    {"type": "string", "maxLength": MAX_NAME},
+                    {"type": "number", "minimum": -MAX_LABEL_NUMBER, "maximum": MAX_LABEL_NUMBER},
+                    {"type": "boolean"},
+                ]
+            },
+        }
+    ),
+]
+
+
+class Hints(RequestBody):
+    """What the tenant's eviction policy may use of a request; it changes no answer, and no other tenant's cache."""
+
+    labels: Labels = Field(
+        default_factory=dict,
+        description="policies look at type (completion, unless it says otherwise), session, turn, session_over and "
+        "tool_pending; others are ignored",
+    )
+    priority: int | None = Field(default=None, ge=0, le=100, description="of all its blocks: 0 goes first")
+    duration_s: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=MAX_TTL_S,
+        description="seconds that the priority holds after the last use; null: for ever",
+    )
+
+
 class CompletionRequest(RequestBody):
-    """OpenAI's completion request with OpenAI's defaults, and salt, adapter, top_k, use_beam_search, ignore_eos.
+    """OpenAI's completion request with OpenAI's defaults, and salt, adapter, hints, top_k, use_beam_search, ignore_eos.
 
     Fields of OpenAI's that would change the output and can't be honoured are taken at their neutral value
     only (``logprobs`` null, penalties 0, ``logit_bias`` empty, ``suffix`` empty); ``user`` changes nothing.
@@ -194,6 +271,7 @@ class CompletionRequest(RequestBody):
     prompt: Prompt
     salt: Salt = ""
     adapter: Adapter | None = None
+    hints: Hints | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="number of beams; equal to n when sampling"
@@ -422,6 +500,9 @@ class TenantStatsReply(ReplyBody):
     """A tenant's own counts: blocks at this moment, tokens and requests since the start."""
 
     tenant: str
+    mode: Literal["burst", "strict"] = Field(
+        description="strict: nothing that others do changes these counts"
+    )
     used_blocks: int
     resident_blocks: int
     sequence_blocks: int

@@ -21,7 +21,7 @@ from radixkv.service.auth import Keyring
 from radixkv.service.endpoint import problem_of
 from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Gate, Limits
-from radixkv.service.problems import ApiError, invalid
+from radixkv.service.problems import ApiError, invalid, no_replica
 from radixkv.service.prompts import Ids, PromptRules, prefix_of
 from radixkv.service.schemas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind
@@ -113,7 +113,7 @@ class RouterHost:
         """The one model of the living, or of those last known if none lives."""
         found = sorted({each.info.fingerprint for each in self._living() or self.source.members()})
         if not found:
-            raise ApiError(503, "no_replica", "no replica is known")
+            raise no_replica("no replica is known")
         if len(found) > 1:
             raise invalid("replicas serve several models", "model", None, f"one of {', '.join(found)}")
         return found[0]

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from radixkv.cache import RequestHints
 from radixkv.clock import monotonic
 from radixkv.errors import LeaseError
 from radixkv.namespaces import Namespace
 from radixkv.service.prompts import Ids
-from radixkv.service.recording import WARM, Recorder, hints_of
+from radixkv.service.recording import WARM, Recorder
 from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class ClearedMeanwhile(LeaseError):
 
 
 _Key = tuple[Namespace, bytes]
+_HINTS = RequestHints({"type": WARM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +134,12 @@ class Warmer:
         match = cache.match(namespace, ids)
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, len(ids) - match.num_tokens
         if match.num_tokens < len(ids):
-            self._engine.prefill(namespace, ids, on_chunk=on_chunk, hints=hints_of(WARM))
+            self._engine.prefill(namespace, ids, on_chunk=on_chunk, hints=_HINTS)
             if cache.match(namespace, ids).num_tokens < len(ids):
                 raise ClearedMeanwhile
         else:
             cache.lease(match).release()
         warming.num_ready = len(ids)
         if self._recorder is not None:
-            self._recorder.record(namespace, ids, (), monotonic() - began_at, WARM)
+            self._recorder.record(namespace, ids, (), monotonic() - began_at, _HINTS)
         return Warmed(len(ids), match.num_tokens, len(ids) // cache.config.block_size)

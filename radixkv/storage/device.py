@@ -5,7 +5,7 @@
 
     data    [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    2: keys, values
 
-Block-major: block ``b`` is the contiguous run ``data[b]``, so a fork, an offload or a scrub of it is one
+Block-major: block ``b`` is the contiguous run ``data[b]``, so a fork, a demotion or a scrub of it is one
 straight copy. Storage moves bytes and decides nothing: which blocks are copied, when, and who owns them is
 the index's business. Its memory is there from the start and never grows; an index that is out of blocks evicts.
 

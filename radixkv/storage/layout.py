@@ -1,7 +1,7 @@
 """KVLayout: the shape of a token's keys and values, and with it the bytes of a block.
 
 Block-major: ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``, index 0 of the third
-dimension being keys and 1 values. So a block is one contiguous run of bytes, and a fork, an offload or a
+dimension being keys and 1 values. So a block is one contiguous run of bytes, and a fork, a demotion or a
 scrub of it is one straight copy. Pure: needs no torch.
 """
 

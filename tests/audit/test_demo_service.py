@@ -6,7 +6,9 @@ so few samples by a clock on the wall.
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from radixkv.audit import remote, statistics
 from radixkv.audit import target as target_module
 from radixkv.audit.timing import STOP_CONFIDENCE, TimingPlan
 from radixkv.audit.verdict import Verdict
+from radixkv.service import handlers
 from tests.service.running import KEYS, Running, service_in_thread
 
 pytestmark = pytest.mark.timeout(600)  # some hundred requests, one after the other
@@ -48,6 +51,28 @@ def test_the_service_as_it_is(live: Running) -> None:
     interval = statistics.auc(report.samples["cross"], report.samples["miss"], STOP_CONFIDENCE)
     assert statistics.judged(interval, PLAN.margin) is not Verdict.LEAKS
     assert not live.service.cache.namespaces(), "what the audit asked is forgotten"
+
+
+@pytest.mark.parametrize(("mode", "verdict"), [("burst", Verdict.ISOLATED), ("strict", Verdict.LEAKS)])
+def test_a_strict_tenants_counts_may_not_move_at_all(
+    mode: str, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' evictions show in a burst tenant's own counts; in a strict one's nothing of others may."""
+    entries = {
+        name: {"keys": [KEYS[name]], "mode": mode, "guaranteed_blocks": 256} for name in ("acme", "globex")
+    }
+    (tmp_path / "keys.json").write_text(json.dumps({"operator": KEYS["operator"], "tenants": entries}))
+    told = handlers._tenant_stats
+
+    def moved(service: Any, tenant: str) -> Any:
+        others = sum(service.cache.tenant_stats(name).requests for name in entries if name != tenant)
+        own = told(service, tenant)
+        return own.model_copy(update={"evicted_blocks": own.evicted_blocks + others})
+
+    monkeypatch.setattr(handlers, "_tenant_stats", moved)
+    with service_in_thread(keys=str(tmp_path / "keys.json")) as live:
+        report = remote.run(live.url, PAIR, PLAN, probes=1, timing=False)
+    assert report.check(7).verdict is verdict, report.check(7)
 
 
 def test_a_build_without_the_tenant_in_the_lookup_leaks(

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, PrefixCache, Tenant
+from radixkv import CacheConfig, PrefixCache, Tenant, segments
 from radixkv.audit import inprocess
 from radixkv.audit.inprocess import InProcess
 from radixkv.audit.verdict import Verdict
+from radixkv.tokens import encode
 
 Check = Callable[[InProcess], inprocess.Found]
 
@@ -49,6 +50,19 @@ class Unsalted(PrefixCache):
 
     def match(self, namespace: Any, *args: Any, **named: Any) -> Any:
         return super().match(namespace._replace(salt=""), *args, **named)
+
+
+class DigestTrusted(PrefixCache):
+    """A prefix is told by a digest that is made piece by piece, as the names of evicted ones are."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.asked: dict[int, tuple[Any, Any]] = {}
+
+    def match(self, namespace: Any, ids: Any) -> Any:
+        state = segments.xxh3_64(namespace.framed())
+        state.update(encode(ids))
+        return super().match(*self.asked.setdefault(state.intdigest(), (namespace, ids)))
 
 
 class HashTrusted(PrefixCache):
@@ -137,6 +151,7 @@ class Silent(PrefixCache):
         (Unsalted, InProcess.cross_tenant_probe, Verdict.LEAKS),
         (Unscrubbed, InProcess.fresh_blocks, Verdict.LEAKS),
         (HashTrusted, InProcess.short_digests, Verdict.LEAKS),
+        (DigestTrusted, InProcess.short_digests, Verdict.LEAKS),
         (LastIdUnseen, InProcess.token_boundaries, Verdict.LEAKS),
         (Counting, InProcess.names, Verdict.LEAKS),
         (Talkative, InProcess.scrapes, Verdict.LEAKS),

@@ -145,9 +145,21 @@ def test_a_trace_file_is_read(tmp_path: Path) -> None:
     assert index.run("trace", trace=path, num_blocks=1_000)["radixkv"]["hit_tokens"] == 688
 
 
-def test_a_bad_trace_line_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        "nothing",
+        "[]",
+        '{"timestamp": "0", "input_length": 7, "output_length": 5, "hash_ids": [0]}',
+        '{"timestamp": 0, "input_length": -7, "output_length": 5, "hash_ids": [0]}',
+        '{"timestamp": 0, "input_length": 7, "output_length": 5, "hash_ids": "0"}',
+        '{"timestamp": 0, "input_length": 7, "output_length": 5, "hash_ids": [0.5]}',
+    ],
+)
+def test_a_bad_trace_line_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"input_length": 700}\n')
+    path.write_text(line + "\n")
     with pytest.raises(ConfigError, match="line 1"):
         list(workloads.trace_file(0, path, 10))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.bench import fleet, replicas
+from radixkv.bench import fleet, replicas, workloads
 from radixkv.errors import ConfigError
 from tests.redis_server import RedisServer
 
@@ -71,8 +71,8 @@ def test_a_trace_file_is_read_and_a_bad_line_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 1500, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
     path.write_text(json.dumps(line) + "\n{}\n")
-    (request,) = islice(fleet.trace_file(path, 1), 1)
-    assert request == fleet.Request(1.5, (0, 1), 700, 5)
+    (request,) = islice(workloads.trace_lines(path, 1), 1)
+    assert request == workloads.TraceLine(1.5, [0, 1], 700, 5)
     assert len(fleet.Prompts(0).key(request)) == 4 * 700
     with pytest.raises(ConfigError, match="line 2"):
-        list(fleet.trace_file(path, 10))
+        list(workloads.trace_lines(path, 10))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
-from radixkv import CacheConfig, PrefixCache, upkeep
-from radixkv_policies import POLICIES, Policy
+from radixkv import CacheConfig, Namespace, PrefixCache, Tenant, upkeep
+from radixkv_policies import LRU, POLICIES, Policy
 
 LEARNING = [name for name, policy in POLICIES.items() if policy.maintain is not Policy.maintain]
 
@@ -33,3 +34,42 @@ def test_lru_has_none() -> None:
     before = threads()
     cache = PrefixCache(CacheConfig(num_blocks=8))
     assert threads() <= before and cache.stats().free_blocks == 8
+
+
+class Failing(LRU):
+    """It can't learn."""
+
+    def maintain(self) -> None:
+        raise RuntimeError("no more room for what it learns")
+
+
+def test_a_policy_that_fails_stops_nobody_elses_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[threading.ExceptHookArgs] = []
+    learned: list[str] = []
+
+    class Learning(LRU):
+        def maintain(self) -> None:
+            learned.append("something")
+
+    monkeypatch.setattr(upkeep, "PERIOD_S", 0.01)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    before = threads()
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4))
+    cache.add_tenant(Tenant("a", max_pinned_blocks=4, policy=Failing))
+    cache.add_tenant(Tenant("b", policy=Learning))
+    with cache.open(Namespace("a", "m"), range(8)) as sequence:
+        sequence.commit(8)
+    cache.pin(Namespace("a", "m"), range(8), 0.001)
+    until = time.monotonic() + 60
+    while (cache.stats().num_pins or len(told) < 2 or len(learned) < 2) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert cache.stats().num_pins == 0 and len(learned) > 1, "pins end, and others learn"
+    assert len(told) > 1 and {each.exc_type for each in told} == {RuntimeError}, "and it is told each time"
+    with pytest.raises(RuntimeError, match="no more room"):
+        cache.maintain()
+    (thread,) = threads() - before
+    del cache, sequence
+    while thread.is_alive() and time.monotonic() < until:
+        told.clear()  # what was told holds who failed
+        thread.join(0.1)
+    assert not thread.is_alive()

@@ -161,6 +161,8 @@ def test_echo_puts_the_prompt_in_front(live: Running, salt: str) -> None:
     body = {"prompt": "Mirror, mirror", "salt": salt, "max_tokens": 3, "temperature": 0}
     plain, echoed = complete(live, **body), complete(live, **body, echo=True)
     assert echoed["choices"][0]["text"] == "Mirror, mirror" + plain["choices"][0]["text"]
+    by_ids = {**body, "prompt": live.service.tokenizer.encode("Mirror, mirror")}
+    assert complete(live, **by_ids, echo=True)["choices"] == echoed["choices"]
 
 
 def test_null_is_the_default_and_user_changes_nothing(live: Running, salt: str) -> None:

@@ -406,6 +406,8 @@ def test_pins_on_some_replicas(fleet: Fleet) -> None:
     much = {"token_ids": list(range(5, 5 + 16 * 201)), "ttl_s": 600, "replicas": ["a", "b"]}
     answer = fleet.asked("a", "POST", "/v1/pins", body=much).json()
     assert states(answer) == {"a": "pin_budget_exceeded", "b": "pin_budget_exceeded"}
+    found = [fleet.matched(name, token_ids=much["token_ids"]) for name in "ab"]
+    assert found == [0, 0], "what can't be pinned isn't computed for it"
 
     (gone, *_) = [name for name in states(two) if name != "c"] or ["c"]
     (spare,) = set("abc") - states(two).keys()

@@ -15,7 +15,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from radixkv.errors import ConfigError
+from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.app import SECURITY_HEADERS
 from radixkv.service.client import Client
 from radixkv.service.endpoint import problem_of
@@ -237,6 +237,20 @@ def test_what_fails_inside_a_request_is_500_and_not_logged_either(caplog: Any, m
         answer = live.acme.post("/v1/lookup", json={"token_ids": IDS, "salt": WORDS})
     assert answer.status_code == 500 and answer.json()["error"]["message"].endswith("its log says more")
     assert "ValueError" in caplog.text and "emerald" not in caplog.text and "7919" not in caplog.text
+
+
+def test_upkeep_goes_on_after_an_error_of_ours(caplog: Any) -> None:
+    """Who reports no load any more is sent everything, and whoever joins would be told of no pin."""
+    with caplog.at_level(logging.ERROR), service_in_thread(**{"num-blocks": "64"}) as live:
+        reported = []
+
+        def fail() -> None:
+            reported.append(live.service.fleet.coordinator.info().load)
+            raise ArgumentError("limit", WORDS, "what there is")
+
+        live.service.quotas.step = fail  # type: ignore[method-assign]
+        eventually(lambda: len(reported) > 1, "another step")
+    assert "ArgumentError" in caplog.text and "in fail" in caplog.text and "emerald" not in caplog.text
 
 
 def test_there_is_no_pickle() -> None:

@@ -153,10 +153,13 @@ def test_settings_that_cannot_work_are_named(live: Running, body: dict[str, Any]
     assert answer.status_code == 422 and refusal(answer)["field"] == field
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, "a%07b"])
+@pytest.mark.parametrize("name", ["", "x" * 257, "a%07b", "%0Aa", "a%0A"])
 def test_a_tenant_that_cannot_be_called_so_is_422(live: Running, name: str) -> None:
-    answer = live.operator.put(f"/v1/tenants/{name}", json={})
-    assert answer.status_code == 422 and refusal(answer)["field"] == "tenant"
+    for answer in (
+        live.operator.put(f"/v1/tenants/{name}", json={}),
+        live.operator.post(f"/v1/tenants/{name}/keys"),
+    ):
+        assert answer.status_code == 422 and refusal(answer)["field"] == "tenant"
 
 
 def test_the_operator_is_not_locked_out(service: Running) -> None:

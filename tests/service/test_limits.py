@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from radixkv import audit
+from radixkv.service import client as service_client
 from radixkv.service import server
 from radixkv.service.limits import Gate, Limits, TokenBucket, TooFast
 from radixkv.service.worker import Busy
@@ -21,6 +23,26 @@ from tests.service.running import DEADLINE_S, Running, client, eventually, model
 from tests.service.test_refusals import refusal
 
 LOOKUP = {"token_ids": [5] * 16}
+
+
+@pytest.mark.parametrize(
+    ("said", "pause_s"),
+    [("3", 3.0), ("0", 0.0), ("600", 10.0), (None, 1.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 1.0), ("-1", 1.0)],
+)
+def test_a_client_waits_as_long_as_a_busy_service_says_in_seconds(
+    said: str | None, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy before it may name a date."""
+    answers = [
+        httpx.Response(503, headers=[] if said is None else [("Retry-After", said)]),
+        httpx.Response(204),
+    ]
+    slept: list[float] = []
+    monkeypatch.setattr(service_client, "time", SimpleNamespace(sleep=slept.append))
+    with service_client.Client("http://127.0.0.1:9", "a key") as caller:
+        monkeypatch.setattr(caller, "_send", lambda *_: answers.pop(0))
+        assert caller.call("GET", "/v1/stats") == {}
+    assert slept == [pause_s]
 
 
 def test_a_bucket_is_full_at_first_and_fills_again() -> None:

@@ -102,13 +102,14 @@ def test_openapi_refers_to_what_it_defines(live: Running) -> None:
 
 def test_openapi_forbids_what_the_service_refuses(live: Running) -> None:
     schemas = document(live)["components"]["schemas"]
-    for name in ("WarmRequest", "LookupRequest", "CompletionRequest", "Message", "StreamOptions"):
+    for name in ("WarmRequest", "LookupRequest", "CompletionRequest", "Message", "StreamOptions", "Hints"):
         assert schemas[name]["additionalProperties"] is False, name
     assert "tenant" not in schemas["WarmRequest"]["properties"]
     completion = schemas["CompletionRequest"]
     assert completion["required"] == ["prompt"]
     assert completion["properties"]["max_tokens"]["default"] == 16
     assert {"type": "null"} in completion["properties"]["n"]["anyOf"]
+    assert schemas["Hints"]["properties"]["labels"]["anyOf"][0]["maxProperties"] == 16
     assert [each["type"] for each in completion["properties"]["prompt"]["oneOf"]] == [
         "string",
         "array",

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from radixkv.bench.simulate import run
-from radixkv.bench.simulation.trace import read
+from radixkv.bench.simulation.trace import hints_of, read
 from radixkv.errors import ConfigError
 from radixkv.namespaces import Namespace
 from radixkv.service.recording import Recorder
-from radixkv_policies import Learned
+from radixkv_policies import Learned, RequestHints
 from tests.service.running import service_in_thread
 
 SECRET = b"0123456789abcdef"
 NS = Namespace(tenant="acme", model="m")
+HINTS = RequestHints({"type": "completion"})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -55,12 +56,41 @@ def test_traffic_is_recorded_and_simulated(tmp_path: Path) -> None:
     assert round(row["token_hit_rate"] * row["prompt_tokens"]) == 80 + 80
 
 
+def test_hints_reach_the_policy_and_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.jsonl"
+    kept, gone, last = ([first] * 256 for first in (7, 8, 9))
+    labels = {"session": "s-1", "turn": 2, "tool_pending": True, "mood": 0.5}
+    with service_in_thread(**{"record": str(path), "policy": "priority", "num-blocks": "40"}) as live:
+        for ids, hints in (
+            (kept, {"priority": 90, "duration_s": 600.0}),
+            (gone, {"priority": 10, "labels": labels}),
+            (last, {"labels": {"type": "agent"}}),
+        ):
+            body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "hints": hints}
+            assert live.acme.post("/v1/completions", json=body).status_code == 200
+        found = [
+            live.acme.post("/v1/lookup", json={"token_ids": ids}).json()["matched_tokens"]
+            for ids in (kept, gone, last)
+        ]
+    assert found[0] == found[2] == 256 and found[1] < 256, "the older of two has the higher priority"
+    told = [line["labels"] for line in lines(path)]
+    assert told == [
+        {"type": "completion", "priority": 90, "priority_duration_s": 600.0},
+        {"type": "completion", **labels, "priority": 10},
+        {"type": "agent"},
+    ]
+    first, second, third = map(hints_of, read([path]).labels)
+    assert first is not None and (first.priority, first.duration_s) == (90, 600.0)
+    assert second is not None and second.priority == 10 and labels.items() <= second.labels.items()
+    assert third == RequestHints({"type": "agent"})
+
+
 def test_no_token_id_is_written(tmp_path: Path) -> None:
     path = tmp_path / "traffic.jsonl"
     recorder = Recorder(path, SECRET, 4)
-    recorder.record(NS, list(range(987_650, 987_670)), [987_671], 1.0, "completion")
+    recorder.record(NS, list(range(987_650, 987_670)), [987_671], 1.0, HINTS)
     recorder.close()
-    recorder.record(NS, [1] * 8, [], 1.0, "completion")
+    recorder.record(NS, [1] * 8, [], 1.0, HINTS)
     (line,) = lines(path)
     assert "9876" not in path.read_text()
     assert set(line) == {
@@ -73,7 +103,7 @@ def test_hashes_depend_on_secret_namespace_and_everything_before(tmp_path: Path)
     def hashes(secret: bytes, namespace: Namespace, ids: list[int], generation: int = 0) -> list[str]:
         path = tmp_path / "one.jsonl"
         recorder = Recorder(path, secret, 4, lambda tenant: generation)
-        recorder.record(namespace, ids, [], 0.0, "completion")
+        recorder.record(namespace, ids, [], 0.0, HINTS)
         recorder.close()
         found: list[str] = lines(path)[-1]["hashes"]
         return found

@@ -101,6 +101,12 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "x", "use_beam_search": True, "stream": True}, "stream", True),
         ("/v1/completions", {"prompt": "x", "use_beam_search": True, "n": 3, "best_of": 2}, "best_of", 2),
         ("/v1/completions", {"prompt": "x", "min_tokens": 3}, "min_tokens", 3),
+        ("/v1/completions", {"prompt": "x", "hints": 5}, "hints", 5),
+        ("/v1/completions", {"prompt": "x", "hints": {"rank": 5}}, "hints.rank", 5),
+        ("/v1/completions", {"prompt": "x", "hints": {"priority": 101}}, "hints.priority", 101),
+        ("/v1/completions", {"prompt": "x", "hints": {"priority": True}}, "hints.priority", True),
+        ("/v1/completions", {"prompt": "x", "hints": {"priority": 5, "duration_s": 0}}, "hints.duration_s", 0),
+        ("/v1/completions", {"prompt": "x", "hints": {"duration_s": 5.0}}, "hints.duration_s", 5.0),
     ],
 )  # fmt: skip
 def test_a_body_that_cannot_be_served_is_422(
@@ -111,6 +117,28 @@ def test_a_body_that_cannot_be_served_is_422(
     assert answer.status_code == 422
     assert (error["type"], error["field"], error["value"]) == ("validation_error", field, value)
     assert error["allowed"] and error["message"]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"a": None},
+        {"a": [1]},
+        {"a": 1.1e15},
+        {"a": 10**400},
+        {"a": "v" * 257},
+        {"": 1},
+        {"k" * 4000: 1},
+        {"priority": 3},
+        {f"a{number}": number for number in range(17)},
+    ],
+)
+def test_labels_that_cannot_be_are_422(live: Running, labels: dict[str, Any]) -> None:
+    answer = live.acme.post("/v1/completions", json={"prompt": "x", "hints": {"labels": labels}})
+    error = refusal(answer)
+    assert answer.status_code == 422 and error["field"] == "hints.labels"
+    assert error["value"] == f"an object with {len(labels)} names"
+    assert error["allowed"].startswith("at most 16 strings of at most 256 characters, numbers within ±1e+15")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -221,7 +249,7 @@ JSON = st.recursive(
 )
 FIELDS = st.sampled_from(
     ["prompt", "messages", "token_ids", "salt", "adapter", "wait", "replicas", "n", "max_tokens", "temperature", "seed",
-     "stream", "use_beam_search", "stop", "top_p", "top_k", "echo", "best_of", "tenant"]
+     "stream", "use_beam_search", "stop", "top_p", "top_k", "echo", "best_of", "tenant", "hints"]
 )  # fmt: skip
 
 

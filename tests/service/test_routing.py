@@ -170,6 +170,7 @@ def test_who_may_ask(live: Running) -> None:
     assert live.operator.post("/v1/route", json=body).status_code == 403
     unknown = live.acme.post("/v1/route", json={**body, "model": "another"})
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (503, "no_replica")
+    assert unknown.headers["Retry-After"] == "5"
 
 
 def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> None:

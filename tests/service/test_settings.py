@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from radixkv import cli
 from radixkv.errors import ConfigError
+from radixkv.service.limits import Limits
 from radixkv.service.server import bind
-from radixkv.service.settings import ServeSettings
+from radixkv.service.settings import DEFAULTS, ROUTE_DEFAULTS, ServeSettings
 
 
 def test_nothing_set_is_the_embedded_default() -> None:
@@ -21,7 +24,17 @@ def test_nothing_set_is_the_embedded_default() -> None:
     )
     assert (settings.policy, settings.device, settings.lease_s) == ("learned", "cpu", 10.0)
     assert settings.model is settings.keys is settings.redis is None
+    assert settings.limits == Limits()
     assert len(settings.fleet_secret) == 32 and settings.fleet_secret != ServeSettings.parse({}).fleet_secret
+
+
+@pytest.mark.parametrize(
+    ("told", "defaults"), [(cli._SERVE_OPTIONS, DEFAULTS), (cli._ROUTE_OPTIONS, ROUTE_DEFAULTS)]
+)
+def test_the_help_tells_the_defaults(told: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+    assert {name: text for name, text in told.items() if name in defaults} == {
+        name: f"{told[name].partition('  [')[0]}  [{default}]" for name, default in defaults.items()
+    }
 
 
 @pytest.mark.parametrize(

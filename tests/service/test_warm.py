@@ -214,6 +214,7 @@ def test_a_warm_that_is_purged_midway_is_409(live: Running, salt: str) -> None:
         assert live.service.warmer.num_under_way == 0, "nobody can join it any more"
     thread.join()
     assert (answers[0].status_code, answers[0].json()["error"]["type"]) == (409, "conflict")
+    assert answers[0].headers["Retry-After"] == "1"
     eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["state"] == "failed")
     failed = live.acme.get(f"/v1/warm/{job}").json()
     assert failed["error"] == answers[0].json()["error"] and failed["result"] is None
@@ -236,6 +237,19 @@ def test_a_completion_that_is_purged_midway_ends_with_the_error(live: Running, s
         assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
         events = [json.loads(line[6:]) for line in pieces if line.startswith("data: {")]
     assert events[-1]["error"]["type"] == "conflict", "a stream has its status already"
+
+
+def test_a_completion_that_is_purged_midway_may_be_asked_again(live: Running, salt: str) -> None:
+    body = {"prompt": list(range(5, 105)), "salt": salt, "max_tokens": 8000, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(live.acme.post("/v1/completions", json=body)))
+    thread.start()
+    eventually(lambda: live.service.cache.stats().num_sequences, "it runs")
+    assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
+    thread.join()
+    assert (answers[0].status_code, answers[0].headers["Retry-After"]) == (409, "1")
+    described = live.nobody.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]["responses"]
+    assert "Retry-After" in described["409"]["headers"]
 
 
 def test_an_idempotency_key_makes_a_warm_one_job(live: Running, salt: str) -> None:
