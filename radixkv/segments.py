@@ -9,6 +9,7 @@ and only when a segment ends within them. Each byte of a prefix is hashed once, 
 from __future__ import annotations
 
 from functools import lru_cache
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -38,13 +39,25 @@ class SegmentKeys:
         ``start``: not before the last ``stop``. O(bytes since the last time).
         """
         at, size, state, keys = self._at, self._segment_bytes, self._state, []
-        update, digest = state.update, state.intdigest
-        for end in range(start - start % size + size, stop + 1, size):
-            if at < base_size:
-                update(base[at : min(end, base_size)])
-            if end > base_size:
-                update(tail[max(at - base_size, 0) : end - base_size])
+        update, digest, end = state.update, state.intdigest, start - start % self._segment_bytes + size
+        if end - at > size and end <= min(stop, base_size):  # what was resident before, with the first segment
+            update(base[at:end])
             keys.append(digest())
-            at = end
+            at, end = end, end + size
+        if end <= min(stop, base_size):
+            segment, read = bytearray(size), BytesIO(base)
+            read.seek(at)
+            fill = read.readinto
+            while end <= stop and end <= base_size:
+                fill(segment)
+                update(segment)
+                keys.append(digest())
+                at, end = end, end + size
+        while end <= stop:
+            if at < base_size:
+                update(base[at:base_size])
+            update(tail[max(at - base_size, 0) : end - base_size])
+            keys.append(digest())
+            at, end = end, end + size
         self._at = at
         return tuple(keys)
