@@ -120,12 +120,13 @@ class Ghosts:
         found: list[object] | None = None
         at, end = 0, len(keys)
         while at < end:
-            run = runs.get(keys[at])
-            if run is None:
+            key = keys[at]
+            if key not in runs:
                 at += 1
                 continue
             if found is None:
                 found = [None] * end
+            run = runs[key]
             remembered, memory, line = run.keys[: run.size], run.memory, run.line
             same = _num_equal(remembered, keys, at)
             found[at : at + same] = [memory] * same
@@ -142,10 +143,11 @@ class Ghosts:
         line.shrink(self._runs)
 
     def _keep(self, keys: Keys, memory: object, line: GhostLine) -> _Run:
-        replaced = self._runs.get(keys[0])
-        if replaced is not None:
-            self._forget(replaced)
-        run = self._runs[keys[0]] = _Run(keys, memory, line)
+        run = _Run(keys, memory, line)
+        known = self._runs.setdefault(keys[0], run)
+        if known is not run:
+            self._forget(known)
+            self._runs[keys[0]] = run
         line.num += run.size
         return run
 
