@@ -40,7 +40,9 @@ class SegmentKeys:
         """
         at, size, state, keys = self._at, self._segment_bytes, self._state, []
         update, digest, end = state.update, state.intdigest, start - start % self._segment_bytes + size
-        if end - at > size and end <= min(stop, base_size):  # what was resident before, with the first segment
+        if end - at > size and end <= min(
+            stop, base_size
+        ):  # what was resident before, with the first segment
             update(memoryview(base)[at:end])
             keys.append(digest())
             at, end = end, end + size

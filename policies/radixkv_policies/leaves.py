@@ -185,7 +185,6 @@ class Piece:
 P = TypeVar("P", bound=Piece)
 
 
-
 class State(Generic[P]):
     """What is known of a node. ``depth``: blocks from the root to its end."""
 
@@ -445,33 +444,31 @@ class LeafPolicy(Policy, Generic[P]):
             self._ghosts.put(keys, memory)
 
 
-class _Place:
-    """A leaf's place in an order. ``node``: None once it left, when the place is skipped."""
+class Place:
+    """A leaf's place in an order, by ``(key, second, serial)``. ``node``: None once it left: the place is skipped."""
 
-    __slots__ = ("key", "node", "serial", "stamp")
+    __slots__ = ("key", "node", "second", "serial")
 
-    def __init__(self, node: Handle, key: float, stamp: int, serial: int) -> None:
+    def __init__(self, node: Handle, key: float, second: float, serial: int) -> None:
         self.node: Handle | None = node
-        self.key, self.stamp, self.serial = key, stamp, serial
+        self.key, self.second, self.serial = key, second, serial
 
-    def is_before(self, other: _Place) -> bool:
+    def is_before(self, other: Place) -> bool:
         """Whether its leaf comes first."""
         if self.key != other.key:
             return self.key < other.key
-        return self.stamp < other.stamp or (self.stamp == other.stamp and self.serial < other.serial)
+        return self.second < other.second or (self.second == other.second and self.serial < other.serial)
 
 
-class _Heap:
-    """A binary heap of places. Compiled, it compares numbers of C, which ``heapq`` with its tuples takes 5 times as
-    long for.
-    """
+class Heap:
+    """A binary heap of places. Compiled, it compares numbers of C, a fifth of what ``heapq`` takes for its tuples."""
 
     __slots__ = ("places",)
 
-    def __init__(self) -> None:
-        self.places: list[_Place] = []
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places  # in order
 
-    def push(self, place: _Place) -> None:
+    def push(self, place: Place) -> None:
         """O(log n); O(1) if it is the last."""
         places = self.places
         at = len(places)
@@ -485,17 +482,17 @@ class _Heap:
             at = up
         places[at] = place
 
-    def first(self) -> _Place | None:
+    def first(self) -> Place | None:
         """The first that hasn't left, or None. O(log n) for each one that has."""
         places = self.places
         while places:
             place = places[0]
             if place.node is not None:
                 return place
-            self._pop()
+            self.pop()
         return None
 
-    def _pop(self) -> None:
+    def pop(self) -> None:
         """Take the first one out."""
         places = self.places
         last = places.pop()
@@ -518,7 +515,7 @@ class _Heap:
         """Take out all that have left. O(n log n)."""
         self.places = sorted(
             [place for place in self.places if place.node is not None],
-            key=lambda place: (place.key, place.stamp, place.serial),
+            key=lambda place: (place.key, place.second, place.serial),
         )
 
 
@@ -528,8 +525,8 @@ class LeafHeap:
     __slots__ = ("_heap", "_places", "_serial")
 
     def __init__(self) -> None:
-        self._heap = _Heap()
-        self._places: dict[Handle, _Place] = {}
+        self._heap = Heap([])
+        self._places: dict[Handle, Place] = {}
         self._serial = 0
 
     def __len__(self) -> int:
@@ -538,12 +535,12 @@ class LeafHeap:
     def __contains__(self, node: Handle) -> bool:
         return node in self._places
 
-    def add(self, node: Handle, key: float, stamp: int = 0) -> None:
+    def add(self, node: Handle, key: float, stamp: float = 0.0) -> None:
         """A leaf that isn't in it."""
         if len(self._heap.places) > 2 * len(self._places) + 64:
             self._heap.sweep()
         self._serial += 1
-        self._places[node] = place = _Place(node, key, stamp, self._serial)
+        self._places[node] = place = Place(node, key, stamp, self._serial)
         self._heap.push(place)
 
     def discard(self, node: Handle) -> None:
@@ -556,10 +553,10 @@ class LeafHeap:
         place = self._heap.first()
         return None if place is None else place.node
 
-    def first_key(self) -> tuple[float, int] | None:
+    def first_key(self) -> tuple[float, float] | None:
         """Its key and stamp, or None."""
         place = self._heap.first()
-        return None if place is None else (place.key, place.stamp)
+        return None if place is None else (place.key, place.second)
 
 
 class LeafQueue:
@@ -572,11 +569,11 @@ class LeafQueue:
     __slots__ = ("_at", "_late", "_places", "_row", "_serial", "_youngest")
 
     def __init__(self) -> None:
-        self._places: dict[Handle, _Place] = {}
-        self._row: list[_Place] = []
+        self._places: dict[Handle, Place] = {}
+        self._row: list[Place] = []
         self._at = 0  # those before it have left the row
         self._youngest = 0  # of the row
-        self._late = _Heap()
+        self._late = Heap([])
         self._serial = 0
 
     def __len__(self) -> int:
@@ -588,7 +585,7 @@ class LeafQueue:
     def add(self, node: Handle, stamp: int) -> None:
         """A leaf that isn't in it."""
         self._serial += 1
-        self._places[node] = place = _Place(node, 0.0, stamp, self._serial)
+        self._places[node] = place = Place(node, stamp, 0.0, self._serial)
         if stamp > self._youngest:
             self._youngest = stamp
             self._row.append(place)
@@ -613,4 +610,4 @@ class LeafQueue:
         if at == len(row):
             return None if late is None else late.node
         oldest = row[at]
-        return oldest.node if late is None or oldest.stamp <= late.stamp else late.node
+        return oldest.node if late is None or oldest.key <= late.key else late.node

@@ -109,7 +109,7 @@ class Survival(LeafPolicy[Living]):
         self._events: deque[Event] = deque()
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._by_age = LeafHeap()  # the leaves of all classes
-        self._order: list[tuple[float, float, int, int, Class]] = []  # chance, first leaf, serial
+        self._order: list[tuple[float, float, float, int, Class]] = []  # chance, first leaf, serial
         self._to_place: list[Class] = []
         self._serial = 0
 
