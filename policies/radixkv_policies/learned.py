@@ -47,7 +47,7 @@ _USES: Final = (1, 2, 3, 4, 6, 9, 14, 24, 48)
 _TURNS: Final = [1, 2, 3, 4, 5, 7, 10]
 _NEW_TOKENS: Final = (0, 512, 1_024, 1_536, 2_048, 4_096, 8_192, 16_384)
 _TOKENS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
-_PAUSES_S: Final = (0.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_PAUSES_S: Final = [0.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 """Before a turn; the first place: it opens a conversation."""
 
 _PLACE_OF_USES: Final = [bisect_left(_USES, num_uses) for num_uses in range(_USES[-1] + 2)]
