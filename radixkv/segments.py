@@ -38,19 +38,18 @@ class SegmentKeys:
 
         ``start``: not before the last ``stop``. O(bytes since the last time).
         """
-        at, size, state, keys = self._at, self._segment_bytes, self._state, []
-        update, digest, end = state.update, state.intdigest, start - start % self._segment_bytes + size
-        if end - at > size and end <= min(
-            stop, base_size
-        ):  # what was resident before, with the first segment
+        size, at, keys = self._segment_bytes, self._at, []
+        update, digest = self._state.update, self._state.intdigest
+        end, last = start - start % size + size, min(stop, base_size)
+        if end <= last:
             update(memoryview(base)[at:end])
             keys.append(digest())
             at, end = end, end + size
-        if end <= min(stop, base_size):
-            segment, read = bytearray(size), BytesIO(base)
+        if end <= last:  # most of a long prompt, by way of one buffer: it costs less than a slice for each
+            read, segment = BytesIO(base), bytearray(size)
             read.seek(at)
             fill = read.readinto
-            while end <= stop and end <= base_size:
+            while end <= last:
                 fill(segment)
                 update(segment)
                 keys.append(digest())
