@@ -107,7 +107,7 @@ class Survival(LeafPolicy[Living]):
         super().begin()
         self._half_life = HalfLife()
         self._classes: dict[object, Class] = {}
-        self._numbered: list[
+        self.classes: list[
             Class
         ] = []  # pieces and events have numbers: the collector doesn't look into them
         self._events: deque[Event] = deque()
@@ -169,14 +169,14 @@ class Survival(LeafPolicy[Living]):
 
     def entered(self, node: Handle, piece: Living, depth: int) -> None:
         assert piece.event is not None
-        group = self._numbered[piece.event.group]
+        group = self.classes[piece.event.group]
         group.leaves.add(node, piece.event.ended_s, piece.stamp)
         self._changed(group)
         self._by_age.add(node, piece.event.ended_s, piece.stamp)
 
     def left(self, node: Handle, piece: Living) -> None:
         assert piece.event is not None
-        group = self._numbered[piece.event.group]
+        group = self.classes[piece.event.group]
         group.leaves.discard(node)
         self._changed(group)
         self._by_age.discard(node)
@@ -217,7 +217,7 @@ class Survival(LeafPolicy[Living]):
         place = bisect_left(_USES, piece.num_uses)
         known = facts.groups.get(place)
         if isinstance(known, int):
-            return self._numbered[known]
+            return self.classes[known]
         key: object = (
             place,
             bisect_left(_TURNS, facts.turn),
@@ -232,8 +232,8 @@ class Survival(LeafPolicy[Living]):
                 key = None
             group = self._classes.get(key)
         if group is None:
-            group = self._classes[key] = Class(len(self._numbered), PRIOR_TOKENS / self._block_tokens)
-            self._numbered.append(group)
+            group = self._classes[key] = Class(len(self.classes), PRIOR_TOKENS / self._block_tokens)
+            self.classes.append(group)
         facts.groups[place] = group.number
         return group
 
@@ -248,6 +248,6 @@ class Survival(LeafPolicy[Living]):
         events, until_s = self._events, now_s - self.horizon_s
         while events and (events[0].ended_s <= until_s or len(events) > MAX_EVENTS):
             event = events.popleft()
-            group = self._numbered[event.group]
+            group = self.classes[event.group]
             group.count(event.num_blocks, min(event.num_returned, event.num_blocks))
             self._changed(group)
