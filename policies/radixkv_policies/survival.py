@@ -107,7 +107,7 @@ class Survival(LeafPolicy[Living]):
         super().begin()
         self._half_life = HalfLife()
         self._classes: dict[object, Class] = {}
-        self.classes: list[Class] = []  # by number: pieces and events have no more, for the collector skips them
+        self.classes: list[Class] = []  # pieces and events have numbers: the collector skips them
         self._events: deque[Event] = deque()
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._by_age = LeafHeap()  # the leaves of all classes
