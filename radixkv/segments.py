@@ -9,6 +9,7 @@ and only when a segment ends within them. Each byte of a prefix is hashed once, 
 from __future__ import annotations
 
 from functools import lru_cache
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -37,14 +38,27 @@ class SegmentKeys:
 
         ``start``: not before the last ``stop``. O(bytes since the last time).
         """
-        at, size, state, keys = self._at, self._segment_bytes, self._state, []
-        update, digest = state.update, state.intdigest
-        for end in range(start - start % size + size, stop + 1, size):
-            if at < base_size:
-                update(base[at : min(end, base_size)])
-            if end > base_size:
-                update(tail[max(at - base_size, 0) : end - base_size])
+        size, at, keys = self._segment_bytes, self._at, []
+        update, digest = self._state.update, self._state.intdigest
+        end, last = start - start % size + size, min(stop, base_size)
+        if end <= last:
+            update(memoryview(base)[at:end])
             keys.append(digest())
-            at = end
+            at, end = end, end + size
+        if end <= last:  # most of a long prompt, by way of one buffer: it costs less than a slice for each
+            read, segment = BytesIO(base), bytearray(size)
+            read.seek(at)
+            fill = read.readinto
+            while end <= last:
+                fill(segment)
+                update(segment)
+                keys.append(digest())
+                at, end = end, end + size
+        while end <= stop:
+            if at < base_size:
+                update(base[at:base_size])
+            update(tail[max(at - base_size, 0) : end - base_size])
+            keys.append(digest())
+            at, end = end, end + size
         self._at = at
         return tuple(keys)

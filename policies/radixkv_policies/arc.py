@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import Ghosts, Keys, LeafPolicy, LeafQueue, Piece
+from radixkv_policies.leaves import GhostLine, Ghosts, LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 
@@ -39,23 +39,17 @@ class Aged(Piece):
 class TwoGhosts(Ghosts):
     """Ghosts of T1 (their memory is False) and of T2 (True), each with a bound of its own."""
 
-    __slots__ = ("frequent", "recent")
+    __slots__ = ("frequent",)
 
     def __init__(self, max_ghosts: int) -> None:
-        super().__init__(0)
-        self.recent, self.frequent = Ghosts(max_ghosts), Ghosts(max_ghosts)
+        super().__init__(max_ghosts)
+        self.frequent = GhostLine(max_ghosts)
 
     def __len__(self) -> int:
-        return len(self.recent) + len(self.frequent)
+        return self.line.num + self.frequent.num
 
-    def take(self, keys: Keys) -> list[object] | None:
-        recent, frequent = self.recent.take(keys), self.frequent.take(keys)
-        if recent is None or frequent is None:
-            return recent if frequent is None else frequent
-        return [one if one is not None else other for one, other in zip(recent, frequent, strict=True)]
-
-    def put(self, keys: Keys, memory: object) -> None:
-        (self.frequent if memory else self.recent).put(keys, memory)
+    def line_of(self, memory: object) -> GhostLine:
+        return self.frequent if memory else self.line
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -78,7 +72,7 @@ class ARC(LeafPolicy[Aged]):
         if memory is None:
             self._num_recent += num_blocks
             return Aged(False)
-        recent, frequent = len(self._both.recent) + 1, len(self._both.frequent) + 1
+        recent, frequent = self._both.line.num + 1, self._both.frequent.num + 1
         if memory:
             self._target -= num_blocks * max(1.0, recent / frequent)
         else:

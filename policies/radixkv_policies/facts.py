@@ -22,6 +22,8 @@ from radixkv_policies.hints import Label, RequestHints
 LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending")
 """Labels that policies look at."""
 
+_NO_LABELS: Final[dict[str, Label]] = {}
+
 
 @mypyc_attr(acyclic=True)
 class Facts:
@@ -69,7 +71,7 @@ def places_in_blocks(tokens: Sequence[int], block_tokens: float) -> list[int]:
 
 def labels_of(hints: object) -> dict[str, Label]:
     """Those labels of a request's hints that are looked at. Ghosts keep them, so no others."""
-    if not isinstance(hints, RequestHints) or not hints.labels:
-        return {}
+    if hints is None or not isinstance(hints, RequestHints) or not hints.labels:
+        return _NO_LABELS
     labels = hints.labels
     return {name: labels[name] for name in LABELS if name in labels}

@@ -19,16 +19,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.facts import Facts, labels_of, places_in_blocks
 from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
-from radixkv_policies.leaves import Ghosts, LeafPolicy, Piece
+from radixkv_policies.leaves import Ghosts, Heap, LeafPolicy, Piece, Place
 from radixkv_policies.policy import Handle
 
 COUNT_EVERY_S: Final = 1.0
@@ -48,7 +47,7 @@ _USES: Final = (1, 2, 3, 4, 6, 9, 14, 24, 48)
 _TURNS: Final = [1, 2, 3, 4, 5, 7, 10]
 _NEW_TOKENS: Final = (0, 512, 1_024, 1_536, 2_048, 4_096, 8_192, 16_384)
 _TOKENS: Final = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
-_PAUSES_S: Final = (0.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_PAUSES_S: Final = [0.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 """Before a turn; the first place: it opens a conversation."""
 
 _PLACE_OF_USES: Final = [bisect_left(_USES, num_uses) for num_uses in range(_USES[-1] + 2)]
@@ -246,8 +245,14 @@ def _features(key: _Key, kind: int) -> list[float]:
     return [*numbers, *products, *map(float, flags), *(float(kind == i) for i in range(1, MAX_TYPES + 1))]
 
 
-_Entry = tuple[Any, ...]
-"""Rank, when the use ended, a serial, the leaf, its class. The heap has the rank that counts."""
+class Ranked(Place):
+    """A leaf that ranks by its class's worth at its age, then by when its use ended (``second``)."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, node: Handle, key: float, second: float, serial: int, group: int) -> None:
+        super().__init__(node, key, second, serial)
+        self.group = group
 
 
 class Leaves:
@@ -259,66 +264,67 @@ class Leaves:
 
     def __init__(self, rank: Floats) -> None:
         self._rank = rank
-        self._entries: dict[Handle, _Entry] = {}
-        self._heap: list[_Entry] = []
-        self._ranked: tuple[int, list[_Entry]] | None = None
+        self._places: dict[Handle, Ranked] = {}
+        self._heap = Heap([])  # has the rank that counts; a place is the leaf's if it has its serial
+        self._ranked: tuple[int, list[Place]] | None = None
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._places)
 
     def __contains__(self, node: Handle) -> bool:
-        return node in self._entries
+        return node in self._places
 
     def add(self, node: Handle, group: int, ended_s: float, now_s: float) -> None:
         """A leaf that isn't in it."""
-        self._serial = serial = self._serial + 1
-        rank = self._rank.item(group, bisect_right(_EDGES_S, now_s - ended_s) - 1)
-        entry = self._entries[node] = (rank, ended_s, serial, node, group)
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [each for each in self._heap if self._is_valid(each)]
-            heapify(self._heap)
-        heappush(self._heap, entry)
+        self._serial += 1
+        rank: float = self._rank.item(group, bisect_right(_EDGES_S, now_s - ended_s) - 1)
+        place = self._places[node] = Ranked(node, rank, ended_s, self._serial, group)
+        if len(self._heap.places) > 2 * len(self._places) + 64:
+            for each in self._heap.places:
+                if not self._is_valid(each):
+                    each.node = None
+            self._heap.sweep()
+        self._heap.push(place)
 
     def discard(self, node: Handle) -> None:
         """A leaf that is in it."""
-        del self._entries[node]  # its place in the heap is skipped later
+        del self._places[node]  # its place in the heap is skipped later
 
     def first(self) -> Handle | None:
         """The leaf that comes first, or None."""
         if self._ranked is not None:
             self._take_up()
-        heap = self._heap
-        while heap:
-            if self._is_valid(heap[0]):
-                node: Handle = heap[0][3]
-                return node
-            heappop(heap)
+        places = self._heap.places
+        while places:
+            if self._is_valid(places[0]):
+                return places[0].node
+            self._heap.pop()
         return None
 
-    def _is_valid(self, entry: _Entry) -> bool:
-        found = self._entries.get(entry[3])
-        return found is not None and found[2] == entry[2]
+    def _is_valid(self, place: Place) -> bool:
+        found = self._places.get(place.node)
+        return found is not None and found.serial == place.serial
 
     def rank_anew(self, now_s: float, rank: Floats) -> None:
         """Rank all by their age. O(n log n)."""
         self._rank = rank
         upto = self._serial
-        entries = list(self._entries.values())
-        ended_s = np.array([entry[1] for entry in entries])
-        groups = np.array([entry[4] for entry in entries], np.int64)
-        ranks = ranks_at(rank, groups, now_s - ended_s).tolist()
-        heap = [(worth, *entry[1:]) for worth, entry in zip(ranks, entries, strict=True)]
-        heap.sort()
+        places = list(self._places.values())
+        ended_s = np.array([place.second for place in places])
+        groups = np.array([place.group for place in places], np.int64)
+        serials = np.array([place.serial for place in places], np.int64)
+        ranks = ranks_at(rank, groups, now_s - ended_s)
+        order, worth = np.lexsort((serials, ended_s, ranks)).tolist(), ranks.tolist()
+        heap = [Place(places[at].node, worth[at], places[at].second, places[at].serial) for at in order]
         self._ranked = upto, heap
 
     def _take_up(self) -> None:
         """Put the new ranks in the place of the old; who came meanwhile keeps the rank that it came with."""
         assert self._ranked is not None
-        upto, heap = self._ranked
-        self._ranked = None
-        for entry in reversed(self._entries.values()):  # in the order of their serials
-            if entry[2] <= upto:
+        upto, places = self._ranked
+        self._ranked, self._heap = None, Heap(places)
+        for place in reversed(self._places.values()):  # in the order of their serials
+            if place.serial <= upto:
                 break
-            heappush(heap, entry)
-        self._heap = heap
+            self._heap.push(place)

@@ -7,7 +7,7 @@ token.
 
 Departs from it in that only leaves go, so a block of low priority above one of high priority stays as long as that.
 
-State a node: four numbers a piece, an entry of a heap, another if its priority ends. Cost: O(log n).
+State a node: four numbers a piece, an entry of a queue, another if its priority ends. Cost: O(log n).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import DEFAULT_PRIORITY, RequestHints
-from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, Piece, State
+from radixkv_policies.leaves import Keys, LeafHeap, LeafPolicy, LeafQueue, Piece, State
 from radixkv_policies.policy import Handle
 
 
@@ -43,7 +43,8 @@ class Priority(LeafPolicy[Prioritised]):
 
     def begin(self) -> None:
         super().begin()
-        self._ranks = [LeafHeap() for _ in range(101)]
+        self._ranks = [LeafQueue() for _ in range(101)]
+        self._lowest = 0  # no leaf has a rank below it
         self._ends = LeafHeap()  # of those whose priority ends
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
@@ -81,6 +82,7 @@ class Priority(LeafPolicy[Prioritised]):
         is_over = piece.ends_s is not None and piece.ends_s <= self._clock()
         piece.rank = DEFAULT_PRIORITY if is_over else piece.priority
         self._ranks[piece.rank].add(node, piece.stamp)
+        self._lowest = min(self._lowest, piece.rank)
         if piece.ends_s is not None and not is_over:
             self._ends.add(node, piece.ends_s, piece.stamp)
 
@@ -92,10 +94,9 @@ class Priority(LeafPolicy[Prioritised]):
     def victim(self) -> Handle | None:
         if self._ends:
             self._end()
-        for leaves in self._ranks:
-            if leaves:
-                return leaves.first()
-        return None
+        while (node := self._ranks[self._lowest].first()) is None and self._lowest < 100:
+            self._lowest += 1
+        return node
 
     def _end(self) -> None:
         """Rank anew whose priority has ended."""
@@ -109,7 +110,7 @@ class Priority(LeafPolicy[Prioritised]):
 
     def _given(self, start: int, hints: object) -> tuple[int, float | None]:
         """Priority and duration of the block that begins after ``start`` blocks."""
-        if not isinstance(hints, RequestHints):
+        if hints is None or not isinstance(hints, RequestHints):
             return DEFAULT_PRIORITY, None
         token = start * self._block_size
         for given in reversed(hints.ranges):
@@ -120,7 +121,10 @@ class Priority(LeafPolicy[Prioritised]):
         return hints.priority, hints.duration_s
 
     def _pieces(self, num_blocks: int, depth: int, hints: object, keys: Keys) -> list[Prioritised]:
-        at, pieces = depth - num_blocks, []
+        at = depth - num_blocks
+        if hints is None:
+            return [self._new(at, num_blocks, hints, (), None)]
+        pieces = []
         for stop in [*self._cuts(at, depth, hints), depth]:
             pieces.append(self._new(at, stop - at, hints, (), None))
             at = stop

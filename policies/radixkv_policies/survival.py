@@ -50,9 +50,10 @@ _NEW_TOKENS: Final = (512, 1_024, 2_048, 8_192)
 class Class:
     """Blocks alike: how many were counted, how many of them returned, their chance; and the leaves of the class."""
 
-    __slots__ = ("chance", "is_placed", "leaves", "num_counted", "num_returned", "serial")
+    __slots__ = ("chance", "is_placed", "leaves", "num_counted", "num_returned", "number", "serial")
 
-    def __init__(self, prior_blocks: float) -> None:
+    def __init__(self, number: int, prior_blocks: float) -> None:
+        self.number = number
         self.num_counted, self.num_returned = prior_blocks, PRIOR * prior_blocks
         self.chance = PRIOR
         self.leaves = LeafHeap()
@@ -68,11 +69,11 @@ class Class:
 
 @mypyc_attr(acyclic=True)
 class Event:
-    """Blocks whose use ended, waiting for their horizon."""
+    """Blocks whose use ended, waiting for their horizon. ``group``: the number of their class."""
 
     __slots__ = ("ended_s", "group", "num_blocks", "num_returned")
 
-    def __init__(self, group: Class, ended_s: float) -> None:
+    def __init__(self, group: int, ended_s: float) -> None:
         self.group, self.ended_s = group, ended_s
         self.num_blocks = self.num_returned = 0
 
@@ -106,10 +107,11 @@ class Survival(LeafPolicy[Living]):
         super().begin()
         self._half_life = HalfLife()
         self._classes: dict[object, Class] = {}
+        self.classes: list[Class] = []  # pieces and events have numbers: the collector skips them
         self._events: deque[Event] = deque()
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._by_age = LeafHeap()  # the leaves of all classes
-        self._order: list[tuple[float, float, int, int, Class]] = []  # chance, first leaf, serial
+        self._order: list[tuple[float, float, float, int, Class]] = []  # chance, first leaf, serial
         self._to_place: list[Class] = []
         self._serial = 0
 
@@ -151,8 +153,8 @@ class Survival(LeafPolicy[Living]):
         piece.stamp = self.next_stamp()
         last = self._events[-1] if self._events else None
         group = self._class(piece)
-        if last is None or last.group is not group or last.ended_s != now_s:
-            last = Event(group, now_s)
+        if last is None or last.group != group.number or last.ended_s != now_s:
+            last = Event(group.number, now_s)
             self._events.append(last)
             self._count(now_s)
         last.num_blocks += piece.num_blocks
@@ -165,14 +167,14 @@ class Survival(LeafPolicy[Living]):
 
     def entered(self, node: Handle, piece: Living, depth: int) -> None:
         assert piece.event is not None
-        group = piece.event.group
+        group = self.classes[piece.event.group]
         group.leaves.add(node, piece.event.ended_s, piece.stamp)
         self._changed(group)
         self._by_age.add(node, piece.event.ended_s, piece.stamp)
 
     def left(self, node: Handle, piece: Living) -> None:
         assert piece.event is not None
-        group = piece.event.group
+        group = self.classes[piece.event.group]
         group.leaves.discard(node)
         self._changed(group)
         self._by_age.discard(node)
@@ -212,8 +214,8 @@ class Survival(LeafPolicy[Living]):
         facts, labels = piece.facts, piece.facts.labels
         place = bisect_left(_USES, piece.num_uses)
         known = facts.groups.get(place)
-        if isinstance(known, Class):
-            return known
+        if isinstance(known, int):
+            return self.classes[known]
         key: object = (
             place,
             bisect_left(_TURNS, facts.turn),
@@ -226,8 +228,11 @@ class Survival(LeafPolicy[Living]):
         if group is None:
             if len(self._classes) >= MAX_CLASSES:
                 key = None
-            group = self._classes.setdefault(key, Class(PRIOR_TOKENS / self._block_tokens))
-        facts.groups[place] = group
+            group = self._classes.get(key)
+        if group is None:
+            group = self._classes[key] = Class(len(self.classes), PRIOR_TOKENS / self._block_tokens)
+            self.classes.append(group)
+        facts.groups[place] = group.number
         return group
 
     def _returned(self, event: Event, num_blocks: int) -> None:
@@ -241,5 +246,6 @@ class Survival(LeafPolicy[Living]):
         events, until_s = self._events, now_s - self.horizon_s
         while events and (events[0].ended_s <= until_s or len(events) > MAX_EVENTS):
             event = events.popleft()
-            event.group.count(event.num_blocks, min(event.num_returned, event.num_blocks))
-            self._changed(event.group)
+            group = self.classes[event.group]
+            group.count(event.num_blocks, min(event.num_returned, event.num_blocks))
+            self._changed(group)

@@ -8,7 +8,7 @@ such blocks go first, the least recently used conversation's first; if there are
 Departs from it in that a leaf stands for a conversation, and its length is that of the last request that ended in or
 below it; and in that the new tokens of a turn are a running mean over requests, not known beforehand.
 
-State a node: two numbers a piece, an entry of a heap. Cost: O(log n).
+State a node: two numbers a piece, an entry of a queue. Cost: O(log n).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 OBJECTIVE_TOKENS: Final = 4_096
@@ -52,7 +52,7 @@ class TailLRU(LeafPolicy[Reaching]):
 
     def begin(self) -> None:
         super().begin()
-        self._spare, self._others = LeafHeap(), LeafHeap()
+        self._spare, self._others = LeafQueue(), LeafQueue()
         self._objective = round(OBJECTIVE_TOKENS / self._block_tokens)  # blocks
         self._new_blocks = 0.0
 

@@ -292,7 +292,8 @@ class SmallestChanceFirst(LastUseEndedFirst):
         event = policy.pieces(block.node)[-1].event
         assert event is not None
         since = self.life.clock.now - policy.horizon_s
-        chance = event.group.num_returned / event.group.num_counted if block.rank >= since else 0.0
+        group = policy.classes[event.group]
+        chance = group.num_returned / group.num_counted if block.rank >= since else 0.0
         return (chance, block.rank, block.stamp)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, find, settings
 
+from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
 from radixkv.clock import ManualClock
 from radixkv_policies import LFU, LRU, POLICIES, Policy
 from tests.policies.contract import Life, Reference, lives
@@ -102,3 +106,20 @@ def test_policies_are_instances_of_their_own_classes_only() -> None:
             type(policy) is kind for kind in POLICIES.values()
         ]
         assert isinstance(policy, Policy)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_a_policy_remembers_goes_with_its_cache(name: str) -> None:
+    """Pieces, compiled, are nothing that the collector looks into: a cycle through one would keep all for ever."""
+    clock = ManualClock()
+    cache = PrefixCache(CacheConfig(num_blocks=80, policy=name), clock=clock)
+    cache.add_tenant(Tenant("t"))
+    for number in range(4):
+        with cache.open(Namespace("t", "m"), np.arange(1_024) + 5_000 * (number % 3)) as sequence:
+            sequence.commit(1_024)
+        clock.advance(1.0)
+    assert cache.stats().evicted_blocks
+    seen = weakref.ref(clock)
+    del cache, sequence, clock
+    gc.collect()
+    assert seen() is None
