@@ -35,7 +35,7 @@ Floats: TypeAlias = NDArray[np.float64]
 NUM_BINS: Final = 25
 MAX_ROWS: Final = 32_768
 MAX_CLASSES: Final = 4_096
-NUM_FEATURES: Final = 29
+NUM_FEATURES: Final = 30
 """Features of a class, about −1 … 1."""
 
 HALF_LIFE_S: Final = 3_600.0
@@ -65,7 +65,9 @@ levels and weights would go another way, and not come back after a sudden change
 """
 
 Entry = tuple[int, float, int, float]
-"""A use ended: (its number, when, class ≥ 0, weight). It returned: (its number, when, −1, weight)."""
+"""A use ended: (its number, when, class ≥ 0, weight > 0). It returned: (its number, when, −1, weight). It is of another
+class from now on: (its number, when, class, 0).
+"""
 
 
 class HazardModel:
@@ -176,6 +178,9 @@ class _Rows:
         if group < 0:
             if place is not None:
                 self._split(place, number, at_s, min(weight, float(self._weight[place])))
+        elif weight == 0:
+            if place is not None:
+                self._class[place] = group
         elif place is None:
             self._place_of[number] = self._put(number, at_s, group, weight, NUM_BINS, 0)
         else:
