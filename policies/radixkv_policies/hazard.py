@@ -145,7 +145,7 @@ class HazardModel:
         curve[np.diag_indices(NUM_BINS + flat)] += ridge + np.append(weight.sum(axis=0), np.zeros(flat))
         held = np.append(self._level - self._prior, self._weights)
         slope = np.append(excess.sum(axis=0), _product(features, excess) @ basis) - ridge * held
-        step = np.linalg.solve(curve, slope)
+        step = _solved(curve, slope)
         step *= MAX_STEP / max(float(np.abs(step).max()), MAX_STEP)
         self._level = self._level + step[:NUM_BINS]
         self._weights = self._weights + step[NUM_BINS:].reshape(NUM_FEATURES, 3)
@@ -252,6 +252,19 @@ def _corrected(hazard: Floats, at_risk: Floats, returned: Floats) -> Floats:
 def _product(one: Floats, other: Floats) -> Floats:
     """``oneᵀ other``, without BLAS, which would take all cores for it."""
     return np.asarray(np.einsum("ck,cl->kl", one, other))
+
+
+def _solved(curve: Floats, slope: Floats) -> Floats:
+    """``x`` of ``curve @ x = slope``, symmetric and positive definite, by elimination: without BLAS too."""
+    size = len(slope)
+    rows = np.column_stack((curve, slope))
+    for at in range(size):
+        rows[at] /= rows[at, at]
+        rows[at + 1 :, at:] -= rows[at + 1 :, at, None] * rows[at, at:]
+    found = rows[:, size]
+    for at in range(size - 1, 0, -1):
+        found[:at] -= rows[:at, at] * found[at]
+    return np.asarray(found)
 
 
 def _sigmoid(logits: Floats) -> Floats:

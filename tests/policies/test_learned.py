@@ -16,6 +16,7 @@ from radixkv_policies.hazard import (
     NUM_FEATURES,
     Floats,
     HazardModel,
+    _solved,
 )
 from radixkv_policies.learned import LEARNED_GHOSTS, MAX_SESSIONS, Leaves
 from radixkv_policies.policy import Handle
@@ -189,6 +190,17 @@ def test_the_model_settles_however_far_it_has_to_go() -> None:
         model.update(0.0, fit=True)
     misplaced = np.abs(model.at_risk * model._modelled(model._features) - model.returned).sum()
     assert misplaced < 0.01 * model.at_risk.sum()
+
+
+def test_a_step_solves_its_equations() -> None:
+    """As LAPACK does, which would take all cores for it."""
+    rng = np.random.default_rng(2)
+    for size in (1, 2, 115):
+        some = rng.normal(size=(size, 2 * size))
+        curve, slope = some @ some.T + np.eye(size), rng.normal(size=size)
+        np.testing.assert_allclose(
+            _solved(curve, slope), np.linalg.solve(curve, slope), rtol=1e-9, atol=1e-12
+        )
 
 
 def test_nothing_learned_is_lru() -> None:
