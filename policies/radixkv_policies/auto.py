@@ -10,13 +10,15 @@ the tenant's blocks. What a segment is worth to a candidate is read off its live
 outlive eviction. Shadows ignore that only leaves can go.
 
 The best takes over if, among the samples that only one of the two hit, lately (decayed with ``HALF_LIFE_S``), it
-has more than its share by ``MARGIN`` standard deviations and ``MIN_GAIN`` of all hits.
+has more than its share by ``MARGIN`` standard deviations and by ``MIN_GAIN`` of all hits, or of all misses where those
+are fewer. Segments of a request return together or not at all, so what a request hits in a row is one chance, not many.
 
 An adversary can feed one policy and then starve it. What that costs is bounded by a *debt*: the hits that the shadow of
 ``lru`` had more, over the whole run, than those of whoever was in charge. Once it exceeds ``MAX_LOSS`` of all uses
-(and ``FREE_LOSS`` hits), ``lru`` is in charge until half of that is allowed again. So in shadow hits nobody can
-press it further below LRU than that and what one interval between two decisions costs. The bound is the shadows':
-they ignore that only leaves can go, and that a cache under a new policy first has to fill with what that one keeps.
+(and ``FREE_LOSS`` hits), ``lru`` is in charge until the debt is below ``RELEASE`` of that and another one wins again.
+So in shadow hits nobody can press it further below LRU than that and what one interval between two decisions costs.
+The bound is the shadows': they ignore that only leaves can go, and that a cache under a new policy first has to fill
+with what that one keeps.
 
 State: that of the three, and ``MAX_SHADOW`` segments a shadow. Cost: those of the three, and an entry of a
 log a sampled segment; the shadows live in ``maintain``.
@@ -40,7 +42,7 @@ MAX_SHADOW: Final = 1_024
 """Segments that a shadow holds."""
 
 HALF_LIFE_S: Final = 600.0
-MARGIN: Final = 3.0
+MARGIN: Final = 1.5
 MIN_GAIN: Final = 0.03
 
 MAX_LOSS: Final = 0.002
@@ -48,6 +50,11 @@ MAX_LOSS: Final = 0.002
 
 FREE_LOSS: Final = 32
 """Sampled hits that may be lost before."""
+
+RELEASE: Final = 0.9
+"""Of the allowed debt. As ``lru`` pays nothing back, only time does: at a half, who lost it in its first minutes waited
+most of an hour.
+"""
 
 DECIDE_EVERY_S: Final = 5.0
 RANK_EVERY_S: Final = 2.0
@@ -60,8 +67,10 @@ _P = TypeVar("_P", bound=Policy)
 _LRU: Final = 2
 """Its place among the candidates."""
 
-_Sample = tuple[int, float, int, float]
-"""A segment whose use ended: key, the score of ``lrfu``, class of ``learned``, when."""
+_Sample = tuple[int, float | None, int, float]
+"""A segment whose use ended: key, the score of ``lrfu``, class of ``learned``, when. Without a score: it is of another
+class from now on.
+"""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -105,7 +114,12 @@ class Auto(Policy):
         self._learned.touched(nodes)
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
-        return self._learned.opened(nodes, num_blocks, hints)
+        opened = self._learned.opened(nodes, num_blocks, hints)
+        for piece in self._learned.moved:
+            for key in piece.keys:
+                if key % 2**_SAMPLE_BITS < self._below:
+                    self._log.append((key, None, piece.group, piece.ended_s))
+        return opened
 
     def inserted(
         self,
@@ -200,8 +214,10 @@ class _Shadows:
         self._by_rank, self._by_score = Leaves(learned.rank), LeafHeap()
         self._ranked_s = 0.0
         self._by_age: OrderedDict[Handle, None] = OrderedDict()
-        self._num_hits = [0.0, 0.0, 0.0]
+        self._num_hits, self._num_lately = [0.0, 0.0, 0.0], 0.0
         self._only = [[0.0] * 3 for _ in range(3)]  # hits of the one that the other missed
+        self._spread = [[0.0] * 3 for _ in range(3)]  # their variance, in requests that hit as one
+        self._run: tuple[float, tuple[bool, ...], int] = (0.0, (), 0)  # when, who hit, how many in a row
         self._lately = [0, 0, 0]  # hits since the last decision
         self.num_uses, self.debt = 0, 0
 
@@ -209,13 +225,19 @@ class _Shadows:
         """Take what was noted, in order."""
         for _ in range(len(log)):
             key, score, group, ended_s = log.popleft()
+            if score is None:
+                if key in self._by_rank:
+                    self._by_rank.discard(key)
+                    self._by_rank.add(key, group, ended_s, max(ended_s, self._ranked_s))
+                continue
             if ended_s - self._ranked_s >= RANK_EVERY_S:
                 self._by_rank.rank_anew(ended_s, self._learned.rank)
                 self._ranked_s = ended_s
             hits = (key in self._by_rank, key in self._by_score, key in self._by_age)
             self.num_uses += 1
+            self._num_lately += 1
             if any(hits):
-                self._count(hits)
+                self._count(ended_s, hits)
             self._enter(key, score, group, ended_s, hits)
             while len(self._by_rank) > capacity:
                 self._by_rank.discard(self._by_rank.first())
@@ -234,7 +256,10 @@ class _Shadows:
         self._by_age[key] = None
         self._by_age.move_to_end(key)
 
-    def _count(self, hits: tuple[bool, ...]) -> None:
+    def _count(self, ended_s: float, hits: tuple[bool, ...]) -> None:
+        last_s, last, num = self._run
+        num = num + 1 if (last_s, last) == (ended_s, hits) else 1
+        self._run = ended_s, hits, num
         for one in range(3):
             if hits[one]:
                 self._num_hits[one] += 1
@@ -242,6 +267,7 @@ class _Shadows:
                 for other in range(3):
                     if not hits[other]:
                         self._only[one][other] += 1
+                        self._spread[one][other] += 2 * num - 1  # num² for all of the row
 
     @property
     def allowed(self) -> float:
@@ -253,13 +279,14 @@ class _Shadows:
         self.debt += self._lately[_LRU] - self._lately[current]
         best = max(range(3), key=lambda one: (self._num_hits[one], one == current))
         ahead, behind = self._only[best][current], self._only[current][best]
-        wins = (
-            ahead - behind > MARGIN * sqrt(ahead + behind)
-            and ahead - behind > MIN_GAIN * self._num_hits[current]
-        )
+        fewer = min(self._num_hits[current], self._num_lately - self._num_hits[current])
+        spread = sqrt(self._spread[best][current] + self._spread[current][best])
+        wins = ahead - behind > MARGIN * spread and ahead - behind > MIN_GAIN * fewer
         self._num_hits = [hits * kept for hits in self._num_hits]
+        self._num_lately *= kept
         self._only = [[hits * kept for hits in row] for row in self._only]
+        self._spread = [[each * kept for each in row] for row in self._spread]
         self._lately = [0, 0, 0]
-        if self.debt > (self.allowed / 2 if current == _LRU else self.allowed):
+        if self.debt > self.allowed * (RELEASE if current == _LRU else 1.0):
             return _LRU
         return best if wins else current

@@ -18,6 +18,7 @@ from typing import Final
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
+from radixkv_policies.policy import Handle
 
 LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending")
 """Labels that policies look at."""
@@ -28,15 +29,18 @@ _NO_LABELS: Final[dict[str, Label]] = {}
 @mypyc_attr(acyclic=True)
 class Facts:
     """A request. ``end``: blocks so far. ``num_new``: those nobody had sent before. ``turn``: from 1.
-    ``groups``: for a policy to note what it makes of them.
+    ``superseded``: the conversation went on, but not from its end. ``leaf``: the evictable leaf that ends with what it
+    used last, if there is one. ``groups``: for a policy to note what it makes of them.
     """
 
-    __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "num_new", "number")
+    __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "leaf", "num_new", "number", "superseded")
 
     def __init__(self, labels: dict[str, Label], slack: int) -> None:
         self.labels, self._slack = labels, slack
         self.end, self.num_new, self.number, self.gap_s = 0, 0, 1, 0.0
         self.groups: dict[int, object] = {}
+        self.leaf: Handle | None = None
+        self.superseded = False
 
     def found(self, end: int, earlier: Facts, gap_s: float) -> None:
         """Blocks up to ``end`` were last used by ``earlier``, ``gap_s`` ago; told shallowest first."""
@@ -51,6 +55,17 @@ class Facts:
             if ours is not None and theirs is not None:
                 return ours == theirs
         return is_its_end
+
+    def supersedes(self, earlier: Facts, depth: int, num_uses: int) -> bool:
+        """Whether this request goes on where the conversation of ``earlier`` was before it: an answer was asked for
+        again, or a question put in other words. They part at ``depth``, behind blocks that were used ``num_uses``
+        times by then: no oftener than that conversation has turns, so by nobody else.
+
+        Where a request says its session, that tells better.
+        """
+        if earlier is self or "session" in self.labels:
+            return False
+        return earlier.end - depth > self._slack and num_uses <= earlier.number
 
     def computed(self, num_blocks: int, end: int) -> None:
         """New blocks, up to ``end``."""

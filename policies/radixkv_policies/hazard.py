@@ -35,7 +35,7 @@ Floats: TypeAlias = NDArray[np.float64]
 NUM_BINS: Final = 25
 MAX_ROWS: Final = 32_768
 MAX_CLASSES: Final = 4_096
-NUM_FEATURES: Final = 29
+NUM_FEATURES: Final = 30
 """Features of a class, about −1 … 1."""
 
 HALF_LIFE_S: Final = 3_600.0
@@ -65,7 +65,9 @@ levels and weights would go another way, and not come back after a sudden change
 """
 
 Entry = tuple[int, float, int, float]
-"""A use ended: (its number, when, class ≥ 0, weight). It returned: (its number, when, −1, weight)."""
+"""A use ended: (its number, when, class ≥ 0, weight > 0). It returned: (its number, when, −1, weight). It is of another
+class from now on: (its number, when, class, 0).
+"""
 
 
 class HazardModel:
@@ -143,7 +145,7 @@ class HazardModel:
         curve[np.diag_indices(NUM_BINS + flat)] += ridge + np.append(weight.sum(axis=0), np.zeros(flat))
         held = np.append(self._level - self._prior, self._weights)
         slope = np.append(excess.sum(axis=0), _product(features, excess) @ basis) - ridge * held
-        step = np.linalg.solve(curve, slope)
+        step = _solved(curve, slope)
         step *= MAX_STEP / max(float(np.abs(step).max()), MAX_STEP)
         self._level = self._level + step[:NUM_BINS]
         self._weights = self._weights + step[NUM_BINS:].reshape(NUM_FEATURES, 3)
@@ -176,6 +178,9 @@ class _Rows:
         if group < 0:
             if place is not None:
                 self._split(place, number, at_s, min(weight, float(self._weight[place])))
+        elif weight == 0:
+            if place is not None:
+                self._class[place] = group
         elif place is None:
             self._place_of[number] = self._put(number, at_s, group, weight, NUM_BINS, 0)
         else:
@@ -247,6 +252,19 @@ def _corrected(hazard: Floats, at_risk: Floats, returned: Floats) -> Floats:
 def _product(one: Floats, other: Floats) -> Floats:
     """``oneᵀ other``, without BLAS, which would take all cores for it."""
     return np.asarray(np.einsum("ck,cl->kl", one, other))
+
+
+def _solved(curve: Floats, slope: Floats) -> Floats:
+    """``x`` of ``curve @ x = slope``, symmetric and positive definite, by elimination: without BLAS too."""
+    size = len(slope)
+    rows = np.column_stack((curve, slope))
+    for at in range(size):
+        rows[at] /= rows[at, at]
+        rows[at + 1 :, at:] -= rows[at + 1 :, at, None] * rows[at, at:]
+    found = rows[:, size]
+    for at in range(size - 1, 0, -1):
+        found[:at] -= rows[:at, at] * found[at]
+    return np.asarray(found)
 
 
 def _sigmoid(logits: Floats) -> Floats:

@@ -2,7 +2,8 @@
 
 When a use ends, its blocks get a class by what the cache itself saw: how often they were used, the turn of the
 conversation and how long it had paused, how many tokens of the request nobody had sent before, its length; and by the
-labels, if there are any. ``hazard`` learns of each class when it returns, from the cache's own past, ghosts included,
+labels, if there are any. Once the conversation went on elsewhere (``Facts.superseded``) what it left behind is of
+another class. ``hazard`` learns of each class when it returns, from the cache's own past, ghosts included,
 and ranks it at each age by the hits a block-second that keeping it yields. The lowest rank goes. Ranks change with
 age, each class in its own way (a conversation returns after a minute or not at all), so ``maintain`` ranks all
 leaves anew, about once a second; one that comes meanwhile is ranked at once and stands where it belongs.
@@ -11,13 +12,14 @@ Nothing is trained beforehand, no label is needed, nothing is drawn at random. S
 works and where it loses.
 
 State a node: six values a piece, an entry of a heap; a tenant: the model's 6 MB, and at least 32,768 ghosts, 3 MB when
-full. Cost: O(log n) a hook. Learning and ranking anew, O(leaves), are in ``maintain``.
+full, and 8,192 labelled sessions, 5 MB when full. Cost: O(log n) a hook; O(nodes of a path) to leave one behind.
+Learning and ranking anew, O(leaves), are in ``maintain``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import count
 from typing import ClassVar, Final
@@ -37,11 +39,14 @@ FIT_SHARE: Final = 0.03
 LEARNED_GHOSTS: Final = 32_768
 """At least so many, even of a small cache: what returns after its ghost is gone is taken for what didn't."""
 
+MAX_SESSIONS: Final = 8_192
+"""Labelled sessions whose last request is known."""
+
 MAX_TYPES: Final = 7
 """Types of requests that the model tells apart, by their label."""
 
-_Key = tuple[int, int, int, int, int, object, bool, bool]
-"""Of a class: places of uses, turn, new tokens, length, pause; type, session over, tool pending."""
+_Key = tuple[int, int, int, int, int, bool, object, bool, bool]
+"""Of a class: places of uses, turn, new tokens, length, pause; superseded, type, session over, tool pending."""
 
 _USES: Final = (1, 2, 3, 4, 6, 9, 14, 24, 48)
 _TURNS: Final = [1, 2, 3, 4, 5, 7, 10]
@@ -84,6 +89,8 @@ class Learned(LeafPolicy[Returning]):
         self._model = HazardModel()
         self._groups: dict[object, int] = {}
         self._types: dict[object, int] = {None: 0}
+        self._sessions: OrderedDict[object, Facts] = OrderedDict()
+        self.moved: list[Returning] = []  # what the request that was opened last superseded
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
@@ -98,13 +105,20 @@ class Learned(LeafPolicy[Returning]):
 
     def opened(self, nodes: Sequence[Handle], num_blocks: int, hints: object) -> object:
         facts = Facts(labels_of(hints), self._segment_blocks)
+        left_behind = self._before(facts)
         if nodes:
             state = self._states[nodes[-1]]
             last = state.pieces[-1]
-            facts.found(state.depth, last.facts, self._clock() - last.ended_s)
+            earlier = last.facts
+            facts.found(state.depth, earlier, self._clock() - last.ended_s)
+            if facts.supersedes(earlier, state.depth, last.num_uses - 1):
+                left_behind = earlier
             for node in nodes:
                 for piece in self._states[node].pieces:
                     piece.facts = facts
+        self.moved.clear()
+        if left_behind is not None:
+            self._supersede(left_behind)
         return facts
 
     def made(self, start: int, num_blocks: int, hints: object, memory: object) -> Returning:
@@ -135,11 +149,7 @@ class Learned(LeafPolicy[Returning]):
     def ended(self, piece: Returning) -> None:
         now_s = piece.ended_s = self._now_s
         facts = piece.facts
-        place = _PLACE_OF_USES[piece.num_uses] if piece.num_uses <= _USES[-1] else len(_USES)
-        group = facts.groups.get(place)
-        if not isinstance(group, int):
-            group = facts.groups[place] = self._group(place, facts)
-        piece.group = group
+        group = piece.group = self._group_of(piece)
         if facts is not self._last_facts or group != self._last_group or now_s != self._last_s:
             self._last_facts, self._last_group, self._last_s = facts, group, now_s
             self._last_number = next(self._numbers)
@@ -156,9 +166,11 @@ class Learned(LeafPolicy[Returning]):
 
     def entered(self, node: Handle, piece: Returning, depth: int) -> None:
         self._leaves.add(node, piece.group, piece.ended_s, self._clock())
+        piece.facts.leaf = node
 
     def left(self, node: Handle, piece: Returning) -> None:
         self._leaves.discard(node)
+        piece.facts.leaf = None
 
     def victim(self) -> Handle | None:
         return self._leaves.first()
@@ -177,7 +189,48 @@ class Learned(LeafPolicy[Returning]):
             self._model.update(now_s, fit=fit)
             self._leaves.rank_anew(now_s, self._model.rank)
 
+    # --- conversations that went on elsewhere
+
+    def _before(self, facts: Facts) -> Facts | None:
+        """The request before this one in its labelled session, whose last it is from now on."""
+        session = facts.labels.get("session") if facts.labels else None
+        if session is None:
+            return None
+        before = self._sessions.pop(session, None)
+        self._sessions[session] = facts
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return before
+
+    def _supersede(self, facts: Facts) -> None:
+        """What a request used last, and no later one, is of another class from now on."""
+        if facts.superseded:
+            return
+        facts.superseded = True
+        facts.groups.clear()
+        now_s, node = self._clock(), facts.leaf
+        while node is not None:
+            state = self._states[node]
+            theirs = [piece for piece in state.pieces if piece.facts is facts and piece.number >= 0]
+            for piece in theirs:
+                piece.group = self._group_of(piece)
+                self._model.log.append((piece.number, now_s, piece.group, 0.0))
+            if node is facts.leaf:
+                self._leaves.discard(node)
+                self._leaves.add(node, state.pieces[-1].group, state.pieces[-1].ended_s, now_s)
+            self.moved += theirs
+            node = state.parent if theirs else None
+
     # --- classes
+
+    def _group_of(self, piece: Returning) -> int:
+        """The class of a piece as it is now."""
+        facts = piece.facts
+        place = _PLACE_OF_USES[piece.num_uses] if piece.num_uses <= _USES[-1] else len(_USES)
+        group = facts.groups.get(place)
+        if not isinstance(group, int):
+            group = facts.groups[place] = self._group(place, facts)
+        return group
 
     def _describe_classes(self) -> None:
         """Tell the model what it sees of the classes that are new."""
@@ -185,19 +238,21 @@ class Learned(LeafPolicy[Returning]):
         while self._undescribed:
             group, key = self._undescribed.popleft()
             if len(types) <= MAX_TYPES:
-                types.setdefault(key[5], len(types))
-            self._model.describe(group, _features(key, types.get(key[5], 0)))
+                types.setdefault(key[6], len(types))
+            self._model.describe(group, _features(key, types.get(key[6], 0)))
 
     def _group(self, place: int, facts: Facts) -> int:
         """The class of what a request used; ``place``: of its number of uses."""
         labels = facts.labels
         turn, new = _place(_TURNS, facts.turn), _place(self._new_blocks, facts.num_new)
         length, pause = _place(self._num_blocks, facts.end), bisect_left(_PAUSES_S, facts.gap_s)
-        places = (((place << 4 | turn) << 4 | new) << 4 | length) << 4 | pause
+        places = ((((place << 4 | turn) << 4 | new) << 4 | length) << 4 | pause) << 1 | facts.superseded
         if not labels:
             group = self._groups.get(places)
             return (
-                self._new_group(places, (place, turn, new, length, pause, None, False, False))
+                self._new_group(
+                    places, (place, turn, new, length, pause, facts.superseded, None, False, False)
+                )
                 if group is None
                 else group
             )
@@ -209,7 +264,9 @@ class Learned(LeafPolicy[Returning]):
         labelled = places, kind, is_over, is_pending
         group = self._groups.get(labelled)
         if group is None:
-            return self._new_group(labelled, (place, turn, new, length, pause, kind, is_over, is_pending))
+            return self._new_group(
+                labelled, (place, turn, new, length, pause, facts.superseded, kind, is_over, is_pending)
+            )
         return group
 
     def _new_group(self, name: object, key: _Key) -> int:
@@ -233,7 +290,7 @@ def _place(edges: list[int], number: int) -> int:
 
 def _features(key: _Key, kind: int) -> list[float]:
     """What the model sees of a class; ``kind``: the number of its type, 0 for none."""
-    uses, turn, new, length, pause, _, is_over, is_pending = key
+    uses, turn, new, length, pause, superseded, _, is_over, is_pending = key
     u, t, n, s = (
         2 * place / len(places) - 1
         for place, places in ((uses, _USES), (turn, _TURNS), (new, _NEW_TOKENS), (length, _TOKENS))
@@ -241,7 +298,7 @@ def _features(key: _Key, kind: int) -> list[float]:
     p = 2 * (pause - 1) / (len(_PAUSES_S) - 1) - 1 if pause else 0.0
     numbers = [u, t, n, s, p, u * u, t * t, n * n, s * s, p * p]
     products = [u * t, u * n, t * n, n * s, u * s, t * s]
-    flags = [uses == 0, turn == 0, new == 0, pause == 0, is_over, is_pending]
+    flags = [uses == 0, turn == 0, new == 0, pause == 0, superseded, is_over, is_pending]
     return [*numbers, *products, *map(float, flags), *(float(kind == i) for i in range(1, MAX_TYPES + 1))]
 
 

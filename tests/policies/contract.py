@@ -36,7 +36,7 @@ lives = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 40), st.integers(1
 
 HINTS = (
     None,
-    RequestHints(labels={"type": "chat", "turn": 2}),
+    RequestHints(labels={"type": "chat", "turn": 2, "session": "s"}),
     RequestHints(labels={"type": "agent", "tool_pending": True}, priority=80, duration_s=5.0),
     RequestHints(labels={"session_over": True}, priority=10),
     RequestHints(ranges=(TokenRange(0, 4, 100), TokenRange(4, 9, 5, 2.5)), priority=50),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+
+import numpy as np
+import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.clock import ManualClock
-from radixkv_policies.auto import FREE_LOSS, MAX_LOSS, Auto
+from radixkv_policies import Learned, RequestHints
+from radixkv_policies.auto import FREE_LOSS, MAX_LOSS, RELEASE, Auto, _Shadows
 
 NS = Namespace("a", "m")
 
@@ -80,3 +85,51 @@ def test_an_adversary_is_paid_no_more_than_the_allowance() -> None:
     audit.check(cache)
     num_uses, debt = _shadow_hits(cache._tenants["a"].policy)  # type: ignore[arg-type]
     assert num_uses > 3_000 and debt <= MAX_LOSS * num_uses + FREE_LOSS + 60
+
+
+def _ahead(shadows: _Shadows, times: list[float]) -> None:
+    """``learned`` hits what nobody else does, a segment at each time."""
+    for time_s in times:
+        shadows.num_uses += 1
+        shadows._num_lately += 1
+        shadows._count(time_s, (True, False, False))
+
+
+@pytest.mark.parametrize(("times", "said"), [([1.0] * 40, 2), ([float(i) for i in range(40)], 0)])
+def test_what_a_request_hits_is_one_chance(times: list[float], said: int) -> None:
+    """Forty segments of one request are no evidence; those of forty requests are."""
+    shadows = _Shadows(Learned(100, ManualClock(), 0))
+    _ahead(shadows, times)
+    assert shadows.decide(2, 1.0) == said
+
+
+def test_who_lost_the_allowance_gets_the_lead_back() -> None:
+    """Not before a part of it is allowed again, and only who wins."""
+    shadows = _Shadows(Learned(100, ManualClock(), 0))
+    shadows.debt = FREE_LOSS + 1
+    _ahead(shadows, [float(i) for i in range(40)])
+    assert shadows.decide(2, 1.0) == 2
+    shadows.num_uses = round((shadows.debt / RELEASE - FREE_LOSS) / MAX_LOSS) + 1
+    assert shadows.debt <= RELEASE * shadows.allowed
+    assert shadows.decide(2, 1.0) == 0
+    assert shadows.decide(2, 0.0) == 0 and shadows.decide(2, 1.0) == 2
+
+
+def test_a_shadow_hears_of_what_was_left_behind() -> None:
+    """A session goes on elsewhere: in the shadow of ``learned`` too its last request is worth what its new class is."""
+    clock = ManualClock()
+    policy = Auto(1_000, clock, 0)
+    for number, node in enumerate(("a1", "b1", "a2")):
+        clock.advance(10.0)
+        hints = policy.opened([], 3, RequestHints(labels={"session": node[0]}))
+        policy.inserted(node, 3, 3, hints, range(10 * number, 10 * number + 3))
+        policy.unleased(node)
+    left, kept = (policy._learned.pieces(node)[-1] for node in ("a1", "b1"))
+    rank = np.ones_like(policy._learned.rank)
+    rank[left.group] = 0.0
+    policy._learned._model.rank = rank
+    shadows = _Shadows(policy._learned)
+    shadows.replay(deque(policy._log), 7)
+    assert left.group != kept.group
+    assert not any(key in shadows._by_rank for key in left.keys[:2])
+    assert all(key in shadows._by_rank for key in kept.keys)

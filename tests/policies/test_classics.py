@@ -432,7 +432,7 @@ class FewestHitsFirst(LastUseEndedFirst):
         before, self.places = self.places, {}
         for leaf in sorted(leaves, key=lambda leaf: leaf.stamp):
             piece = policy.pieces(leaf.node)[-1]
-            came, age_s = (piece, piece.ended_s), now_s - piece.ended_s
+            came, age_s = (piece, piece.ended_s, piece.group), now_s - piece.ended_s
             if came in before:
                 worth, _, place = before[came]
             else:
@@ -445,7 +445,7 @@ class FewestHitsFirst(LastUseEndedFirst):
     def key(self, block: Block) -> tuple[float, ...]:
         """Its place."""
         piece = self.policy().pieces(block.node)[-1]
-        return self.places[piece, piece.ended_s]
+        return self.places[piece, piece.ended_s, piece.group]
 
 
 class TestLearned(PolicyContract):

@@ -53,3 +53,23 @@ def test_only_labels_that_are_looked_at_are_kept() -> None:
     }
     assert labels_of(RequestHints(labels=known | {"prompt": "x" * 10_000})) == known
     assert labels_of(RequestHints(labels={"prompt": "x"})) == labels_of(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("labels", "depth", "num_uses", "said"),
+    [
+        ({}, 5, 2, True),
+        ({}, 5, 3, False),
+        ({}, 9, 2, False),
+        ({"session": "a"}, 5, 2, False),
+    ],
+)
+def test_a_question_in_other_words_supersedes(
+    labels: dict[str, Label], depth: int, num_uses: int, said: bool
+) -> None:
+    """It parts from a second turn before its end, behind blocks that nobody else used; a session tells better."""
+    first, second, third = Facts({}, 0), Facts({}, 0), Facts(labels, 0)
+    first.computed(5, 5)
+    second.found(5, first, 60.0)
+    second.computed(4, 9)
+    assert third.supersedes(second, depth, num_uses) is said

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.clock import ManualClock
-from radixkv_policies import Learned
+from radixkv_policies import Learned, RequestHints
 from radixkv_policies.hazard import (
     EDGES_S,
     MAX_ROWS,
@@ -16,8 +16,9 @@ from radixkv_policies.hazard import (
     NUM_FEATURES,
     Floats,
     HazardModel,
+    _solved,
 )
-from radixkv_policies.learned import LEARNED_GHOSTS, Leaves
+from radixkv_policies.learned import LEARNED_GHOSTS, MAX_SESSIONS, Leaves
 from radixkv_policies.policy import Handle
 
 
@@ -123,6 +124,24 @@ def test_hits_and_survivors_are_counted_together() -> None:
     assert model.at_risk[group, hit + 1] == 6 and model.returned.sum() == 4
 
 
+def test_what_is_of_another_class_counts_there_from_then_on() -> None:
+    """Ten uses of one class that are of another after 3 s: bins that had passed stay where they were counted."""
+    model = HazardModel()
+    before, after = model.add_class(), model.add_class()
+    for number in range(10):
+        model.log.append((number, 0.0, before, 1.0))
+    passed = int(np.searchsorted(EDGES_S, 3.0, "right")) - 1
+    model.update(3.0, fit=False)
+    for number in range(10):
+        model.log.append((number, 3.0, after, 0.0))
+    model.log.append((0, 4.0, -1, 1.0))
+    model.log.append((99, 4.0, before, 0.0))  # nobody knows that use any more
+    model.update(100.0, fit=False)
+    assert model.at_risk[before, :passed].tolist() == [10.0] * passed
+    assert model.at_risk[before, passed:].sum() == model.at_risk[after, :passed].sum() == 0
+    assert model.at_risk[after, passed] == 10 and model.returned[after].sum() == 1
+
+
 def test_a_class_that_returns_outranks_one_that_does_not() -> None:
     """After a while."""
     model = HazardModel()
@@ -173,9 +192,73 @@ def test_the_model_settles_however_far_it_has_to_go() -> None:
     assert misplaced < 0.01 * model.at_risk.sum()
 
 
+def test_a_step_solves_its_equations() -> None:
+    """As LAPACK does, which would take all cores for it."""
+    rng = np.random.default_rng(2)
+    for size in (1, 2, 115):
+        some = rng.normal(size=(size, 2 * size))
+        curve, slope = some @ some.T + np.eye(size), rng.normal(size=size)
+        np.testing.assert_allclose(
+            _solved(curve, slope), np.linalg.solve(curve, slope), rtol=1e-9, atol=1e-12
+        )
+
+
 def test_nothing_learned_is_lru() -> None:
     """The prior rank falls with age."""
     assert (np.diff(HazardModel().rank[0]) <= 0).all() and NUM_BINS == 25
+
+
+def _asked(
+    policy: Learned, clock: ManualClock, node: str, depth: int, labels: dict[str, str | int | bool]
+) -> None:
+    """A request of ``depth`` blocks that begins with nothing known."""
+    clock.advance(10.0)
+    hints = policy.opened([], depth, RequestHints(labels=labels))
+    policy.inserted(node, depth, depth, hints, range(100 * len(policy), 100 * len(policy) + depth))
+    policy.unleased(node)
+
+
+def test_a_session_that_goes_on_elsewhere_leaves_its_last_request_behind() -> None:
+    """It is of another class, and so is not the last request of any other session."""
+    clock = ManualClock()
+    policy = Learned(1_000, clock, 0)
+    for node, session in (("a1", "a"), ("b1", "b")):
+        _asked(policy, clock, node, 5, {"session": session})
+    before = {node: policy.pieces(node)[-1].group for node in ("a1", "b1")}
+    _asked(policy, clock, "a2", 5, {"session": "a"})
+    assert policy.pieces("a1")[-1].group != before["a1"]
+    assert policy.pieces("b1")[-1].group == before["b1"] == policy.pieces("a2")[-1].group
+    assert [piece.facts.superseded for node in ("a1", "b1", "a2") for piece in policy.pieces(node)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_sessions_that_end_elsewhere_are_learned_to_be_dead() -> None:
+    """Sessions come back from their beginning, again and again: what they leave behind ranks lowest."""
+    clock = ManualClock()
+    policy = Learned(100_000, clock, 0)
+    for number in range(1_500):
+        _asked(policy, clock, f"{number}", 8, {"session": f"s{number % 7}"})
+        policy.maintain()
+    live, dead = (policy.pieces(f"{number}")[-1] for number in (1_499, 1_400))
+    assert dead.facts.superseded and not live.facts.superseded
+    assert policy.rank[dead.group, 15] < 0.8 * policy.rank[live.group, 15]
+
+
+def test_a_leaf_is_forgotten_with_its_eviction() -> None:
+    """Ghosts keep facts of requests, and no nodes."""
+    clock = ManualClock()
+    policy = Learned(100, clock, 0)
+    _asked(policy, clock, "a1", 5, {"session": "a"})
+    facts = policy.pieces("a1")[-1].facts
+    assert facts.leaf == "a1"
+    policy.trimmed("a1", 5)
+    policy.removed("a1")
+    assert facts.leaf is None and policy.num_ghosts == 5
+    _asked(policy, clock, "a2", 5, {"session": "a"})
+    assert facts.superseded and policy.victim() == "a2"
 
 
 def test_state_is_bounded() -> None:
@@ -184,10 +267,12 @@ def test_state_is_bounded() -> None:
     policy = Learned(8, clock, 0)
     for node in range(LEARNED_GHOSTS + 500):
         clock.advance(0.01)
-        policy.inserted(node, 2, 2, None, [2 * node, 2 * node + 1])
+        hints = policy.opened([], 2, RequestHints(labels={"session": f"{node}"}))
+        policy.inserted(node, 2, 2, hints, [2 * node, 2 * node + 1])
         policy.unleased(node)
         policy.trimmed(node, 2)
         policy.removed(node)
     assert policy.num_ghosts == LEARNED_GHOSTS and len(policy) == 0
+    assert len(policy._sessions) == MAX_SESSIONS
     policy.maintain()
     assert MAX_ROWS == 32_768
