@@ -7,12 +7,13 @@ all heads at once:
     lane   [ run 0 | run 1 | … | run num_rows-1 | … run block_size-1 ]      run i is row i
            └────────── copied ─────────────────┘ └─── untouched ───┘
 
-A program copies one chunk (at most MAX_CHUNK units) of one lane of one plane of one pair; units beyond the
-valid rows are masked, which costs no memory traffic. A unit is an int32 word where every run, stride and
+A program copies one chunk (at most CHUNK units) of one lane of one plane of one pair; units beyond the
+valid rows are masked, which costs no memory traffic. Up to NUM_FEW pairs, a step's usual copies, are arguments of the
+launch; more are a table on the device, uploaded before it. A unit is an int32 word where every run, stride and
 address is a multiple of 4 bytes, otherwise a byte; when dtypes differ it is an element, converted on its way.
 Sizes and strides are compile-time constants and addresses are known to be multiples of ALIGNMENT bytes, so
-Triton makes 16-byte loads and stores wherever runs have a multiple of 16 bytes. A pair of layouts is compiled
-once for each of two chunk sizes, at its first launch (or from Triton's disk cache).
+Triton makes 16-byte loads and stores wherever runs have a multiple of 16 bytes. A pair of layouts is compiled at
+its first launch (or comes from Triton's disk cache), once for few pairs and once for a table.
 
 Importing this module imports triton, and so fixes whether this process interprets or compiles.
 """
@@ -31,11 +32,10 @@ from radixkv_kernels import launch
 from radixkv_kernels.checks import BlockPairs
 from radixkv_kernels.pool import Geometry, Pool
 
-MAX_CHUNK = 4096
-SMALL_CHUNK = 1024
-ENOUGH_PROGRAMS = 1024
-"""Below so many programs, chunks are small ones: a few pairs are then spread over a whole GPU."""
+CHUNK = 1024
+"""4 KiB: one pair is spread over a whole GPU. Larger chunks were no faster for many pairs either."""
 MAX_NUM_WARPS = 4
+NUM_FEW = 8
 TYPES = {
     torch.int32: tl.int32,
     torch.int8: tl.int8,
@@ -141,9 +141,88 @@ def copy_kernel(
     )  # fmt: skip
 
 
-def copy_shape(source: Pool, target: Pool, chunk: int = MAX_CHUNK) -> CopyShape:
+@triton.jit(do_not_specialize=list(range(2, 3 + 3 * NUM_FEW)))  # type: ignore[untyped-decorator]
+def copy_few_kernel(
+    read_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    write_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    num_chunks: int,  # of a lane
+    source_0: int,
+    target_0: int,
+    num_rows_0: int,
+    source_1: int,
+    target_1: int,
+    num_rows_1: int,
+    source_2: int,
+    target_2: int,
+    num_rows_2: int,
+    source_3: int,
+    target_3: int,
+    num_rows_3: int,
+    source_4: int,
+    target_4: int,
+    num_rows_4: int,
+    source_5: int,
+    target_5: int,
+    num_rows_5: int,
+    source_6: int,
+    target_6: int,
+    num_rows_6: int,
+    source_7: int,
+    target_7: int,
+    num_rows_7: int,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ_BLOCK: tl.constexpr,
+    READ_ROW: tl.constexpr,
+    READ_LANE: tl.constexpr,
+    WRITE_BLOCK: tl.constexpr,
+    WRITE_ROW: tl.constexpr,
+    WRITE_LANE: tl.constexpr,
+    RUN: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    READ_ALIGNMENT: tl.constexpr,
+    WRITE_ALIGNMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    chunk = program % num_chunks
+    lane = (program // num_chunks) % NUM_LANES
+    plane = (program // (num_chunks * NUM_LANES)) % NUM_PLANES
+    pair = program // (num_chunks * NUM_LANES * NUM_PLANES)
+    source = _of_pair(pair, source_0, source_1, source_2, source_3, source_4, source_5, source_6, source_7)
+    target = _of_pair(pair, target_0, target_1, target_2, target_3, target_4, target_5, target_6, target_7)
+    num_rows = _of_pair(
+        pair, num_rows_0, num_rows_1, num_rows_2, num_rows_3, num_rows_4, num_rows_5, num_rows_6, num_rows_7
+    )
+    copy_chunk(
+        read_planes, write_planes, source, target, num_rows, plane, lane, chunk,
+        READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
+        RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_pair(
+    pair: tl.tensor,
+    of_0: tl.tensor,
+    of_1: tl.tensor,
+    of_2: tl.tensor,
+    of_3: tl.tensor,
+    of_4: tl.tensor,
+    of_5: tl.tensor,
+    of_6: tl.tensor,
+    of_7: tl.tensor,
+) -> tl.tensor:
+    """One of NUM_FEW numbers: selects, since arguments can't be indexed."""
+    low = tl.where(pair < 2, tl.where(pair == 0, of_0, of_1), tl.where(pair == 2, of_2, of_3))
+    high = tl.where(pair < 6, tl.where(pair == 4, of_4, of_5), tl.where(pair == 6, of_6, of_7))
+    return tl.where(pair < 4, low, high)
+
+
+def copy_shape(source: Pool, target: Pool, chunk: int = CHUNK) -> CopyShape:
     """The constants that a copy between these pools is compiled with; chunks have at most ``chunk`` units."""
-    alignments = (launch.alignment(source), launch.alignment(target))
+    alignments = tuple(launch.alignment(pool.addresses, pool.geometry) for pool in (source, target))
     dtypes = (source.dtype, target.dtype)
     return _copy_shape(source.geometry, target.geometry, dtypes, alignments, len(source.addresses), chunk)
 
@@ -182,26 +261,65 @@ def _copy_shape(
     )
 
 
-def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:
-    """Enqueues the copies of non-empty, checked pairs from one pool to another: one upload, one launch."""
-    copy_uploaded(source, target, launch.upload(pairs, source.device), max(pairs.num_rows))
+class Copier:
+    """Copies between two pools, ready to be launched on their device."""
 
+    def __init__(self, shape: CopyShape, read_planes: torch.Tensor, write_planes: torch.Tensor) -> None:
+        self._planes = (read_planes, write_planes)
+        self._run, self._chunk = shape.RUN, shape.CHUNK
+        self._lanes_per_pair = shape.NUM_PLANES * shape.NUM_LANES
+        constants = shape._asdict()
+        self._few = launch.Launcher(copy_few_kernel, constants, num_warps=shape.num_warps)
+        self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps)
 
-def copy_uploaded(source: Pool, target: Pool, table: torch.Tensor, most_rows: int) -> None:
-    """Enqueues the copies of an int32 ``[num_pairs, 3]`` table on the device, none of more than ``most_rows`` rows."""
-    shape = copy_shape(source, target)
-    if len(table) * shape.NUM_PLANES * shape.NUM_LANES * _num_chunks(shape, most_rows) < ENOUGH_PROGRAMS:
-        shape = copy_shape(source, target, SMALL_CHUNK)
-    num_chunks = _num_chunks(shape, most_rows)
-    per_pair = shape.NUM_PLANES * shape.NUM_LANES * num_chunks
-    tables = (launch.addresses(source), launch.addresses(target))
-    with launch.on_device(source.device):
+    def copy_few(self, pairs: BlockPairs) -> None:
+        """Enqueues the copies of 1 to NUM_FEW pairs: one launch, of which they are arguments."""
+        num_chunks = self._num_chunks(max(pairs.num_rows))
+        arguments = [number for pair in zip(*pairs, strict=True) for number in pair]
+        arguments += [0] * (3 * NUM_FEW - len(arguments))
+        self._few(
+            len(pairs.sources) * self._lanes_per_pair * num_chunks, *self._planes, num_chunks, *arguments
+        )
+
+    def copy_many(self, table: torch.Tensor, most_rows: int) -> None:
+        """Enqueues the copies of an int32 ``[num_pairs, 3]`` table on the device, none of more than ``most_rows``."""
+        num_chunks = self._num_chunks(most_rows)
+        per_pair = self._lanes_per_pair * num_chunks
         for part in launch.slices(len(table), per_pair):
             pairs = table[part]
-            copy_kernel[(len(pairs) * per_pair,)](
-                *tables, pairs, num_chunks, *shape, num_warps=shape.num_warps
-            )
+            self._many(len(pairs) * per_pair, *self._planes, pairs, num_chunks)
+
+    def _num_chunks(self, num_rows: int) -> int:
+        return -(-num_rows * self._run // self._chunk)
 
 
-def _num_chunks(shape: CopyShape, num_rows: int) -> int:
-    return -(-num_rows * shape.RUN // shape.CHUNK)
+def copier(source: Pool, target: Pool) -> Copier:
+    """The copier of these pools, kept for the next call."""
+    dtypes = (source.dtype, target.dtype)
+    return _copier(
+        source.geometry, target.geometry, source.addresses, target.addresses, dtypes, source.device
+    )
+
+
+@lru_cache(maxsize=256)
+def _copier(
+    read: Geometry,
+    write: Geometry,
+    read_addresses: tuple[int, ...],
+    write_addresses: tuple[int, ...],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> Copier:
+    alignments = (launch.alignment(read_addresses, read), launch.alignment(write_addresses, write))
+    shape = _copy_shape(read, write, dtypes, alignments, len(read_addresses), CHUNK)
+    return Copier(shape, *(launch.addresses(each, device) for each in (read_addresses, write_addresses)))
+
+
+def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:
+    """Enqueues the copies of non-empty, checked pairs from one pool to another: one launch, and one upload for many."""
+    with launch.on_device(source.device):
+        ready = copier(source, target)
+        if len(pairs.sources) <= NUM_FEW:
+            ready.copy_few(pairs)
+        else:
+            ready.copy_many(launch.upload(pairs, source.device), max(pairs.num_rows))

@@ -2,9 +2,10 @@
 
 Each kernel runs once on small blocks and is compared with the torch reference, byte for byte. Where there is no GPU
 that is all, and the report says so: ``TRITON_INTERPRET=1`` lets it try Triton's kernels even there. On a GPU the same
-kernels then run on ``num_blocks`` blocks scattered over twice as many, timed by device events; every round calls each
-once, in an order drawn anew, with what one would write without it (``ALTERNATIVES``), and one large ``copy_`` and
-one ``zero_`` of the same bytes among them. Figures are medians; ``of_copy_bandwidth`` relates bytes read and written a
+kernels then run on ``num_blocks`` blocks scattered over twice as many, timed as ``bench fork`` does, on a busy device
+(``seconds``) and on an idle one (``eager_seconds``); every round calls each, in an order drawn anew, with what one
+would write without it (``ALTERNATIVES``), and one large ``copy_`` and one ``zero_`` of the same bytes among them.
+Figures are medians; ``of_copy_bandwidth`` relates bytes read and written a
 second to those of that copy, ``of_memset`` those written by scrub to those of ``zero_``, ``times_faster`` the
 alternative's seconds to the kernel's.
 
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 import radixkv_kernels
-from radixkv.bench.fork import device_name, time_cuda, versions
+from radixkv.bench.fork import Timing, device_name, time_cuda, versions
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
 from radixkv_kernels import Beams, Pool, Quantized, backend, reference
@@ -241,7 +242,7 @@ def measure(
     calls: dict[str, Callable[[int], object]] = {
         name: partial(_once, kernel, work) for name, kernel in KERNELS.items()
     }
-    beams, steps = beam_step(LLAMA_2_7B, 4, 1000, WARMUP_ROUNDS + repeats + 1, device, seed)
+    beams, steps = beam_step(LLAMA_2_7B, 4, 1000, 2 * (WARMUP_ROUNDS + repeats) + 1, device, seed)
     calls |= steps
     for name in (*KERNELS, BEAM_STEP):
         calls[name](0)  # compiled and loaded before anything is captured or timed
@@ -295,34 +296,33 @@ def beam_step(
 
 def _timed(
     calls: dict[str, Callable[[int], object]], repeats: int, seed: int, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """Median seconds of each call, on the device and on the host."""
+) -> dict[str, Timing]:
+    """Median seconds of each call."""
     rng = np.random.default_rng(seed)
     order = [name for _ in range(WARMUP_ROUNDS + repeats) for name in rng.permutation(list(calls)).tolist()]
     timings = time_cuda([(calls[name], 0) for name in order], device)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    seconds: dict[str, list[Timing]] = {name: [] for name in calls}
     for name, timing in list(zip(order, timings, strict=True))[WARMUP_ROUNDS * len(calls) :]:
         seconds[name].append(timing)
-    return {name: tuple(np.median(np.array(times), axis=0).tolist()) for name, times in seconds.items()}
+    return {name: Timing(*np.median(np.array(times), axis=0).tolist()) for name, times in seconds.items()}
 
 
-def _rows(seconds: dict[str, tuple[float, float]], moved: dict[str, int]) -> list[dict[str, object]]:
+def _rows(seconds: dict[str, Timing], moved: dict[str, int]) -> list[dict[str, object]]:
     """What is reported of each kernel; alternatives are columns of theirs."""
-    speed = {name: moved[name] / seconds[name][0] for name in moved}
+    speed = {name: moved[name] / seconds[name].seconds for name in moved}
     others = {name: other for name, (other, _) in ALTERNATIVES.items()}
     others[BEAM_STEP] = "index_select of the whole cache"
     return [
         {
             "kernel": name,
             "bytes": moved.get(name),
-            "seconds": on_device,
-            "enqueue_seconds": on_host,
+            **timing._asdict(),
             "of_copy_bandwidth": speed[name] / speed[COPY] if name in moved else None,
             "of_memset": speed[name] / speed[MEMSET] if name == "scrub" else None,
             "alternative": others.get(name),
-            "times_faster": seconds[_other(name)][0] / on_device if name in others else None,
+            "times_faster": seconds[_other(name)].seconds / timing.seconds if name in others else None,
         }
-        for name, (on_device, on_host) in seconds.items()
+        for name, timing in seconds.items()
         if not name.startswith(_other(""))
     ]
 

@@ -71,14 +71,19 @@ def layouts() -> dict[str, tuple[Pool, Pool, bool]]:
 
 
 def copies(chunks: list[int]) -> Iterator[Configuration]:
-    arguments = {"read_planes": "*i64", "write_planes": "*i64", "pairs": "*i32", "num_chunks": "i32"}
+    planes = {"read_planes": "*i64", "write_planes": "*i64"}
     for layout, (source, target, is_wide) in layouts().items():
         for chunk in chunks:
             shape = copy_triton.copy_shape(source, target, chunk)
             constants = shape._asdict()
             wide = 4 * shape.CHUNK if is_wide else None
-            kernel = copy_triton.copy_kernel
-            yield Configuration(f"copy/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide)
+            few, many = copy_triton.copy_few_kernel, copy_triton.copy_kernel
+            pairs = {name: "i32" for name in few.arg_names[2:] if name.islower()}
+            table = {"pairs": "*i32", "num_chunks": "i32"}
+            for name, kernel, arguments in (("few", few, planes | pairs), ("copy", many, planes | table)):
+                yield Configuration(
+                    f"{name}/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide
+                )
 
 
 def scrubs() -> Iterator[Configuration]:
@@ -205,9 +210,7 @@ def configurations(chunks: list[int]) -> Iterator[Configuration]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="configurations whose name begins so")
-    parser.add_argument(
-        "--chunk", type=int, nargs="*", default=[copy_triton.MAX_CHUNK, copy_triton.SMALL_CHUNK]
-    )
+    parser.add_argument("--chunk", type=int, nargs="*", default=[copy_triton.CHUNK])
     parser.add_argument("--num-warps", type=int, nargs="*")
     options = parser.parse_args()
     for configuration in configurations(options.chunk):
