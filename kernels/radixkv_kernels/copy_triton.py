@@ -46,7 +46,10 @@ TYPES = {
 
 
 class CopyShape(NamedTuple):
-    """Compile-time constants of a copy between two pools. Strides and sizes are in units of READ or WRITE."""
+    """Compile-time constants of a copy between two pools. Strides and sizes are in units of READ or WRITE.
+
+    READ_PLANE, WRITE_PLANE: bytes from plane to plane, where these lie one behind the other, else 0.
+    """
 
     READ: tl.dtype
     WRITE: tl.dtype
@@ -59,6 +62,8 @@ class CopyShape(NamedTuple):
     RUN: int
     NUM_LANES: int
     NUM_PLANES: int
+    READ_PLANE: int
+    WRITE_PLANE: int
     READ_ALIGNMENT: int
     WRITE_ALIGNMENT: int
     CHUNK: int
@@ -88,13 +93,15 @@ def copy_chunk(
     WRITE_ROW: tl.constexpr,
     WRITE_LANE: tl.constexpr,
     RUN: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
     READ_ALIGNMENT: tl.constexpr,
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """One chunk of one lane of one plane: block ``source`` to block ``target``."""
-    read = tl.load(read_planes + plane).to(tl.pointer_type(READ))
-    write = tl.load(write_planes + plane).to(tl.pointer_type(WRITE))
+    read = _address(read_planes, plane, READ_PLANE).to(tl.pointer_type(READ))
+    write = _address(write_planes, plane, WRITE_PLANE).to(tl.pointer_type(WRITE))
     # 64 bits: a pool of 2**31 words is 8 GiB, and pools are larger.
     read = tl.multiple_of(read, READ_ALIGNMENT) + source.to(tl.int64) * READ_BLOCK + lane * READ_LANE
     write = tl.multiple_of(write, WRITE_ALIGNMENT) + target.to(tl.int64) * WRITE_BLOCK + lane * WRITE_LANE
@@ -105,10 +112,16 @@ def copy_chunk(
     tl.store(write + write_offsets, tl.load(read + read_offsets, mask=is_valid).to(WRITE), mask=is_valid)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _address(planes: tl.tensor, plane: tl.tensor, STRIDE: tl.constexpr) -> tl.tensor:
+    """Where a plane begins: ``planes`` is the first one's address, or a table of all where STRIDE is 0."""
+    return planes.to(tl.int64) + plane.to(tl.int64) * STRIDE if STRIDE != 0 else tl.load(planes + plane)
+
+
+@triton.jit(do_not_specialize=["read_planes", "write_planes", "num_chunks"])  # type: ignore[untyped-decorator]
 def copy_kernel(
-    read_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
-    write_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    read_planes: tl.tensor,  # address of the first plane, or pointer to int64 [NUM_PLANES]: addresses
+    write_planes: tl.tensor,
     pairs: tl.tensor,  # pointer to int32 [num_pairs, 3]: source, target, rows
     num_chunks: int,  # of a lane
     READ: tl.constexpr,
@@ -122,6 +135,8 @@ def copy_kernel(
     RUN: tl.constexpr,
     NUM_LANES: tl.constexpr,
     NUM_PLANES: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
     READ_ALIGNMENT: tl.constexpr,
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -137,14 +152,14 @@ def copy_kernel(
     copy_chunk(
         read_planes, write_planes, source, target, num_rows, plane, lane, chunk,
         READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
-        RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+        RUN, READ_PLANE, WRITE_PLANE, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=list(range(2, 3 + 3 * NUM_FEW)))  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=list(range(3 + 3 * NUM_FEW)))  # type: ignore[untyped-decorator]
 def copy_few_kernel(
-    read_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
-    write_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    read_planes: tl.tensor,  # as of copy_kernel
+    write_planes: tl.tensor,
     num_chunks: int,  # of a lane
     source_0: int,
     target_0: int,
@@ -181,6 +196,8 @@ def copy_few_kernel(
     RUN: tl.constexpr,
     NUM_LANES: tl.constexpr,
     NUM_PLANES: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
     READ_ALIGNMENT: tl.constexpr,
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -198,7 +215,7 @@ def copy_few_kernel(
     copy_chunk(
         read_planes, write_planes, source, target, num_rows, plane, lane, chunk,
         READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
-        RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+        RUN, READ_PLANE, WRITE_PLANE, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
     )  # fmt: skip
 
 
@@ -222,20 +239,18 @@ def _of_pair(
 
 def copy_shape(source: Pool, target: Pool, chunk: int = CHUNK) -> CopyShape:
     """The constants that a copy between these pools is compiled with; chunks have at most ``chunk`` units."""
-    alignments = tuple(launch.alignment(pool.addresses, pool.geometry) for pool in (source, target))
-    dtypes = (source.dtype, target.dtype)
-    return _copy_shape(source.geometry, target.geometry, dtypes, alignments, len(source.addresses), chunk)
+    sides = ((source.geometry, source.addresses), (target.geometry, target.addresses))
+    return _copy_shape(*sides, (source.dtype, target.dtype), chunk)
+
+
+Side = tuple[Geometry, tuple[int, ...]]
+"""Of a pool: its geometry and its addresses."""
 
 
 @lru_cache(maxsize=256)
-def _copy_shape(
-    read: Geometry,
-    write: Geometry,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    alignments: tuple[int, int],  # in bytes, as Triton counts for pointers
-    num_planes: int,
-    chunk: int,
-) -> CopyShape:
+def _copy_shape(source: Side, target: Side, dtypes: tuple[torch.dtype, torch.dtype], chunk: int) -> CopyShape:
+    (read, read_planes), (write, write_planes) = source, target
+    alignments = (launch.alignment(read_planes, read), launch.alignment(write_planes, write))  # in bytes
     has_whole_rows = read.has_whole_rows and write.has_whole_rows
     num_lanes = 1 if has_whole_rows else read.num_heads
     run = read.head_dim * read.num_heads // num_lanes
@@ -255,16 +270,21 @@ def _copy_shape(
         for side, unit in zip((read, write), units, strict=True)
     ]
     chunk = min(triton.next_power_of_2(run * read.block_size), chunk)
-    sizes = (run, num_lanes, num_planes)
+    plane_strides = (launch.plane_stride(read_planes, read), launch.plane_stride(write_planes, write))
+    sizes = (run, num_lanes, len(read_planes), *plane_strides)
     return CopyShape._make(
         (*(TYPES[kind] for kind in types), *strides[0], *strides[1], *sizes, *alignments, chunk)
     )
 
 
+Planes = int | torch.Tensor
+"""What a kernel is given of the addresses of planes: the first, if the others follow from it, or a table."""
+
+
 class Copier:
     """Copies between two pools, ready to be launched on their device."""
 
-    def __init__(self, shape: CopyShape, read_planes: torch.Tensor, write_planes: torch.Tensor) -> None:
+    def __init__(self, shape: CopyShape, read_planes: Planes, write_planes: Planes) -> None:
         self._planes = (read_planes, write_planes)
         self._run, self._chunk = shape.RUN, shape.CHUNK
         self._lanes_per_pair = shape.NUM_PLANES * shape.NUM_LANES
@@ -295,24 +315,21 @@ class Copier:
 
 def copier(source: Pool, target: Pool) -> Copier:
     """The copier of these pools, kept for the next call."""
-    dtypes = (source.dtype, target.dtype)
-    return _copier(
-        source.geometry, target.geometry, source.addresses, target.addresses, dtypes, source.device
-    )
+    sides = ((source.geometry, source.addresses), (target.geometry, target.addresses))
+    return _copier(*sides, (source.dtype, target.dtype), source.device)
 
 
 @lru_cache(maxsize=256)
 def _copier(
-    read: Geometry,
-    write: Geometry,
-    read_addresses: tuple[int, ...],
-    write_addresses: tuple[int, ...],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
+    source: Side, target: Side, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
 ) -> Copier:
-    alignments = (launch.alignment(read_addresses, read), launch.alignment(write_addresses, write))
-    shape = _copy_shape(read, write, dtypes, alignments, len(read_addresses), CHUNK)
-    return Copier(shape, *(launch.addresses(each, device) for each in (read_addresses, write_addresses)))
+    shape = _copy_shape(source, target, dtypes, CHUNK)
+    return Copier(shape, planes_of(*source, device), planes_of(*target, device))
+
+
+def planes_of(geometry: Geometry, addresses: tuple[int, ...], device: torch.device) -> Planes:
+    """The same for a pool's addresses."""
+    return addresses[0] if launch.plane_stride(addresses, geometry) else launch.addresses(addresses, device)
 
 
 def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:

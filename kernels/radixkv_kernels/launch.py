@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -66,6 +67,12 @@ def addresses(planes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Where planes begin: int64 ``[num_planes]`` on the device, uploaded once for a pool."""
     # Waits for the upload, the first time only: later launches may be on other streams.
     return torch.tensor(planes, dtype=torch.int64, device=device)
+
+
+def plane_stride(planes: tuple[int, ...], geometry: Geometry) -> int:
+    """Bytes of a plane of a block, if each begins where the one before it ends, as in block-major storage; else 0."""
+    stride = geometry.block_size * geometry.row_stride
+    return stride if all(after - before == stride for before, after in pairwise(planes)) else 0
 
 
 @lru_cache(maxsize=256)

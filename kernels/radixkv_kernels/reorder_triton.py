@@ -22,7 +22,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from radixkv_kernels import beams as books
 from radixkv_kernels import launch
 from radixkv_kernels.beams import Beams, tile_columns
-from radixkv_kernels.copy_triton import copy_chunk, copy_shape
+from radixkv_kernels.copy_triton import Planes, copy_chunk, copy_shape, planes_of
 from radixkv_kernels.pool import Pool
 
 NUM_FREE, STATUS = tl.constexpr(books.NUM_FREE), tl.constexpr(books.STATUS)
@@ -153,46 +153,51 @@ def permute_kernel(
     BEAMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    if tl.load(counters + STATUS) == 0:
-        # A tile [BEAMS, COLUMNS] of the tables, as one row of cells.
-        cell = tl.arange(0, BEAMS * COLUMNS)
-        beam = cell // COLUMNS
-        column = tl.program_id(0) * COLUMNS + cell % COLUMNS
-        is_cell = (beam < NUM_BEAMS) & (column < NUM_COLUMNS)
-        is_cell = is_cell & (column >= tl.load(prefixes + beam, mask=is_cell, other=0))
-        length = tl.load(lengths + beam, mask=is_cell, other=0)
-        was = is_cell & (column * BLOCK_SIZE < length)
-        old = tl.load(tables + beam * NUM_COLUMNS + column, mask=was, other=-1)
-        parent = tl.load(parents + beam, mask=is_cell, other=0)
-        length = tl.load(lengths + parent, mask=is_cell, other=0)
-        was = is_cell & (column * BLOCK_SIZE < length)
-        new = tl.load(tables + parent * NUM_COLUMNS + column, mask=was, other=-1)
-        mine = tl.load(taken + beam, mask=is_cell, other=-1)
-        new = tl.where(is_cell & (column == length // BLOCK_SIZE) & (mine >= 0), mine, new)
-        new = tl.where(is_cell, new, -1)
-        now = cells + tl.program_id(0) * (2 * BEAMS * COLUMNS)
-        then = now + BEAMS * COLUMNS
-        tl.store(now + cell, old)
-        tl.store(then + cell, new)
-        tl.debug_barrier()  # all threads have read the tables, and find each other's cells
-        # How many beams held my old block, and how many hold it next; the first holder answers for it.
-        change = tl.zeros((BEAMS * COLUMNS,), tl.int32)
-        is_first = old >= 0
-        for other in range(NUM_BEAMS):
-            at = other * COLUMNS + cell % COLUMNS
-            is_held = tl.load(now + at) == old
-            change += (tl.load(then + at) == old).to(tl.int32) - is_held.to(tl.int32)
-            is_first = is_first & ~(is_held & (other < beam))
-        count = tl.load(refs + old, mask=is_first, other=0) + change
-        is_dead = is_first & (count == 0)
-        tl.store(refs + old, count, mask=is_first)
-        tl.store(tables + beam * NUM_COLUMNS + column, new, mask=new >= 0)
-        rank = tl.cumsum(is_dead.to(tl.int32), axis=0) - 1
-        tl.store(dead + tl.program_id(0) * (NUM_BEAMS * COLUMNS) + rank, old, mask=is_dead)
-        tl.store(num_dead + tl.program_id(0), tl.sum(is_dead.to(tl.int32), axis=0))
+    if tl.load(counters + STATUS) != 0:
+        return
+    # A tile [BEAMS, COLUMNS] of the tables, as one row of cells.
+    cell = tl.arange(0, BEAMS * COLUMNS)
+    beam = cell // COLUMNS
+    column = tl.program_id(0) * COLUMNS + cell % COLUMNS
+    is_cell = (beam < NUM_BEAMS) & (column < NUM_COLUMNS)
+    is_cell = is_cell & (column >= tl.load(prefixes + beam, mask=is_cell, other=0))
+    length = tl.load(lengths + beam, mask=is_cell, other=0)
+    was = is_cell & (column * BLOCK_SIZE < length)
+    old = tl.load(tables + beam * NUM_COLUMNS + column, mask=was, other=-1)
+    parent = tl.load(parents + beam, mask=is_cell, other=0)
+    length = tl.load(lengths + parent, mask=is_cell, other=0)
+    was = is_cell & (column * BLOCK_SIZE < length)
+    new = tl.load(tables + parent * NUM_COLUMNS + column, mask=was, other=-1)
+    mine = tl.load(taken + beam, mask=is_cell, other=-1)
+    new = tl.where(is_cell & (column == length // BLOCK_SIZE) & (mine >= 0), mine, new)
+    new = tl.where(is_cell, new, -1)
+    is_changed = tl.max((new != old).to(tl.int32), axis=0)
+    if is_changed == 0:  # columns that all share, or that nobody has: nothing is written but this
+        tl.store(num_dead + tl.program_id(0), 0)
+        return
+    now = cells + tl.program_id(0) * (2 * BEAMS * COLUMNS)
+    then = now + BEAMS * COLUMNS
+    tl.store(now + cell, old)
+    tl.store(then + cell, new)
+    tl.debug_barrier()  # all threads have read the tables, and find each other's cells
+    # How many beams held my old block, and how many hold it next; the first holder answers for it.
+    change = tl.zeros((BEAMS * COLUMNS,), tl.int32)
+    is_first = old >= 0
+    for other in range(NUM_BEAMS):
+        at = other * COLUMNS + cell % COLUMNS
+        is_held = tl.load(now + at) == old
+        change += (tl.load(then + at) == old).to(tl.int32) - is_held.to(tl.int32)
+        is_first = is_first & ~(is_held & (other < beam))
+    count = tl.load(refs + old, mask=is_first, other=0) + change
+    is_dead = is_first & (count == 0)
+    tl.store(refs + old, count, mask=is_first)
+    tl.store(tables + beam * NUM_COLUMNS + column, new, mask=new >= 0)
+    rank = tl.cumsum(is_dead.to(tl.int32), axis=0) - 1
+    tl.store(dead + tl.program_id(0) * (NUM_BEAMS * COLUMNS) + rank, old, mask=is_dead)
+    tl.store(num_dead + tl.program_id(0), tl.sum(is_dead.to(tl.int32), axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["planes"])  # type: ignore[untyped-decorator]
 def finish_kernel(
     parents: tl.tensor,  # pointers to int32, but for planes and token_ids
     lengths: tl.tensor,
@@ -203,7 +208,7 @@ def finish_kernel(
     copies: tl.tensor,
     dead: tl.tensor,
     num_dead: tl.tensor,
-    planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    planes: tl.tensor,  # as of copy_kernel
     NUM_BEAMS: tl.constexpr,
     BEAMS: tl.constexpr,
     REMEMBERS: tl.constexpr,
@@ -224,6 +229,8 @@ def finish_kernel(
     RUN: tl.constexpr,
     NUM_LANES: tl.constexpr,
     NUM_PLANES: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
     READ_ALIGNMENT: tl.constexpr,
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -255,7 +262,7 @@ def finish_kernel(
             copy_chunk(
                 planes, planes, source, target, num_rows, plane, lane, chunk,
                 READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
-                RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+                RUN, READ_PLANE, WRITE_PLANE, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
             )  # fmt: skip
 
 
@@ -336,7 +343,7 @@ class Launchers(NamedTuple):
     finish: launch.Launcher
     num_tiles: int
     num_programs: int
-    planes: torch.Tensor
+    planes: Planes
 
 
 def reorder(pool: Pool, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None) -> None:
@@ -372,7 +379,7 @@ def launchers(pool: Pool, beams: Beams) -> Launchers:
         launch.Launcher(finish_kernel, finish_constants(beams, pool, num_programs), num_warps=4),
         num_tiles,
         num_programs,
-        launch.addresses(pool.addresses, pool.device),
+        planes_of(pool.geometry, pool.addresses, pool.device),
     )
 
 

@@ -9,8 +9,8 @@ Figures are medians; ``of_copy_bandwidth`` relates bytes read and written a
 second to those of that copy, ``of_memset`` those written by scrub to those of ``zero_``, ``times_faster`` the
 alternative's seconds to the kernel's.
 
-``reorder`` is a step of 64 beams of 32k tokens, once launched and once as the replay of a CUDA graph, without copies:
-its blocks are one row long. ``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape,
+``reorder`` is a step of 64 beams, each with 2,048 blocks of its own (32k tokens in blocks of 16) and going on from the
+next one, once launched and once as the replay of a CUDA graph, without copies: its blocks are one row long. ``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape,
 beside ``index_select`` of the whole cache, which stock beam search makes.
 
 Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
@@ -192,7 +192,7 @@ def make_work(
     device: torch.device,
     seed: int,
 ) -> Work:
-    """Work on ``num_blocks`` scattered blocks, and a step of beams that have ``columns`` blocks of one row each."""
+    """Work on ``num_blocks`` scattered blocks, and a step of beams with ``columns / 2`` blocks of one row each."""
     rng = np.random.default_rng(seed)
     storage = torch.empty(
         (2 * num_blocks, *layout.block_shape(block_size)), dtype=getattr(torch, layout.dtype), device=device
@@ -206,13 +206,13 @@ def make_work(
         )
         for scheme in SCHEMES
     }
-    prompt, room = columns // 2, num_beams * (columns - columns // 2)
+    prompt = columns // 2
     beams = Beams(
-        [range(prompt)] * num_beams,
+        [range(beam * prompt, (beam + 1) * prompt) for beam in range(num_beams)],
         [prompt] * num_beams,
         [0] * num_beams,
-        np.arange(prompt, prompt + room),
-        num_blocks=prompt + room,
+        range(num_beams * prompt, num_beams * columns),
+        num_blocks=num_beams * columns,
         block_size=1,
         max_columns=columns,
         device=device,
@@ -228,7 +228,7 @@ def make_work(
         torch.zeros_like(storage[:num_blocks]),
         records,
         beams,
-        torch.zeros((prompt + room, 1, 2, 1, 1, 8), dtype=storage.dtype, device=device),
+        torch.zeros((num_beams * columns, 1, 2, 1, 1, 8), dtype=storage.dtype, device=device),
         torch.from_numpy(rng.integers(0, num_beams, num_beams, dtype=np.int32)).to(device),
     )
 
@@ -238,6 +238,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """Times the kernels on a GPU; a row for each."""
     work = make_work(layout, block_size, num_blocks, 64, 4096, device, seed)
+    work.parents.copy_(torch.arange(1, 65) % 64)  # nobody stays, so every column is moved
     source, target = torch.ones_like(work.staging), torch.zeros_like(work.staging)
     calls: dict[str, Callable[[int], object]] = {
         name: partial(_once, kernel, work) for name, kernel in KERNELS.items()

@@ -71,12 +71,13 @@ def layouts() -> dict[str, tuple[Pool, Pool, bool]]:
 
 
 def copies(chunks: list[int]) -> Iterator[Configuration]:
-    planes = {"read_planes": "*i64", "write_planes": "*i64"}
     for layout, (source, target, is_wide) in layouts().items():
         for chunk in chunks:
             shape = copy_triton.copy_shape(source, target, chunk)
             constants = shape._asdict()
             wide = 4 * shape.CHUNK if is_wide else None
+            strides = {"read_planes": shape.READ_PLANE, "write_planes": shape.WRITE_PLANE}
+            planes = {name: "i64" if stride else "*i64" for name, stride in strides.items()}
             few, many = copy_triton.copy_few_kernel, copy_triton.copy_kernel
             pairs = {name: "i32" for name in few.arg_names[2:] if name.islower()}
             table = {"pairs": "*i32", "num_chunks": "i32"}
@@ -148,7 +149,7 @@ def reorders() -> Iterator[Configuration]:
         ):
             arguments = {name: "*i32" for name in kernel.arg_names if name.islower()}
             if "planes" in arguments:
-                arguments["planes"] = "*i64"
+                arguments["planes"] = "i64"  # of block-major storage
             if max_steps and "token_ids" in arguments:
                 arguments["token_ids"] = "*i64"
             yield Configuration(f"{name}/{shape}", kernel, arguments, constants, warps, wide)
