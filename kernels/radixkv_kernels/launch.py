@@ -20,6 +20,8 @@ from radixkv_kernels.pool import Geometry
 MAX_NUM_PROGRAMS = 2**31 - 1
 WIDEST = 16
 """Bytes of the widest access of a thread."""
+MAX_STAGED_BYTES = 32 << 10
+"""So many bytes the driver copies at once, from any memory, and sends with its commands; the GPU waits less for them."""
 _HERE = nullcontext()
 
 
@@ -55,11 +57,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def upload(columns: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Equally long columns as the int32 table ``[n, len(columns)]`` on ``device``; enqueued, never waited for."""
-    is_gpu = device.type == "cuda"
-    host = torch.empty((len(columns[0]), len(columns)), dtype=torch.int32, pin_memory=is_gpu)
-    host.numpy()[:] = np.array(columns, dtype=np.int32).T
-    # From pinned memory the copy is asynchronous, and torch keeps the buffer until the stream has read it.
-    return host.to(device, non_blocking=True) if is_gpu else host
+    host = torch.from_numpy(np.array(columns, dtype=np.int32).T.copy())
+    if device.type == "cpu":
+        return host
+    if host.nbytes > MAX_STAGED_BYTES:
+        host = host.pin_memory()  # torch keeps it until the stream has read it
+    return host.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=256)

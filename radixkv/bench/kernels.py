@@ -10,8 +10,9 @@ second to those of that copy, ``of_memset`` those written by scrub to those of `
 alternative's seconds to the kernel's.
 
 ``reorder`` is a step of 64 beams, each with 2,048 blocks of its own (32k tokens in blocks of 16) and going on from the
-next one, once launched and once as the replay of a CUDA graph, without copies: its blocks are one row long. ``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape,
-beside ``index_select`` of the whole cache, which stock beam search makes.
+next one, once launched and once as the replay of a CUDA graph, without copies: its blocks are one row long.
+``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape, beside ``index_select`` of the
+whole cache, which stock beam search makes.
 
 Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
 """
@@ -158,7 +159,7 @@ def run(
 
 def check(layout: KVLayout, device: torch.device, seed: int) -> list[str]:
     """Runs each kernel on few small blocks; returns their names. Raises KernelError for the first that differs."""
-    ours, truth = (make_work(layout, 5, 3, 4, 40, device, seed) for _ in range(2))
+    ours, truth = (make_work(layout, 5, 3, 4, 20, 20, device, seed) for _ in range(2))
     for name, kernel in KERNELS.items():
         kernel(radixkv_kernels, ours)
         kernel(Reference, truth)
@@ -188,11 +189,12 @@ def make_work(
     block_size: int,
     num_blocks: int,
     num_beams: int,
-    columns: int,
+    num_tokens: int,
+    num_steps: int,
     device: torch.device,
     seed: int,
 ) -> Work:
-    """Work on ``num_blocks`` scattered blocks, and a step of beams with ``columns / 2`` blocks of one row each."""
+    """Work on ``num_blocks`` scattered blocks, and beams with so many blocks of one row, each its own, for their steps."""
     rng = np.random.default_rng(seed)
     storage = torch.empty(
         (2 * num_blocks, *layout.block_shape(block_size)), dtype=getattr(torch, layout.dtype), device=device
@@ -206,12 +208,12 @@ def make_work(
         )
         for scheme in SCHEMES
     }
-    prompt = columns // 2
+    columns = num_tokens + num_steps
     beams = Beams(
-        [range(beam * prompt, (beam + 1) * prompt) for beam in range(num_beams)],
-        [prompt] * num_beams,
+        [range(beam * num_tokens, (beam + 1) * num_tokens) for beam in range(num_beams)],
+        [num_tokens] * num_beams,
         [0] * num_beams,
-        range(num_beams * prompt, num_beams * columns),
+        range(num_beams * num_tokens, num_beams * columns),
         num_blocks=num_beams * columns,
         block_size=1,
         max_columns=columns,
@@ -237,7 +239,10 @@ def measure(
     layout: KVLayout, block_size: int, num_blocks: int, repeats: int, seed: int, device: torch.device
 ) -> list[dict[str, object]]:
     """Times the kernels on a GPU; a row for each."""
-    work = make_work(layout, block_size, num_blocks, 64, 4096, device, seed)
+    num_steps = (
+        4 * (WARMUP_ROUNDS + repeats) + 1
+    )  # launched and replayed, each on a busy and on an idle device
+    work = make_work(layout, block_size, num_blocks, 64, 2048, num_steps, device, seed)
     work.parents.copy_(torch.arange(1, 65) % 64)  # nobody stays, so every column is moved
     source, target = torch.ones_like(work.staging), torch.zeros_like(work.staging)
     calls: dict[str, Callable[[int], object]] = {

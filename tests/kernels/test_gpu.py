@@ -52,6 +52,23 @@ def test_never_waits_for_the_device(storage: torch.Tensor) -> None:
     assert not storage[32:48, :, :, 7:].any()
 
 
+@pytest.mark.parametrize("num_pairs", [1, 8, 9, 1000, 4000])
+def test_a_busy_device_is_not_waited_for(num_pairs: int) -> None:
+    """Whatever way the pairs take: arguments, a table that is sent with the command, one in pinned memory."""
+    storage = torch.zeros(8001, 1, 2, 1, 1, 8, dtype=torch.int32, device="cuda")
+    storage[:4000].fill_(1)
+    ids = np.arange(num_pairs)
+    ones = np.ones(num_pairs, dtype=np.int32)
+    fork_blocks(storage, ids, ids + 4000, ones)  # compiled, and pinned memory is there
+    storage[4000:].zero_()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # a second
+    fork_blocks(storage, ids, ids + 4000, ones)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert (storage[4000 : 4000 + num_pairs] == 1).all() and not storage[4000 + num_pairs :].any()
+
+
 @pytest.mark.parametrize(
     ("num_pairs", "kernel"), [(1, "copy_few_kernel"), (8, "copy_few_kernel"), (24, "copy_kernel")]
 )
