@@ -36,6 +36,8 @@ CHUNK = 1024
 """4 KiB: one pair is spread over a whole GPU. Larger chunks were no faster for many pairs either."""
 MAX_NUM_WARPS = 4
 NUM_FEW = 8
+MAX_NUM_LANES = 65535
+"""Of the second dimension of a grid."""
 TYPES = {
     torch.int32: tl.int32,
     torch.int8: tl.int8,
@@ -156,11 +158,10 @@ def copy_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=list(range(3 + 3 * NUM_FEW)))  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=list(range(2 + 3 * NUM_FEW)))  # type: ignore[untyped-decorator]
 def copy_few_kernel(
     read_planes: tl.tensor,  # as of copy_kernel
     write_planes: tl.tensor,
-    num_chunks: int,  # of a lane
     source_0: int,
     target_0: int,
     num_rows_0: int,
@@ -202,11 +203,10 @@ def copy_few_kernel(
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    chunk = program % num_chunks
-    lane = (program // num_chunks) % NUM_LANES
-    plane = (program // (num_chunks * NUM_LANES)) % NUM_PLANES
-    pair = program // (num_chunks * NUM_LANES * NUM_PLANES)
+    chunk = tl.program_id(0)
+    lane = tl.program_id(1) % NUM_LANES
+    plane = tl.program_id(1) // NUM_LANES
+    pair = tl.program_id(2)
     source = _of_pair(pair, source_0, source_1, source_2, source_3, source_4, source_5, source_6, source_7)
     target = _of_pair(pair, target_0, target_1, target_2, target_3, target_4, target_5, target_6, target_7)
     num_rows = _of_pair(
@@ -292,14 +292,17 @@ class Copier:
         self._few = launch.Launcher(copy_few_kernel, constants, num_warps=shape.num_warps)
         self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps)
 
+    @property
+    def may_copy_few(self) -> bool:
+        """Whether the lanes of a pair, which have a dimension of the grid of their own then, are not too many."""
+        return self._lanes_per_pair <= MAX_NUM_LANES
+
     def copy_few(self, pairs: BlockPairs) -> None:
         """Enqueues the copies of 1 to NUM_FEW pairs: one launch, of which they are arguments."""
-        num_chunks = self._num_chunks(max(pairs.num_rows))
+        grid = (self._num_chunks(max(pairs.num_rows)), self._lanes_per_pair, len(pairs.sources))
         arguments = [number for pair in zip(*pairs, strict=True) for number in pair]
         arguments += [0] * (3 * NUM_FEW - len(arguments))
-        self._few(
-            len(pairs.sources) * self._lanes_per_pair * num_chunks, *self._planes, num_chunks, *arguments
-        )
+        self._few(grid, *self._planes, *arguments)
 
     def copy_many(self, table: torch.Tensor, most_rows: int) -> None:
         """Enqueues the copies of an int32 ``[num_pairs, 3]`` table on the device, none of more than ``most_rows``."""
@@ -307,7 +310,7 @@ class Copier:
         per_pair = self._lanes_per_pair * num_chunks
         for part in launch.slices(len(table), per_pair):
             pairs = table[part]
-            self._many(len(pairs) * per_pair, *self._planes, pairs, num_chunks)
+            self._many((len(pairs) * per_pair, 1, 1), *self._planes, pairs, num_chunks)
 
     def _num_chunks(self, num_rows: int) -> int:
         return -(-num_rows * self._run // self._chunk)
@@ -336,7 +339,7 @@ def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:
     """Enqueues the copies of non-empty, checked pairs from one pool to another: one launch, and one upload for many."""
     with launch.on_device(source.device):
         ready = copier(source, target)
-        if len(pairs.sources) <= NUM_FEW:
+        if len(pairs.sources) <= NUM_FEW and ready.may_copy_few:
             ready.copy_few(pairs)
         else:
             ready.copy_many(launch.upload(pairs, source.device), max(pairs.num_rows))

@@ -21,7 +21,7 @@ MAX_NUM_PROGRAMS = 2**31 - 1
 WIDEST = 16
 """Bytes of the widest access of a thread."""
 MAX_STAGED_BYTES = 32 << 10
-"""So many bytes the driver copies at once, from any memory, and sends with its commands; the GPU waits less for them."""
+"""So many bytes the driver takes at once, from any memory, and sends with its commands: the GPU waits less for them."""
 _HERE = nullcontext()
 
 
@@ -39,13 +39,12 @@ class Launcher:
         self._values = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._compiled: Any = None
 
-    def __call__(self, num_programs: int, *arguments: object) -> None:
+    def __call__(self, grid: tuple[int, int, int], *arguments: object) -> None:
         """Enqueues so many programs on the current stream of the current device."""
         if self._compiled is None:
-            launched = self._kernel[(num_programs,)](*arguments, **self._constants, **self._options)
-            self._compiled = launched
+            self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
         else:
-            self._compiled[(num_programs, 1, 1)](*arguments, *self._values)
+            self._compiled[grid](*arguments, *self._values)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

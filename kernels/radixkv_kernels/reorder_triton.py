@@ -357,14 +357,15 @@ def reorder(pool: Pool, beams: Beams, parents: torch.Tensor, token_ids: torch.Te
         if ready is None:
             ready = beams.launchers[key] = launchers(pool, beams)
         ready.plan(
-            1, *common, token_ids, beams.groups, beams.refs, beams.free, beams.counters, beams.taken, beams.copies
+            (1, 1, 1), *common, token_ids, beams.groups, beams.refs, beams.free, beams.counters, beams.taken,
+            beams.copies,
         )  # fmt: skip
         ready.permute(
-            ready.num_tiles, *common, beams.num_prefix_blocks, beams.refs, beams.counters, beams.taken,
+            (ready.num_tiles, 1, 1), *common, beams.num_prefix_blocks, beams.refs, beams.counters, beams.taken,
             beams.cells, beams.dead, beams.num_dead,
         )  # fmt: skip
         ready.finish(
-            ready.num_programs, parents, beams.lengths, token_ids, beams.history, beams.free, beams.counters,
+            (ready.num_programs, 1, 1), parents, beams.lengths, token_ids, beams.history, beams.free, beams.counters,
             beams.copies, beams.dead, beams.num_dead, ready.planes,
         )  # fmt: skip
 

@@ -293,7 +293,7 @@ def _captured(pool: Pool, pairs: Pairs) -> Graph:
     columns = BlockPairs(*(column.tolist() for column in pairs[:3]))
     copier = copy_triton.copier(pool, pool)
     table = None
-    if len(columns.sources) <= copy_triton.NUM_FEW:
+    if len(columns.sources) <= copy_triton.NUM_FEW and copier.may_copy_few:
         copy = partial(copier.copy_few, columns)
     else:
         table = launch.upload(columns, pool.device)

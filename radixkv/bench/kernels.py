@@ -194,7 +194,7 @@ def make_work(
     device: torch.device,
     seed: int,
 ) -> Work:
-    """Work on ``num_blocks`` scattered blocks, and beams with so many blocks of one row, each its own, for their steps."""
+    """Work on scattered blocks, and beams that have ``num_tokens`` blocks of one row, their own, and room to step."""
     rng = np.random.default_rng(seed)
     storage = torch.empty(
         (2 * num_blocks, *layout.block_shape(block_size)), dtype=getattr(torch, layout.dtype), device=device

@@ -81,7 +81,10 @@ def copies(chunks: list[int]) -> Iterator[Configuration]:
             few, many = copy_triton.copy_few_kernel, copy_triton.copy_kernel
             pairs = {name: "i32" for name in few.arg_names[2:] if name.islower()}
             table = {"pairs": "*i32", "num_chunks": "i32"}
-            for name, kernel, arguments in (("few", few, planes | pairs), ("copy", many, planes | table)):
+            kinds = [("copy", many, planes | table)]
+            if layout in ("llama-3-8b", "hnd", "rows-of-3-bytes"):
+                kinds.append(("few", few, planes | pairs))
+            for name, kernel, arguments in kinds:
                 yield Configuration(
                     f"{name}/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide
                 )

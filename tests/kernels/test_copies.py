@@ -6,6 +6,7 @@ this same file in a process that interprets the Triton kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -191,10 +192,10 @@ class Launches:
 
     def __init__(self, kernel: Any) -> None:
         self.arg_names: list[str] = kernel.arg_names
-        self.seen: list[tuple[int, tuple[object, ...]]] = []
+        self.seen: list[tuple[tuple[int, ...], tuple[object, ...]]] = []
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return lambda *arguments, **_: self.seen.append((grid[0], arguments))
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **_: self.seen.append((grid, arguments))
 
 
 @pytest.mark.parametrize("num_pairs", [1, 8, 9, 100_000])
@@ -210,11 +211,11 @@ def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
     pool = Pool.of(torch.empty(2, 32, 2, 16, 8, 128, dtype=torch.bfloat16))
     pairs = BlockPairs([0] * num_pairs, [1] * num_pairs, [16] * num_pairs)
     copy_triton.copy(pool, pool, pairs)
-    [(num_programs, (_, _, *rest))] = few.seen + many.seen
+    [(grid, (_, _, *rest))] = few.seen + many.seen
     words = num_pairs * pool.block_bytes // 4
-    assert num_programs * copy_triton.CHUNK == words and num_programs >= 512
+    assert math.prod(grid) * copy_triton.CHUNK == words and math.prod(grid) >= 512
     if num_pairs <= copy_triton.NUM_FEW:
-        assert rest == [8, *[0, 1, 16] * num_pairs, *[0, 0, 0] * (8 - num_pairs)]
+        assert grid == (8, 64, num_pairs) and rest == [*[0, 1, 16] * num_pairs, *[0, 0, 0] * (8 - num_pairs)]
     else:
         table, num_chunks = rest
         assert num_chunks == 8 and torch.equal(
@@ -241,10 +242,10 @@ class Compiled:
 def test_a_kernel_is_dispatched_by_triton_once_and_then_launched_with_its_constants_in_order() -> None:
     kernel = Compiled()
     run = launch.Launcher(kernel, {"KIND": "int32", "SIZE": 4}, num_warps=2)
-    run(7, "a", "b")
-    run(8, "c", "d")
-    first = ((7,), ("a", "b"), {"KIND": "int32", "SIZE": 4, "num_warps": 2})
-    assert kernel.seen == [first, ((8, 1, 1), ("c", "d", 4, "int32"), {})]
+    run((7, 1, 1), "a", "b")
+    run((8, 2, 1), "c", "d")
+    first = ((7, 1, 1), ("a", "b"), {"KIND": "int32", "SIZE": 4, "num_warps": 2})
+    assert kernel.seen == [first, ((8, 2, 1), ("c", "d", 4, "int32"), {})]
 
 
 def test_empty_lists_launch_nothing() -> None:
