@@ -208,7 +208,7 @@ class Beams:
 
 def tile_columns(num_beams: int) -> int:
     """Columns that one program of ``reorder`` moves, a power of two: freed blocks are ordered by them first."""
-    return max(1, min(32, 512 // (1 << (num_beams - 1).bit_length())))
+    return max(2, min(32, 256 // (1 << (num_beams - 1).bit_length())))
 
 
 def _held(tables: Sequence[Sequence[int]], num_prefix_blocks: Sequence[int]) -> Counter[int]:

@@ -317,6 +317,11 @@ def permute_constants(beams: Beams) -> dict[str, Any]:
     }
 
 
+def permute_warps(beams: Beams) -> int:
+    """As many as have a cell of the tile a thread, at most 8."""
+    return max(1, min(8, (tile_columns(beams.num_beams) << (beams.num_beams - 1).bit_length()) // 32))
+
+
 def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, Any]:
     """What ``finish_kernel`` is compiled with."""
     cells = beams.num_beams * tile_columns(beams.num_beams)
@@ -376,7 +381,7 @@ def launchers(pool: Pool, beams: Beams) -> Launchers:
     num_programs = max(num_tiles, _num_copying_programs(pool))
     return Launchers(
         launch.Launcher(plan_kernel, plan_constants(beams), num_warps=1 if beams.num_beams <= 32 else 4),
-        launch.Launcher(permute_kernel, permute_constants(beams), num_warps=4),
+        launch.Launcher(permute_kernel, permute_constants(beams), num_warps=permute_warps(beams)),
         launch.Launcher(finish_kernel, finish_constants(beams, pool, num_programs), num_warps=4),
         num_tiles,
         num_programs,

@@ -145,9 +145,16 @@ def reorders() -> Iterator[Configuration]:
         )
         shape = f"{num_beams}x{columns}" + "-remembered" * (max_steps > 0)
         finish = reorder_triton.finish_constants(beams, pool, 1056)
+        permute = reorder_triton.permute_warps(beams)
         for name, kernel, constants, warps, wide in (
             ("plan", reorder_triton.plan_kernel, reorder_triton.plan_constants(beams), 4, None),
-            ("permute", reorder_triton.permute_kernel, reorder_triton.permute_constants(beams), 4, None),
+            (
+                "permute",
+                reorder_triton.permute_kernel,
+                reorder_triton.permute_constants(beams),
+                permute,
+                None,
+            ),
             ("finish", reorder_triton.finish_kernel, finish, 4, 4 * finish["CHUNK"]),
         ):
             arguments = {name: "*i32" for name in kernel.arg_names if name.islower()}
