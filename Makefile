@@ -55,7 +55,7 @@ test-browser: $(VENV)/.installed-dev
 
 # Where torch sees no GPU, pytest finds nothing to run and says so (exit 5).
 test-gpu: $(VENV)/.installed-dev
-	@$(VENV)/bin/python -m pytest -m gpu tests/kernels tests/storage $(PYTEST)
+	@$(VENV)/bin/python -m pytest -m gpu tests/kernels tests/storage tests/engines $(PYTEST)
 	@$(VENV)/bin/radixkv bench kernels --device cuda
 
 fuzz: $(VENV)/.installed-dev

@@ -160,7 +160,8 @@ def beam_search(model: PreTrainedModel, prompt: list[int], num_beams: int, num_n
     assert storage is not None
     unshared = num_beams * -(-(length - 1) // BLOCK_SIZE)
     print(f"  blocks held at most: {ours.watch.blocks_held}, without sharing: {unshared}")
-    print(f"  blocks copied: {stats.copied_blocks}, in {storage.num_launches} launches")
+    how = f"in {storage.num_launches} launches" if storage.num_launches else "by beam steps of the device"
+    print(f"  blocks copied: {stats.copied_blocks}, {how}")
     print(f"  same tokens as transformers' own cache: {mine == theirs}")
     print(f"  audit: {'clean' if audit.check(ours.cache).ok else 'broken'}")
 

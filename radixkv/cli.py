@@ -628,6 +628,7 @@ def bench_concurrency(as_json: bool, **options: Any) -> None:
 @click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--block-size", type=click.IntRange(2), default=16, show_default=True)
 @click.option("--num-pairs", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
+@click.option("--num-rows", type=click.IntRange(1), help="Valid rows of each tail.  [drawn]")
 @click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
 @click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)

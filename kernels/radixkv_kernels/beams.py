@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class Beams:
     free: ids lent besides. groups: a number for each beam, one group if left out. max_columns: most blocks of
     a beam. held: ids of the tables that somebody else holds too. max_steps: steps that are remembered; with 0 none
     are, and there may be any number. Raises InputError, naming what is wrong. Cost: tensors of the sizes above, and
-    two of the size of ``tables`` for the step's own use.
+    three of the size of ``tables`` for the step's own use.
     """
 
     def __init__(
@@ -140,8 +140,11 @@ class Beams:
         self.copies = on_device([[0, 0, 0]] * num_beams)
         width = tile_columns(num_beams)
         num_tiles = -(-max_columns // width)
+        tile = width << (num_beams - 1).bit_length()
+        self.cells = torch.empty(num_tiles * 2 * tile, dtype=torch.int32, device=device)
         self.dead = torch.empty(num_tiles * width * num_beams, dtype=torch.int32, device=device)
         self.num_dead = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+        self.launchers: dict[object, Any] = {}  # of the kernels that move these books, see ``reorder_triton``
 
     @property
     def device(self) -> torch.device:
@@ -205,7 +208,7 @@ class Beams:
 
 def tile_columns(num_beams: int) -> int:
     """Columns that one program of ``reorder`` moves, a power of two: freed blocks are ordered by them first."""
-    return max(1, min(32, 512 // (1 << (num_beams - 1).bit_length())))
+    return max(2, min(32, 256 // (1 << (num_beams - 1).bit_length())))
 
 
 def _held(tables: Sequence[Sequence[int]], num_prefix_blocks: Sequence[int]) -> Counter[int]:

@@ -8,7 +8,7 @@ has few pairs: 5 µs for 8 on one core, where the same checks as array operation
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ STORAGE_SHAPE = (
     "[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] (MLA's latent: 1 in place of 2)"
 )
 MAX_NUM_BLOCKS = 2**31 - 1
+BLOCK_IDS = "0 to num_blocks - 1 = {}"
 
 
 class InputError(ValueError):
@@ -59,16 +60,15 @@ def fork_pairs(src: Ids, dst: Ids, num_rows: Ids, num_blocks: int, block_size: i
     the order in which pairs are copied can't matter. A source may be named any number of times.
     """
     pairs = BlockPairs(_host_list("src", src), _host_list("dst", dst), _host_list("num_rows", num_rows))
-    lengths = tuple(len(column) for column in pairs)
-    if len(set(lengths)) != 1:
+    sources, targets, rows = pairs
+    if not len(sources) == len(targets) == len(rows):
+        lengths = tuple(len(column) for column in pairs)
         raise InputError("(len(src), len(dst), len(num_rows))", lengths, "three equal lengths")
-    if lengths[0] == 0:
-        return pairs
-    block_ids = f"0 to num_blocks - 1 = {num_blocks - 1}"
-    _check_range("src", pairs.sources, 0, num_blocks, block_ids)
-    _check_range("dst", pairs.targets, 0, num_blocks, block_ids)
-    _check_range("num_rows", pairs.num_rows, 1, block_size + 1, f"1 to block_size = {block_size}")
-    _check_disjoint(pairs)
+    if sources:
+        _check_range("src", sources, 0, num_blocks, BLOCK_IDS)
+        _check_range("dst", targets, 0, num_blocks, BLOCK_IDS)
+        _check_range("num_rows", rows, 1, block_size + 1, "1 to block_size = {}")
+        _check_disjoint(pairs)
     return pairs
 
 
@@ -76,7 +76,7 @@ def block_list(argument: str, block_ids: Ids, num_blocks: int) -> list[int]:
     """Block ids as a list, each in ``[0, num_blocks)``. Raises InputError."""
     values = _host_list(argument, block_ids)
     if values:
-        _check_range(argument, values, 0, num_blocks, f"0 to num_blocks - 1 = {num_blocks - 1}")
+        _check_range(argument, values, 0, num_blocks, BLOCK_IDS)
     return values
 
 
@@ -89,6 +89,8 @@ def int32_list(argument: str, numbers: Ids) -> list[int]:
 
 
 def _host_list(argument: str, ids: Ids) -> list[int]:
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
+        return cast(list[int], ids.tolist())  # what a cache's plans are: no more to look at
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":
             raise InputError(
@@ -110,13 +112,14 @@ def _check_range(argument: str, values: list[int], start: int, stop: int, allowe
     if start <= min(values) and max(values) < stop:
         return
     index = next(index for index, value in enumerate(values) if not start <= value < stop)
-    raise InputError(f"{argument}[{index}]", values[index], allowed)
+    raise InputError(f"{argument}[{index}]", values[index], allowed.format(stop - 1))
 
 
 def _check_disjoint(pairs: BlockPairs) -> None:
     sources, targets, _ = pairs
-    check_distinct("dst", targets, "each target once")
     distinct = set(targets)
+    if len(distinct) < len(targets):
+        check_distinct("dst", targets, "each target once")
     if not distinct.isdisjoint(sources):
         index = next(index for index, source in enumerate(sources) if source in distinct)
         raise InputError(f"src[{index}]", sources[index], "no source that is also a target")

@@ -7,12 +7,13 @@ all heads at once:
     lane   [ run 0 | run 1 | … | run num_rows-1 | … run block_size-1 ]      run i is row i
            └────────── copied ─────────────────┘ └─── untouched ───┘
 
-A program copies one chunk (at most MAX_CHUNK units) of one lane of one plane of one pair; units beyond the
-valid rows are masked, which costs no memory traffic. A unit is an int32 word where every run, stride and
+A program copies one chunk (at most CHUNK units) of one lane of one plane of one pair; units beyond the
+valid rows are masked, which costs no memory traffic. Up to NUM_FEW pairs, a step's usual copies, are arguments of the
+launch; more are a table on the device, uploaded before it. A unit is an int32 word where every run, stride and
 address is a multiple of 4 bytes, otherwise a byte; when dtypes differ it is an element, converted on its way.
 Sizes and strides are compile-time constants and addresses are known to be multiples of ALIGNMENT bytes, so
-Triton makes 16-byte loads and stores wherever runs have a multiple of 16 bytes. A pair of layouts is compiled
-once for each of two chunk sizes, at its first launch (or from Triton's disk cache).
+Triton makes 16-byte loads and stores wherever runs have a multiple of 16 bytes. A pair of layouts is compiled at
+its first launch (or comes from Triton's disk cache), once for few pairs and once for a table.
 
 Importing this module imports triton, and so fixes whether this process interprets or compiles.
 """
@@ -31,11 +32,12 @@ from radixkv_kernels import launch
 from radixkv_kernels.checks import BlockPairs
 from radixkv_kernels.pool import Geometry, Pool
 
-MAX_CHUNK = 4096
-SMALL_CHUNK = 1024
-ENOUGH_PROGRAMS = 1024
-"""Below so many programs, chunks are small ones: a few pairs are then spread over a whole GPU."""
+CHUNK = 1024
+"""4 KiB: one pair is spread over a whole GPU. Larger chunks were no faster for many pairs either."""
 MAX_NUM_WARPS = 4
+NUM_FEW = 8
+MAX_NUM_LANES = 65535
+"""Of the second dimension of a grid."""
 TYPES = {
     torch.int32: tl.int32,
     torch.int8: tl.int8,
@@ -46,7 +48,10 @@ TYPES = {
 
 
 class CopyShape(NamedTuple):
-    """Compile-time constants of a copy between two pools. Strides and sizes are in units of READ or WRITE."""
+    """Compile-time constants of a copy between two pools. Strides and sizes are in units of READ or WRITE.
+
+    READ_PLANE, WRITE_PLANE: bytes from plane to plane, where these lie one behind the other, else 0.
+    """
 
     READ: tl.dtype
     WRITE: tl.dtype
@@ -59,6 +64,8 @@ class CopyShape(NamedTuple):
     RUN: int
     NUM_LANES: int
     NUM_PLANES: int
+    READ_PLANE: int
+    WRITE_PLANE: int
     READ_ALIGNMENT: int
     WRITE_ALIGNMENT: int
     CHUNK: int
@@ -88,13 +95,15 @@ def copy_chunk(
     WRITE_ROW: tl.constexpr,
     WRITE_LANE: tl.constexpr,
     RUN: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
     READ_ALIGNMENT: tl.constexpr,
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """One chunk of one lane of one plane: block ``source`` to block ``target``."""
-    read = tl.load(read_planes + plane).to(tl.pointer_type(READ))
-    write = tl.load(write_planes + plane).to(tl.pointer_type(WRITE))
+    read = _address(read_planes, plane, READ_PLANE).to(tl.pointer_type(READ))
+    write = _address(write_planes, plane, WRITE_PLANE).to(tl.pointer_type(WRITE))
     # 64 bits: a pool of 2**31 words is 8 GiB, and pools are larger.
     read = tl.multiple_of(read, READ_ALIGNMENT) + source.to(tl.int64) * READ_BLOCK + lane * READ_LANE
     write = tl.multiple_of(write, WRITE_ALIGNMENT) + target.to(tl.int64) * WRITE_BLOCK + lane * WRITE_LANE
@@ -105,10 +114,16 @@ def copy_chunk(
     tl.store(write + write_offsets, tl.load(read + read_offsets, mask=is_valid).to(WRITE), mask=is_valid)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _address(planes: tl.tensor, plane: tl.tensor, STRIDE: tl.constexpr) -> tl.tensor:
+    """Where a plane begins: ``planes`` is the first one's address, or a table of all where STRIDE is 0."""
+    return planes.to(tl.int64) + plane.to(tl.int64) * STRIDE if STRIDE != 0 else tl.load(planes + plane)
+
+
+@triton.jit(do_not_specialize=["read_planes", "write_planes", "num_chunks"])  # type: ignore[untyped-decorator]
 def copy_kernel(
-    read_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
-    write_planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    read_planes: tl.tensor,  # address of the first plane, or pointer to int64 [NUM_PLANES]: addresses
+    write_planes: tl.tensor,
     pairs: tl.tensor,  # pointer to int32 [num_pairs, 3]: source, target, rows
     num_chunks: int,  # of a lane
     READ: tl.constexpr,
@@ -122,6 +137,8 @@ def copy_kernel(
     RUN: tl.constexpr,
     NUM_LANES: tl.constexpr,
     NUM_PLANES: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
     READ_ALIGNMENT: tl.constexpr,
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -137,26 +154,103 @@ def copy_kernel(
     copy_chunk(
         read_planes, write_planes, source, target, num_rows, plane, lane, chunk,
         READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
-        RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+        RUN, READ_PLANE, WRITE_PLANE, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
     )  # fmt: skip
 
 
-def copy_shape(source: Pool, target: Pool, chunk: int = MAX_CHUNK) -> CopyShape:
+@triton.jit(do_not_specialize=list(range(2 + 3 * NUM_FEW)))  # type: ignore[untyped-decorator]
+def copy_few_kernel(
+    read_planes: tl.tensor,  # as of copy_kernel
+    write_planes: tl.tensor,
+    source_0: int,
+    target_0: int,
+    num_rows_0: int,
+    source_1: int,
+    target_1: int,
+    num_rows_1: int,
+    source_2: int,
+    target_2: int,
+    num_rows_2: int,
+    source_3: int,
+    target_3: int,
+    num_rows_3: int,
+    source_4: int,
+    target_4: int,
+    num_rows_4: int,
+    source_5: int,
+    target_5: int,
+    num_rows_5: int,
+    source_6: int,
+    target_6: int,
+    num_rows_6: int,
+    source_7: int,
+    target_7: int,
+    num_rows_7: int,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ_BLOCK: tl.constexpr,
+    READ_ROW: tl.constexpr,
+    READ_LANE: tl.constexpr,
+    WRITE_BLOCK: tl.constexpr,
+    WRITE_ROW: tl.constexpr,
+    WRITE_LANE: tl.constexpr,
+    RUN: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
+    READ_ALIGNMENT: tl.constexpr,
+    WRITE_ALIGNMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    lane = tl.program_id(1) % NUM_LANES
+    plane = tl.program_id(1) // NUM_LANES
+    pair = tl.program_id(2)
+    source = _of_pair(pair, source_0, source_1, source_2, source_3, source_4, source_5, source_6, source_7)
+    target = _of_pair(pair, target_0, target_1, target_2, target_3, target_4, target_5, target_6, target_7)
+    num_rows = _of_pair(
+        pair, num_rows_0, num_rows_1, num_rows_2, num_rows_3, num_rows_4, num_rows_5, num_rows_6, num_rows_7
+    )
+    copy_chunk(
+        read_planes, write_planes, source, target, num_rows, plane, lane, chunk,
+        READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
+        RUN, READ_PLANE, WRITE_PLANE, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_pair(
+    pair: tl.tensor,
+    of_0: tl.tensor,
+    of_1: tl.tensor,
+    of_2: tl.tensor,
+    of_3: tl.tensor,
+    of_4: tl.tensor,
+    of_5: tl.tensor,
+    of_6: tl.tensor,
+    of_7: tl.tensor,
+) -> tl.tensor:
+    """One of NUM_FEW numbers: selects, since arguments can't be indexed."""
+    low = tl.where(pair < 2, tl.where(pair == 0, of_0, of_1), tl.where(pair == 2, of_2, of_3))
+    high = tl.where(pair < 6, tl.where(pair == 4, of_4, of_5), tl.where(pair == 6, of_6, of_7))
+    return tl.where(pair < 4, low, high)
+
+
+def copy_shape(source: Pool, target: Pool, chunk: int = CHUNK) -> CopyShape:
     """The constants that a copy between these pools is compiled with; chunks have at most ``chunk`` units."""
-    alignments = (launch.alignment(source), launch.alignment(target))
-    dtypes = (source.dtype, target.dtype)
-    return _copy_shape(source.geometry, target.geometry, dtypes, alignments, len(source.addresses), chunk)
+    sides = ((source.geometry, source.addresses), (target.geometry, target.addresses))
+    return _copy_shape(*sides, (source.dtype, target.dtype), chunk)
+
+
+Side = tuple[Geometry, tuple[int, ...]]
+"""Of a pool: its geometry and its addresses."""
 
 
 @lru_cache(maxsize=256)
-def _copy_shape(
-    read: Geometry,
-    write: Geometry,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    alignments: tuple[int, int],  # in bytes, as Triton counts for pointers
-    num_planes: int,
-    chunk: int,
-) -> CopyShape:
+def _copy_shape(source: Side, target: Side, dtypes: tuple[torch.dtype, torch.dtype], chunk: int) -> CopyShape:
+    (read, read_planes), (write, write_planes) = source, target
+    alignments = (launch.alignment(read_planes, read), launch.alignment(write_planes, write))  # in bytes
     has_whole_rows = read.has_whole_rows and write.has_whole_rows
     num_lanes = 1 if has_whole_rows else read.num_heads
     run = read.head_dim * read.num_heads // num_lanes
@@ -176,32 +270,76 @@ def _copy_shape(
         for side, unit in zip((read, write), units, strict=True)
     ]
     chunk = min(triton.next_power_of_2(run * read.block_size), chunk)
-    sizes = (run, num_lanes, num_planes)
+    plane_strides = (launch.plane_stride(read_planes, read), launch.plane_stride(write_planes, write))
+    sizes = (run, num_lanes, len(read_planes), *plane_strides)
     return CopyShape._make(
         (*(TYPES[kind] for kind in types), *strides[0], *strides[1], *sizes, *alignments, chunk)
     )
 
 
-def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:
-    """Enqueues the copies of non-empty, checked pairs from one pool to another: one upload, one launch."""
-    copy_uploaded(source, target, launch.upload(pairs, source.device), max(pairs.num_rows))
+Planes = int | torch.Tensor
+"""What a kernel is given of the addresses of planes: the first, if the others follow from it, or a table."""
 
 
-def copy_uploaded(source: Pool, target: Pool, table: torch.Tensor, most_rows: int) -> None:
-    """Enqueues the copies of an int32 ``[num_pairs, 3]`` table on the device, none of more than ``most_rows`` rows."""
-    shape = copy_shape(source, target)
-    if len(table) * shape.NUM_PLANES * shape.NUM_LANES * _num_chunks(shape, most_rows) < ENOUGH_PROGRAMS:
-        shape = copy_shape(source, target, SMALL_CHUNK)
-    num_chunks = _num_chunks(shape, most_rows)
-    per_pair = shape.NUM_PLANES * shape.NUM_LANES * num_chunks
-    tables = (launch.addresses(source), launch.addresses(target))
-    with launch.on_device(source.device):
+class Copier:
+    """Copies between two pools, ready to be launched on their device."""
+
+    def __init__(self, shape: CopyShape, read_planes: Planes, write_planes: Planes) -> None:
+        self._planes = (read_planes, write_planes)
+        self._run, self._chunk = shape.RUN, shape.CHUNK
+        self._lanes_per_pair = shape.NUM_PLANES * shape.NUM_LANES
+        constants = shape._asdict()
+        self._few = launch.Launcher(copy_few_kernel, constants, num_warps=shape.num_warps)
+        self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps)
+
+    @property
+    def may_copy_few(self) -> bool:
+        """Whether the lanes of a pair, which have a dimension of the grid of their own then, are not too many."""
+        return self._lanes_per_pair <= MAX_NUM_LANES
+
+    def copy_few(self, pairs: BlockPairs) -> None:
+        """Enqueues the copies of 1 to NUM_FEW pairs: one launch, of which they are arguments."""
+        grid = (self._num_chunks(max(pairs.num_rows)), self._lanes_per_pair, len(pairs.sources))
+        arguments = [number for pair in zip(*pairs, strict=True) for number in pair]
+        arguments += [0] * (3 * NUM_FEW - len(arguments))
+        self._few(grid, *self._planes, *arguments)
+
+    def copy_many(self, table: torch.Tensor, most_rows: int) -> None:
+        """Enqueues the copies of an int32 ``[num_pairs, 3]`` table on the device, none of more than ``most_rows``."""
+        num_chunks = self._num_chunks(most_rows)
+        per_pair = self._lanes_per_pair * num_chunks
         for part in launch.slices(len(table), per_pair):
             pairs = table[part]
-            copy_kernel[(len(pairs) * per_pair,)](
-                *tables, pairs, num_chunks, *shape, num_warps=shape.num_warps
-            )
+            self._many((len(pairs) * per_pair, 1, 1), *self._planes, pairs, num_chunks)
+
+    def _num_chunks(self, num_rows: int) -> int:
+        return -(-num_rows * self._run // self._chunk)
 
 
-def _num_chunks(shape: CopyShape, num_rows: int) -> int:
-    return -(-num_rows * shape.RUN // shape.CHUNK)
+def copier(source: Pool, target: Pool) -> Copier:
+    """The copier of these pools, kept for the next call."""
+    sides = ((source.geometry, source.addresses), (target.geometry, target.addresses))
+    return _copier(*sides, (source.dtype, target.dtype), source.device)
+
+
+@lru_cache(maxsize=256)
+def _copier(
+    source: Side, target: Side, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+) -> Copier:
+    shape = _copy_shape(source, target, dtypes, CHUNK)
+    return Copier(shape, planes_of(*source, device), planes_of(*target, device))
+
+
+def planes_of(geometry: Geometry, addresses: tuple[int, ...], device: torch.device) -> Planes:
+    """The same for a pool's addresses."""
+    return addresses[0] if launch.plane_stride(addresses, geometry) else launch.addresses(addresses, device)
+
+
+def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:
+    """Enqueues the copies of non-empty, checked pairs from one pool to another: one launch, and one upload for many."""
+    with launch.on_device(source.device):
+        ready = copier(source, target)
+        if len(pairs.sources) <= NUM_FEW and ready.may_copy_few:
+            ready.copy_few(pairs)
+        else:
+            ready.copy_many(launch.upload(pairs, source.device), max(pairs.num_rows))

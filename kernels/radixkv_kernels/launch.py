@@ -5,59 +5,91 @@ Host code only: importing it does not import triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from math import gcd
+from typing import Any
 
+import numpy as np
 import torch
 
-from radixkv_kernels.pool import Geometry, Pool
+from radixkv_kernels.pool import Geometry
 
 MAX_NUM_PROGRAMS = 2**31 - 1
 WIDEST = 16
 """Bytes of the widest access of a thread."""
+MAX_STAGED_BYTES = 32 << 10
+"""So many bytes the driver takes at once, from any memory, and sends with its commands: the GPU waits less for them."""
+_HERE = nullcontext()
+
+
+class Launcher:
+    """A kernel and its compile-time constants, launched past Triton's dispatch once it is compiled.
+
+    The first launch goes through Triton, which looks at each argument, compiles, and gives the compiled kernel; to
+    look again at every launch would be half of what a small step costs the host. So arguments must always look
+    alike: tensors of one dtype that begin at a multiple of 16 bytes, and integers that the kernel isn't specialised
+    on. One launcher is for one device. Through the interpreter every launch is a first one.
+    """
+
+    def __init__(self, kernel: Any, constants: Mapping[str, object], **options: object) -> None:
+        self._kernel, self._constants, self._options = kernel, dict(constants), options
+        self._values = tuple(constants[name] for name in kernel.arg_names if name in constants)
+        self._compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: object) -> None:
+        """Enqueues so many programs on the current stream of the current device."""
+        if self._compiled is None:
+            self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+        else:
+            self._compiled[grid](*arguments, *self._values)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes the pool's GPU the current one, which is where Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def upload(columns: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Equally long columns as the int32 table ``[n, len(columns)]`` on ``device``; enqueued, never waited for."""
-    host = torch.tensor(columns, dtype=torch.int32).T.contiguous()
+    host = torch.from_numpy(np.array(columns, dtype=np.int32).T.copy())
     if device.type == "cpu":
         return host
-    # From pinned memory the copy is asynchronous, and torch keeps the buffer until the stream has read it.
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-def addresses(pool: Pool) -> torch.Tensor:
-    """Where the planes begin: int64 ``[num_planes]`` on the pool's device, uploaded once for a pool."""
-    return _addresses(pool.addresses, pool.device)
+    if host.nbytes > MAX_STAGED_BYTES:
+        host = host.pin_memory()  # torch keeps it until the stream has read it
+    return host.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=256)
-def _addresses(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def addresses(planes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where planes begin: int64 ``[num_planes]`` on the device, uploaded once for a pool."""
     # Waits for the upload, the first time only: later launches may be on other streams.
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(planes, dtype=torch.int64, device=device)
 
 
-def alignment(pool: Pool) -> int:
-    """The bytes, at most 16, that every plane's address, every stride and a run are multiples of."""
-    return _alignment(pool.addresses, pool.geometry)
+def plane_stride(planes: tuple[int, ...], geometry: Geometry) -> int:
+    """Bytes of a plane of a block, if each begins where the one before it ends, as in block-major storage; else 0."""
+    stride = geometry.block_size * geometry.row_stride
+    return stride if all(after - before == stride for before, after in pairwise(planes)) else 0
 
 
 @lru_cache(maxsize=256)
-def _alignment(values: tuple[int, ...], geometry: Geometry) -> int:
+def alignment(planes: tuple[int, ...], geometry: Geometry) -> int:
+    """The bytes, at most 16, that every plane's address, every stride and a run are multiples of."""
     # A run is a whole row where heads are one behind the other, otherwise one head of it.
     run_bytes = geometry.head_bytes * (geometry.num_heads if geometry.has_whole_rows else 1)
     lane_stride = 0 if geometry.has_whole_rows else geometry.head_stride
-    return gcd(WIDEST, *values, geometry.block_stride, geometry.row_stride, lane_stride, run_bytes)
+    return gcd(WIDEST, *planes, geometry.block_stride, geometry.row_stride, lane_stride, run_bytes)
 
 
 def slices(num_items: int, programs_per_item: int) -> list[slice]:
-    """Cuts items so that no launch has more programs than a grid may; one slice, but for millions of items."""
-    step = max(1, MAX_NUM_PROGRAMS // programs_per_item)
+    """Cuts items so that no launch has more programs than a grid may; one slice, but for millions of items.
+
+    Slices begin at multiples of 4, so that those of a table of int32 on the device are aligned to 16 bytes.
+    """
+    step = max(4, MAX_NUM_PROGRAMS // programs_per_item // 4 * 4)
     return [slice(start, start + step) for start in range(0, num_items, step)]

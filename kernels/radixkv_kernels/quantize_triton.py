@@ -321,7 +321,7 @@ def constants(form: Quantized, *, is_native: bool) -> dict[str, Any]:
         "DIM": shape.head_dim,
         "NUM_PLANES": len(pool.addresses),
         "SIDES": pool.planes_per_layer,
-        "ALIGNMENT": launch.alignment(pool),
+        "ALIGNMENT": launch.alignment(pool.addresses, shape),
         "SCHEME": form.scheme,
         "RECORD": form.record_bytes,
         "PARAMETERS": form.codes_bytes,
@@ -346,10 +346,10 @@ def quantizing_constants(form: Quantized, *, is_native: bool) -> dict[str, Any]:
 
 
 def num_warps(form: Quantized) -> int:
-    """As many as have 16 values of the tile a thread, at most MAX_NUM_WARPS."""
+    """As many as have 32 values of a head a thread, at most MAX_NUM_WARPS: fewer warps have less to tell each other."""
     shape = form.pool.geometry
-    tile = int(triton.next_power_of_2(shape.block_size) * triton.next_power_of_2(form.code_dim))
-    return min(MAX_NUM_WARPS, max(1, tile // 512))
+    tile = int(triton.next_power_of_2(shape.block_size) * triton.next_power_of_2(shape.head_dim))
+    return min(MAX_NUM_WARPS, max(1, tile // 1024))
 
 
 def quantize(form: Quantized, block_ids: list[int], records: torch.Tensor) -> None:
@@ -369,11 +369,12 @@ def _launch(
     per_block = len(pool.addresses) * pool.geometry.num_heads
     table = launch.upload([block_ids], pool.device)
     with launch.on_device(pool.device):
+        planes = launch.addresses(pool.addresses, pool.device)
         for part in launch.slices(len(block_ids), per_block):
             ids = table[part]
             grid = (len(ids) * per_block,)
             options = {"num_warps": num_warps(form), "enable_fp_fusion": False}
-            kernel[grid](launch.addresses(pool), ids, records[part], **fixed, **options)
+            kernel[grid](planes, ids, records[part], **fixed, **options)
 
 
 def _is_native(form: Quantized) -> bool:

@@ -89,10 +89,11 @@ def quantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor) -
             parameters = form.parameters(records, layer, side)
             if form.scheme == "fp8":
                 largest = values.abs().amax((1, 3)).clamp(min=LEAST_LARGEST)
-                parameters[:, 0] = largest / LARGEST_E4M3
-                inverse = torch.full_like(largest, LARGEST_E4M3).div(
-                    largest
-                )  # a number / tensor rounds twice
+                most = torch.full_like(
+                    largest, LARGEST_E4M3
+                )  # divided by a number, or into one, torch may round twice
+                parameters[:, 0] = largest / most
+                inverse = most / largest
                 scaled = values * inverse[:, None, :, None]
                 scaled = scaled.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
                 codes[:, layer, side] = scaled.view(torch.uint8)

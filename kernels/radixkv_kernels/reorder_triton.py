@@ -5,12 +5,15 @@ before it writes; a program of permute owns its columns, reads them all, waits f
 finish reads what plan and permute left for it, and writes elsewhere. Reference counts need no atomics, since a
 block stands in one column, and so in one program, whoever holds it.
 
+Permute compares every beam with every other: what a beam holds now and next it writes to ``cells`` first, so that a
+comparison is two loads from the cache and no arithmetic about lengths and prefixes.
+
 Importing this module imports triton, and so fixes whether this process interprets or compiles.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -19,7 +22,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from radixkv_kernels import beams as books
 from radixkv_kernels import launch
 from radixkv_kernels.beams import Beams, tile_columns
-from radixkv_kernels.copy_triton import MAX_CHUNK, SMALL_CHUNK, CopyShape, copy_chunk, copy_shape
+from radixkv_kernels.copy_triton import Planes, copy_chunk, copy_shape, planes_of
 from radixkv_kernels.pool import Pool
 
 NUM_FREE, STATUS = tl.constexpr(books.NUM_FREE), tl.constexpr(books.STATUS)
@@ -141,6 +144,7 @@ def permute_kernel(
     refs: tl.tensor,
     counters: tl.tensor,
     taken: tl.tensor,
+    cells: tl.tensor,
     dead: tl.tensor,
     num_dead: tl.tensor,
     NUM_BEAMS: tl.constexpr,
@@ -149,53 +153,51 @@ def permute_kernel(
     BEAMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    if tl.load(counters + STATUS) == 0:
-        # A tile [BEAMS, COLUMNS] of the tables, as one row of cells.
-        cell = tl.arange(0, BEAMS * COLUMNS)
-        beam = cell // COLUMNS
-        column = tl.program_id(0) * COLUMNS + cell % COLUMNS
-        is_cell = (beam < NUM_BEAMS) & (column < NUM_COLUMNS)
-        is_cell = is_cell & (column >= tl.load(prefixes + beam, mask=is_cell, other=0))
-        length = tl.load(lengths + beam, mask=is_cell, other=0)
-        was = is_cell & (column * BLOCK_SIZE < length)
-        old = tl.load(tables + beam * NUM_COLUMNS + column, mask=was, other=-1)
-        parent = tl.load(parents + beam, mask=is_cell, other=0)
-        length = tl.load(lengths + parent, mask=is_cell, other=0)
-        was = is_cell & (column * BLOCK_SIZE < length)
-        new = tl.load(tables + parent * NUM_COLUMNS + column, mask=was, other=-1)
-        mine = tl.load(taken + beam, mask=is_cell, other=-1)
-        new = tl.where(is_cell & (column == length // BLOCK_SIZE) & (mine >= 0), mine, new)
-        # How many beams held my old block, and how many hold it next; the first holder answers for it.
-        change = tl.zeros((BEAMS * COLUMNS,), tl.int32)
-        is_first = old >= 0
-        in_table = column < NUM_COLUMNS
-        for other in range(NUM_BEAMS):
-            first = tl.load(prefixes + other)
-            counts = in_table & (column >= first)
-            was = counts & (column * BLOCK_SIZE < tl.load(lengths + other))
-            theirs = tl.load(tables + other * NUM_COLUMNS + column, mask=was, other=-2)
-            change -= (theirs == old).to(tl.int32)
-            is_first = is_first & ~((theirs == old) & (other < beam))
-            other_parent = tl.load(parents + other)
-            next_length = tl.load(lengths + other_parent)
-            was = counts & (column * BLOCK_SIZE < next_length)
-            next_one = tl.load(tables + other_parent * NUM_COLUMNS + column, mask=was, other=-2)
-            other_taken = tl.load(taken + other)
-            next_one = tl.where(
-                (column == next_length // BLOCK_SIZE) & (other_taken >= 0), other_taken, next_one
-            )
-            change += (next_one == old).to(tl.int32)
-        count = tl.load(refs + old, mask=is_first, other=0) + change
-        is_dead = is_first & (count == 0)
-        tl.debug_barrier()  # all threads have read; from here on they write
-        tl.store(refs + old, count, mask=is_first)
-        tl.store(tables + beam * NUM_COLUMNS + column, new, mask=is_cell & (new >= 0))
-        rank = tl.cumsum(is_dead.to(tl.int32), axis=0) - 1
-        tl.store(dead + tl.program_id(0) * (NUM_BEAMS * COLUMNS) + rank, old, mask=is_dead)
-        tl.store(num_dead + tl.program_id(0), tl.sum(is_dead.to(tl.int32), axis=0))
+    if tl.load(counters + STATUS) != 0:
+        return
+    # A tile [BEAMS, COLUMNS] of the tables, as one row of cells.
+    cell = tl.arange(0, BEAMS * COLUMNS)
+    beam = cell // COLUMNS
+    column = tl.program_id(0) * COLUMNS + cell % COLUMNS
+    is_cell = (beam < NUM_BEAMS) & (column < NUM_COLUMNS)
+    is_cell = is_cell & (column >= tl.load(prefixes + beam, mask=is_cell, other=0))
+    length = tl.load(lengths + beam, mask=is_cell, other=0)
+    was = is_cell & (column * BLOCK_SIZE < length)
+    old = tl.load(tables + beam * NUM_COLUMNS + column, mask=was, other=-1)
+    parent = tl.load(parents + beam, mask=is_cell, other=0)
+    length = tl.load(lengths + parent, mask=is_cell, other=0)
+    was = is_cell & (column * BLOCK_SIZE < length)
+    new = tl.load(tables + parent * NUM_COLUMNS + column, mask=was, other=-1)
+    mine = tl.load(taken + beam, mask=is_cell, other=-1)
+    new = tl.where(is_cell & (column == length // BLOCK_SIZE) & (mine >= 0), mine, new)
+    new = tl.where(is_cell, new, -1)
+    is_changed = tl.max((new != old).to(tl.int32), axis=0)
+    if is_changed == 0:  # columns that all share, or that nobody has: nothing is written but this
+        tl.store(num_dead + tl.program_id(0), 0)
+        return
+    now = cells + tl.program_id(0) * (2 * BEAMS * COLUMNS)
+    then = now + BEAMS * COLUMNS
+    tl.store(now + cell, old)
+    tl.store(then + cell, new)
+    tl.debug_barrier()  # all threads have read the tables, and find each other's cells
+    # How many beams held my old block, and how many hold it next; the first holder answers for it.
+    change = tl.zeros((BEAMS * COLUMNS,), tl.int32)
+    is_first = old >= 0
+    for other in range(NUM_BEAMS):
+        at = other * COLUMNS + cell % COLUMNS
+        is_held = tl.load(now + at) == old
+        change += (tl.load(then + at) == old).to(tl.int32) - is_held.to(tl.int32)
+        is_first = is_first & ~(is_held & (other < beam))
+    count = tl.load(refs + old, mask=is_first, other=0) + change
+    is_dead = is_first & (count == 0)
+    tl.store(refs + old, count, mask=is_first)
+    tl.store(tables + beam * NUM_COLUMNS + column, new, mask=new >= 0)
+    rank = tl.cumsum(is_dead.to(tl.int32), axis=0) - 1
+    tl.store(dead + tl.program_id(0) * (NUM_BEAMS * COLUMNS) + rank, old, mask=is_dead)
+    tl.store(num_dead + tl.program_id(0), tl.sum(is_dead.to(tl.int32), axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["planes"])  # type: ignore[untyped-decorator]
 def finish_kernel(
     parents: tl.tensor,  # pointers to int32, but for planes and token_ids
     lengths: tl.tensor,
@@ -206,7 +208,7 @@ def finish_kernel(
     copies: tl.tensor,
     dead: tl.tensor,
     num_dead: tl.tensor,
-    planes: tl.tensor,  # pointer to int64 [NUM_PLANES]: addresses
+    planes: tl.tensor,  # as of copy_kernel
     NUM_BEAMS: tl.constexpr,
     BEAMS: tl.constexpr,
     REMEMBERS: tl.constexpr,
@@ -227,6 +229,8 @@ def finish_kernel(
     RUN: tl.constexpr,
     NUM_LANES: tl.constexpr,
     NUM_PLANES: tl.constexpr,
+    READ_PLANE: tl.constexpr,
+    WRITE_PLANE: tl.constexpr,
     READ_ALIGNMENT: tl.constexpr,
     WRITE_ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -258,7 +262,7 @@ def finish_kernel(
             copy_chunk(
                 planes, planes, source, target, num_rows, plane, lane, chunk,
                 READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
-                RUN, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
+                RUN, READ_PLANE, WRITE_PLANE, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
             )  # fmt: skip
 
 
@@ -313,6 +317,11 @@ def permute_constants(beams: Beams) -> dict[str, Any]:
     }
 
 
+def permute_warps(beams: Beams) -> int:
+    """As many as have a cell of the tile a thread, at most 8."""
+    return max(1, min(8, (tile_columns(beams.num_beams) << (beams.num_beams - 1).bit_length()) // 32))
+
+
 def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, Any]:
     """What ``finish_kernel`` is compiled with."""
     cells = beams.num_beams * tile_columns(beams.num_beams)
@@ -327,37 +336,61 @@ def finish_constants(beams: Beams, pool: Pool, num_programs: int) -> dict[str, A
         "TILES": triton.next_power_of_2(num_tiles),
         "NUM_PROGRAMS": num_programs,
         "NUM_ROWS": beams.block_size,
-        **_copies_of_tails(pool, beams)._asdict(),
+        **copy_shape(pool, pool)._asdict(),
     }
+
+
+class Launchers(NamedTuple):
+    """The three kernels of a step, with their grids."""
+
+    plan: launch.Launcher
+    permute: launch.Launcher
+    finish: launch.Launcher
+    num_tiles: int
+    num_programs: int
+    planes: Planes
 
 
 def reorder(pool: Pool, beams: Beams, parents: torch.Tensor, token_ids: torch.Tensor | None) -> None:
     """Enqueues one step: three launches, whose grids depend on shapes alone."""
     token_ids = parents if token_ids is None else token_ids  # not read then
-    num_programs = max(_num_tiles(beams), _num_copying_programs(pool))
     common = (parents, beams.tables, beams.lengths)
     with launch.on_device(pool.device):
-        plan_kernel[(1,)](
-            *common, token_ids, beams.groups, beams.refs, beams.free, beams.counters, beams.taken, beams.copies,
-            **plan_constants(beams), num_warps=1 if beams.num_beams <= 32 else 4,
+        is_aligned = tuple(given.data_ptr() % launch.WIDEST == 0 for given in (parents, token_ids))
+        key = (pool.addresses, token_ids.dtype, is_aligned)
+        ready = beams.launchers.get(key)
+        if ready is None:
+            ready = beams.launchers[key] = launchers(pool, beams)
+        ready.plan(
+            (1, 1, 1), *common, token_ids, beams.groups, beams.refs, beams.free, beams.counters, beams.taken,
+            beams.copies,
         )  # fmt: skip
-        permute_kernel[(_num_tiles(beams),)](
-            *common, beams.num_prefix_blocks, beams.refs, beams.counters, beams.taken, beams.dead, beams.num_dead,
-            **permute_constants(beams), num_warps=4,
+        ready.permute(
+            (ready.num_tiles, 1, 1), *common, beams.num_prefix_blocks, beams.refs, beams.counters, beams.taken,
+            beams.cells, beams.dead, beams.num_dead,
         )  # fmt: skip
-        finish_kernel[(num_programs,)](
-            parents, beams.lengths, token_ids, beams.history, beams.free, beams.counters, beams.copies, beams.dead,
-            beams.num_dead, launch.addresses(pool), **finish_constants(beams, pool, num_programs), num_warps=4,
+        ready.finish(
+            (ready.num_programs, 1, 1), parents, beams.lengths, token_ids, beams.history, beams.free, beams.counters,
+            beams.copies, beams.dead, beams.num_dead, ready.planes,
         )  # fmt: skip
+
+
+def launchers(pool: Pool, beams: Beams) -> Launchers:
+    """The kernels of a step, to be compiled at the first."""
+    num_tiles = _num_tiles(beams)
+    num_programs = max(num_tiles, _num_copying_programs(pool))
+    return Launchers(
+        launch.Launcher(plan_kernel, plan_constants(beams), num_warps=1 if beams.num_beams <= 32 else 4),
+        launch.Launcher(permute_kernel, permute_constants(beams), num_warps=permute_warps(beams)),
+        launch.Launcher(finish_kernel, finish_constants(beams, pool, num_programs), num_warps=4),
+        num_tiles,
+        num_programs,
+        planes_of(pool.geometry, pool.addresses, pool.device),
+    )
 
 
 def _num_tiles(beams: Beams) -> int:
     return -(-beams.max_columns // tile_columns(beams.num_beams))
-
-
-def _copies_of_tails(pool: Pool, beams: Beams) -> CopyShape:
-    """Small chunks: a step's copies are few, and are spread over the whole GPU."""
-    return copy_shape(pool, pool, SMALL_CHUNK if beams.num_beams <= 16 else MAX_CHUNK)
 
 
 def _num_copying_programs(pool: Pool) -> int:

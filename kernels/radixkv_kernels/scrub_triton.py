@@ -59,7 +59,8 @@ def scrub(pool: Pool, block_ids: list[int]) -> None:
     per_block = num_chunks * shape.NUM_LANES * shape.NUM_PLANES
     table = launch.upload([block_ids], pool.device)
     with launch.on_device(pool.device):
+        planes = launch.addresses(pool.addresses, pool.device)
         for part in launch.slices(len(block_ids), per_block):
             ids = table[part]
             grid = (len(ids) * per_block,)
-            scrub_kernel[grid](launch.addresses(pool), ids, *constants(pool), num_warps=shape.num_warps)
+            scrub_kernel[grid](planes, ids, *constants(pool), num_warps=shape.num_warps)

@@ -1,23 +1,24 @@
 """What a fork's copies cost: fork_blocks beside what one would write without it, as a share of memory's speed.
 
-A step's copy-on-write copies the valid rows of a few tail blocks (``num_rows`` between 1 and block_size - 1,
+A step's copy-on-write copies the valid rows of a few tail blocks (``num_rows``; None: between 1 and block_size - 1,
 drawn from the seed). The variants do that work on the same blocks:
 
     fork_blocks       one call: on a GPU one upload of the pairs and one launch, elsewhere one copy_ a pair
     launch_per_layer  the same over one tensor a layer: the pairs are uploaded once, then one launch a layer
     copy_loop         a Python loop of copy_, one a pair
     index_copy        index_select and index_copy_ over whole blocks, indices uploaded beforehand
-    graph_replay      on a GPU: fork_blocks' launch of pairs uploaded beforehand, replayed from a CUDA graph
+    graph_replay      on a GPU: fork_blocks' launch replayed from a CUDA graph, of many pairs uploaded beforehand
+    contiguous        one copy_ of as many bytes, one behind the other: no alternative, but what memory does for so few
 
 Every variant is first compared, byte for byte, with the torch reference; one that differs stops the run.
-Then, for each number of pairs, each of ``repeats`` rounds calls each variant once, in an order drawn anew, on
-other blocks, so that ``rotate_bytes`` (more than the caches hold) lie between two visits of one. On CUDA a
-call is timed by device events and includes the device's wait for the host; ``enqueue_seconds`` is the host's
-part. Figures are medians.
+Then, for each number of pairs, each of ``repeats`` rounds calls each variant, in an order drawn anew, on other blocks,
+so that ``rotate_bytes`` (more than the caches hold) lie between two visits of one. On CUDA calls are timed by device
+events, twice: ``seconds`` while the device was busy until all was enqueued, so what the call costs the device, and
+``eager_seconds`` on an idle device, which waits for the host. ``enqueue_seconds`` is the host's part. All are medians.
 
 Bytes are those that have to move: valid rows, read and written. ``of_copy_bandwidth`` relates bytes a second
 to those of one large ``copy_`` that took turns with the variants, reading and writing counted too;
-``seconds_above_bytes`` is what a call takes beyond its bytes at that bandwidth.
+``seconds_above_bytes`` and ``eager_seconds_above_bytes`` are what a call takes beyond its bytes at that bandwidth.
 
 Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
 """
@@ -33,7 +34,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,8 +46,12 @@ from radixkv_kernels import Pool, backend, fork_blocks, reference
 from radixkv_kernels.checks import BlockPairs
 
 CPU_ROTATE_BYTES = 512 << 20
+CUDA_COPY_BYTES = 1 << 30
+"""Of the copy that measures the bandwidth: so many that a launch doesn't count."""
+BUSY_CYCLES = 2_000_000
+"""About a millisecond, in which the host enqueues a call."""
 WARMUP_ROUNDS = 3
-COPY = "copy"
+COPY, CONTIGUOUS = "copy", "contiguous"
 MAX_CHECKED_PAIRS = 4
 
 Int32Array = NDArray[np.int32]
@@ -64,16 +69,17 @@ class Pairs(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A captured launch, and the table that it reads."""
+    """A captured launch, and the table that it reads, if there is one."""
 
     replay: Callable[[], None]
-    table: torch.Tensor
+    table: torch.Tensor | None
 
 
 class Workload(NamedTuple):
     """Blocks of random bytes, as one storage and as one storage a layer, and steps that never share a block."""
 
     storage: torch.Tensor
+    pool: Pool
     layers: list[torch.Tensor]
     steps: list[Pairs]
     graphs: list[Graph]  # of each step, on a GPU
@@ -85,11 +91,20 @@ class Workload(NamedTuple):
         return 2 * row_bytes * np.array([step.num_rows.sum() for step in self.steps], dtype=np.float64)
 
 
+class Timing(NamedTuple):
+    """Seconds of one call, see above; on a CPU all are the same."""
+
+    seconds: float
+    eager_seconds: float
+    enqueue_seconds: float
+
+
 class Sample(NamedTuple):
     """Of the calls of one variant: mean bytes, median seconds, median of bytes / seconds of each call."""
 
     bytes: float
     seconds: float
+    eager_seconds: float
     enqueue_seconds: float
     bytes_per_s: float
 
@@ -106,6 +121,7 @@ def run(
     head_dim: int = 128,
     block_size: int = 16,
     num_pairs: Sequence[int] = (1, 4, 16),
+    num_rows: int | None = None,
     repeats: int = 30,
     seed: int = 0,
     rotate_bytes: int | None = None,
@@ -116,13 +132,14 @@ def run(
 
     The default layout is Llama-3-8B's. ``rotate_bytes``: None is four times the L2 cache on CUDA and
     512 MiB on a CPU; memory taken is about twice that, or four times the blocks of the largest step if that
-    is more, and as much again to measure the copy. ``num_threads``: of torch on the CPU.
+    is more, and as much again to measure the copy (2 GiB on CUDA). ``num_rows``: valid rows of every tail, None to
+    draw them. ``num_threads``: of torch on the CPU.
     ``progress(done, total)`` is called after each number of pairs.
 
     Raises ConfigError for a device or layout that can't be, ArgumentError for the other arguments, and
     KernelError if a variant's bytes are not those of the reference.
     """
-    _check_arguments(block_size, num_pairs, repeats, seed, rotate_bytes, num_threads)
+    _check_arguments(block_size, num_pairs, num_rows, repeats, seed, rotate_bytes, num_threads)
     layout = KVLayout(num_layers, num_kv_heads, head_dim, dtype)
     with _torch_threads(num_threads):
         probe = DeviceStorage(layout, 1, block_size, device)
@@ -132,7 +149,7 @@ def run(
         results: list[dict[str, object]] = []
         copies: list[float] = []
         for done, count in enumerate(num_pairs, start=1):
-            work = make_workload(layout, block_size, device, count, rotate_bytes, seed)
+            work = make_workload(layout, block_size, device, count, rotate_bytes, seed, num_rows)
             samples = measure(work, repeats, rotate_bytes, seed)
             copies.append(samples.pop(COPY).bytes_per_s)
             results += [_result(name, count, sample, copies[-1]) for name, sample in samples.items()]
@@ -151,6 +168,7 @@ def run(
             "block_size": block_size,
             "block_bytes": layout.bytes_per_token * block_size,
         },
+        "num_rows": num_rows,
         "rotate_bytes": rotate_bytes,
         "copy_bytes_per_s": float(np.median(copies)),
         "results": results,
@@ -163,7 +181,7 @@ def run(
 def one_call(work: Workload, step: int) -> None:
     """All pairs, layers, keys and values in one fork_blocks."""
     pairs = work.steps[step]
-    fork_blocks(work.storage, pairs.sources, pairs.targets, pairs.num_rows)
+    fork_blocks(work.pool, pairs.sources, pairs.targets, pairs.num_rows)
 
 
 def launch_per_layer(work: Workload, step: int) -> None:
@@ -175,7 +193,7 @@ def launch_per_layer(work: Workload, step: int) -> None:
 
         uploaded = launch.upload(BlockPairs(*columns), work.storage.device)
         for pool in map(Pool.of, work.layers):
-            copy_triton.copy_uploaded(pool, pool, uploaded, max(columns[2]))
+            copy_triton.copier(pool, pool).copy_many(uploaded, max(columns[2]))
         return
     for layer in work.layers:
         reference.fork_blocks(layer, *columns)
@@ -198,7 +216,7 @@ def index_copy(work: Workload, step: int) -> None:
 
 
 def graph_replay(work: Workload, step: int) -> None:
-    """The launch of one_call without its checks and its upload."""
+    """The launch of one_call without its checks and, of many pairs, its upload."""
     work.graphs[step].replay()
 
 
@@ -241,98 +259,132 @@ def check_variants(layout: KVLayout, block_size: int, device: str, seed: int) ->
 
 
 def make_workload(
-    layout: KVLayout, block_size: int, device: str, num_pairs: int, rotate_bytes: int, seed: int
+    layout: KVLayout,
+    block_size: int,
+    device: str,
+    num_pairs: int,
+    rotate_bytes: int,
+    seed: int,
+    num_rows: int | None = None,
 ) -> Workload:
     """Steps of ``num_pairs`` copies between blocks of random bytes, at least two and ``rotate_bytes`` in all."""
     step_bytes = 2 * num_pairs * layout.bytes_per_token * block_size
     num_steps = max(2, -(-rotate_bytes // step_bytes))
     storage = DeviceStorage(layout, num_steps * 2 * num_pairs, block_size, device).data
-    storage.view(torch.uint8).random_(0, 256, generator=torch.Generator(storage.device).manual_seed(seed))
-    layers = [storage[:, layer : layer + 1].contiguous() for layer in range(layout.num_layers)]
     rng = np.random.default_rng(seed)
     block_ids = rng.permutation(len(storage)).astype(np.int32).reshape(num_steps, 2, num_pairs)
-    last_partial = max(1, block_size - 1)
-    num_rows = rng.integers(1, last_partial, (num_steps, num_pairs), dtype=np.int32, endpoint=True)
+    fewest, most = (1, max(1, block_size - 1)) if num_rows is None else (num_rows, num_rows)
+    rows = rng.integers(fewest, most, (num_steps, num_pairs), dtype=np.int32, endpoint=True)
     steps = [
-        Pairs(ids[0], ids[1], rows, *(torch.tensor(side, dtype=torch.int64, device=device) for side in ids))
-        for ids, rows in zip(block_ids, num_rows, strict=True)
+        Pairs(ids[0], ids[1], count, *(torch.tensor(side, dtype=torch.int64, device=device) for side in ids))
+        for ids, count in zip(block_ids, rows, strict=True)
     ]
-    graphs = [_captured(storage, step) for step in steps] if "graph_replay" in variants_on(storage) else []
-    return Workload(storage, layers, steps, graphs)
+    pool = Pool.of(storage)
+    graphs = [_captured(pool, step) for step in steps] if "graph_replay" in variants_on(storage) else []
+    # Capturing launches each copy once, so the bytes come after it: a copy that isn't made would not be noticed.
+    storage.view(torch.uint8).random_(0, 256, generator=torch.Generator(storage.device).manual_seed(seed))
+    layers = [storage[:, layer : layer + 1].contiguous() for layer in range(layout.num_layers)]
+    return Workload(storage, pool, layers, steps, graphs)
 
 
-def _captured(storage: torch.Tensor, pairs: Pairs) -> Graph:
+def _captured(pool: Pool, pairs: Pairs) -> Graph:
     from radixkv_kernels import copy_triton, launch
 
-    pool = Pool.of(storage)
-    table = launch.upload([column.tolist() for column in pairs[:3]], storage.device)
-    most = int(pairs.num_rows.max())
-    copy_triton.copy_uploaded(pool, pool, table, most)  # compiled and loaded before it is captured
+    columns = BlockPairs(*(column.tolist() for column in pairs[:3]))
+    copier = copy_triton.copier(pool, pool)
+    table = None
+    if len(columns.sources) <= copy_triton.NUM_FEW and copier.may_copy_few:
+        copy = partial(copier.copy_few, columns)
+    else:
+        table = launch.upload(columns, pool.device)
+        copy = partial(copier.copy_many, table, max(columns.num_rows))
+    copy()  # compiled and loaded before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        copy_triton.copy_uploaded(pool, pool, table, most)
+        copy()
     return Graph(graph.replay, table)
 
 
 def measure(work: Workload, repeats: int, rotate_bytes: int, seed: int) -> dict[str, Sample]:
-    """Times every variant and a large ``copy_``, once in each of ``repeats`` rounds, in an order drawn anew.
+    """Times every variant and a large ``copy_`` in each of ``repeats`` rounds, in an order drawn anew.
 
     So whatever else the machine does, and the dirty lines that a large copy leaves in the caches, fall on all
     alike. Each call takes the next step, so ``rotate_bytes`` lie between two visits of a block.
     """
     device = work.storage.device
-    source = torch.ones(max(rotate_bytes, 1 << 20), dtype=torch.uint8, device=device)
+    step_bytes = work.bytes_per_step
+    num_bytes = CUDA_COPY_BYTES if device.type == "cuda" else max(rotate_bytes, 1 << 20)
+    source = torch.ones(max(num_bytes, int(step_bytes.max()) // 2), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     calls: dict[str, Callable[[int], object]] = {COPY: lambda _: target.copy_(source)}
     calls |= {name: partial(variant, work) for name, variant in variants_on(work.storage).items()}
+    calls[CONTIGUOUS] = partial(_contiguous, source, target, step_bytes)
     rng = np.random.default_rng(seed)
     rounds = [rng.permutation(list(calls)).tolist() for _ in range(WARMUP_ROUNDS + repeats)]
     turns = [(name, number % len(work.steps)) for number, name in enumerate(chain.from_iterable(rounds))]
     watch = time_cuda if device.type == "cuda" else _time_host
     timings = watch([(calls[name], step) for name, step in turns], device)
-    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
+    measured: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
     for (name, step), timing in list(zip(turns, timings, strict=True))[WARMUP_ROUNDS * len(calls) :]:
-        moved = 2 * source.nbytes if name == COPY else float(work.bytes_per_step[step])
+        moved = 2 * source.nbytes if name == COPY else float(step_bytes[step])
         measured[name].append((moved, *timing))
     return {name: _sample(np.array(rows)) for name, rows in measured.items()}
 
 
+def _contiguous(
+    source: torch.Tensor, target: torch.Tensor, step_bytes: NDArray[np.float64], step: int
+) -> None:
+    """As many bytes as a step copies, elsewhere than the step before."""
+    num_bytes = int(step_bytes[step]) // 2
+    start = (step * num_bytes) % (len(source) - num_bytes + 1) // 16 * 16
+    target[start : start + num_bytes].copy_(source[start : start + num_bytes])
+
+
 def _sample(rows: NDArray[np.float64]) -> Sample:
-    num_bytes, seconds, enqueue_seconds = rows.T
-    medians = (float(np.median(values)) for values in (seconds, enqueue_seconds, num_bytes / seconds))
+    num_bytes, *seconds = rows.T
+    medians = (float(np.median(values)) for values in (*seconds, num_bytes / seconds[0]))
     return Sample(float(num_bytes.mean()), *medians)
 
 
 Order = list[tuple[Callable[[int], object], int]]
 
 
-def _time_host(order: Order, _: torch.device) -> list[tuple[float, float]]:
+def _time_host(order: Order, _: torch.device) -> list[Timing]:
     timings = []
     for call, step in order:
         start = time.perf_counter()
         call(step)
-        seconds = time.perf_counter() - start
-        timings.append((seconds, seconds))
+        timings.append(Timing(*[time.perf_counter() - start] * 3))
     return timings
 
 
-def time_cuda(order: Order, device: torch.device) -> list[tuple[float, float]]:
-    """Of each call: seconds between events on the device before and after it, and seconds of the host."""
-    enqueue, events = [], []
+def time_cuda(order: Order, device: torch.device) -> list[Timing]:
+    """Of each call, made twice: seconds of the device, of an idle device that waits for the host, and of the host."""
     with torch.cuda.device(device):
+        busy = [_between_events(call, step, is_idle=False) for call, step in order]
         torch.cuda.synchronize()
-        for call, step in order:
-            before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            before.record()
-            start = time.perf_counter()
-            call(step)
-            enqueue.append(time.perf_counter() - start)
-            after.record()
-            events.append((before, after))
+        idle = [_between_events(call, step, is_idle=True) for call, step in order]
         torch.cuda.synchronize()
-    on_device = (before.elapsed_time(after) / 1e3 for before, after in events)
-    return list(zip(on_device, enqueue, strict=True))
+    return [
+        Timing(before.elapsed_time(after) / 1e3, start.elapsed_time(end) / 1e3, enqueue)
+        for (before, after, _), (start, end, enqueue) in zip(busy, idle, strict=True)
+    ]
+
+
+def _between_events(call: Callable[[int], object], step: int, *, is_idle: bool) -> tuple[Any, Any, float]:
+    """Events on the device before and after a call, and seconds of the host."""
+    before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    if is_idle:
+        torch.cuda.synchronize()
+    else:
+        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+    before.record()
+    start = time.perf_counter()
+    call(step)
+    enqueue = time.perf_counter() - start
+    after.record()
+    return before, after, enqueue
 
 
 def _result(name: str, num_pairs: int, sample: Sample, copy_bytes_per_s: float) -> dict[str, object]:
@@ -341,6 +393,7 @@ def _result(name: str, num_pairs: int, sample: Sample, copy_bytes_per_s: float) 
         "num_pairs": num_pairs,
         **sample._asdict(),
         "seconds_above_bytes": sample.seconds - sample.bytes / copy_bytes_per_s,
+        "eager_seconds_above_bytes": sample.eager_seconds - sample.bytes / copy_bytes_per_s,
         "of_copy_bandwidth": sample.bytes_per_s / copy_bytes_per_s,
     }
 
@@ -351,6 +404,7 @@ def _result(name: str, num_pairs: int, sample: Sample, copy_bytes_per_s: float) 
 def _check_arguments(
     block_size: int,
     num_pairs: Sequence[int],
+    num_rows: int | None,
     repeats: int,
     seed: int,
     rotate_bytes: int | None,
@@ -358,6 +412,8 @@ def _check_arguments(
 ) -> None:
     if not num_pairs or min(num_pairs) < 1:
         raise ArgumentError("num_pairs", list(num_pairs), "one or more counts, each at least 1")
+    if num_rows is not None and not 1 <= num_rows <= block_size:
+        raise ArgumentError("num_rows", num_rows, f"1 to block_size = {block_size}, or None")
     least = {
         "block_size": (block_size, 1),
         "repeats": (repeats, 1),

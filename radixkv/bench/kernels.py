@@ -2,15 +2,17 @@
 
 Each kernel runs once on small blocks and is compared with the torch reference, byte for byte. Where there is no GPU
 that is all, and the report says so: ``TRITON_INTERPRET=1`` lets it try Triton's kernels even there. On a GPU the same
-kernels then run on ``num_blocks`` blocks scattered over twice as many, timed by device events; every round calls each
-once, in an order drawn anew, with what one would write without it (``ALTERNATIVES``), and one large ``copy_`` and
-one ``zero_`` of the same bytes among them. Figures are medians; ``of_copy_bandwidth`` relates bytes read and written a
+kernels then run on ``num_blocks`` blocks scattered over twice as many, timed as ``bench fork`` does, on a busy device
+(``seconds``) and on an idle one (``eager_seconds``); every round calls each, in an order drawn anew, with what one
+would write without it (``ALTERNATIVES``), and one large ``copy_`` and one ``zero_`` of the same bytes among them.
+Figures are medians; ``of_copy_bandwidth`` relates bytes read and written a
 second to those of that copy, ``of_memset`` those written by scrub to those of ``zero_``, ``times_faster`` the
 alternative's seconds to the kernel's.
 
-``reorder`` is a step of 64 beams of 32k tokens, once launched and once as the replay of a CUDA graph, without copies:
-its blocks are one row long. ``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape,
-beside ``index_select`` of the whole cache, which stock beam search makes.
+``reorder`` is a step of 64 beams, each with 2,048 blocks of its own (32k tokens in blocks of 16) and going on from the
+next one, once launched and once as the replay of a CUDA graph, without copies: its blocks are one row long.
+``beam step`` is one with its copies: 4 beams over 1,000 tokens in Llama-2-7B's shape, beside ``index_select`` of the
+whole cache, which stock beam search makes.
 
 Needs torch (and Triton on a GPU): the command imports this module only when asked for it.
 """
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 
 import radixkv_kernels
-from radixkv.bench.fork import device_name, time_cuda, versions
+from radixkv.bench.fork import Timing, device_name, time_cuda, versions
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
 from radixkv_kernels import Beams, Pool, Quantized, backend, reference
@@ -157,7 +159,7 @@ def run(
 
 def check(layout: KVLayout, device: torch.device, seed: int) -> list[str]:
     """Runs each kernel on few small blocks; returns their names. Raises KernelError for the first that differs."""
-    ours, truth = (make_work(layout, 5, 3, 4, 40, device, seed) for _ in range(2))
+    ours, truth = (make_work(layout, 5, 3, 4, 20, 20, device, seed) for _ in range(2))
     for name, kernel in KERNELS.items():
         kernel(radixkv_kernels, ours)
         kernel(Reference, truth)
@@ -187,11 +189,12 @@ def make_work(
     block_size: int,
     num_blocks: int,
     num_beams: int,
-    columns: int,
+    num_tokens: int,
+    num_steps: int,
     device: torch.device,
     seed: int,
 ) -> Work:
-    """Work on ``num_blocks`` scattered blocks, and a step of beams that have ``columns`` blocks of one row each."""
+    """Work on scattered blocks, and beams that have ``num_tokens`` blocks of one row, their own, and room to step."""
     rng = np.random.default_rng(seed)
     storage = torch.empty(
         (2 * num_blocks, *layout.block_shape(block_size)), dtype=getattr(torch, layout.dtype), device=device
@@ -205,13 +208,13 @@ def make_work(
         )
         for scheme in SCHEMES
     }
-    prompt, room = columns // 2, num_beams * (columns - columns // 2)
+    columns = num_tokens + num_steps
     beams = Beams(
-        [range(prompt)] * num_beams,
-        [prompt] * num_beams,
+        [range(beam * num_tokens, (beam + 1) * num_tokens) for beam in range(num_beams)],
+        [num_tokens] * num_beams,
         [0] * num_beams,
-        np.arange(prompt, prompt + room),
-        num_blocks=prompt + room,
+        range(num_beams * num_tokens, num_beams * columns),
+        num_blocks=num_beams * columns,
         block_size=1,
         max_columns=columns,
         device=device,
@@ -227,7 +230,7 @@ def make_work(
         torch.zeros_like(storage[:num_blocks]),
         records,
         beams,
-        torch.zeros((prompt + room, 1, 2, 1, 1, 8), dtype=storage.dtype, device=device),
+        torch.zeros((num_beams * columns, 1, 2, 1, 1, 8), dtype=storage.dtype, device=device),
         torch.from_numpy(rng.integers(0, num_beams, num_beams, dtype=np.int32)).to(device),
     )
 
@@ -236,12 +239,16 @@ def measure(
     layout: KVLayout, block_size: int, num_blocks: int, repeats: int, seed: int, device: torch.device
 ) -> list[dict[str, object]]:
     """Times the kernels on a GPU; a row for each."""
-    work = make_work(layout, block_size, num_blocks, 64, 4096, device, seed)
+    num_steps = (
+        4 * (WARMUP_ROUNDS + repeats) + 1
+    )  # launched and replayed, each on a busy and on an idle device
+    work = make_work(layout, block_size, num_blocks, 64, 2048, num_steps, device, seed)
+    work.parents.copy_(torch.arange(1, 65) % 64)  # nobody stays, so every column is moved
     source, target = torch.ones_like(work.staging), torch.zeros_like(work.staging)
     calls: dict[str, Callable[[int], object]] = {
         name: partial(_once, kernel, work) for name, kernel in KERNELS.items()
     }
-    beams, steps = beam_step(LLAMA_2_7B, 4, 1000, WARMUP_ROUNDS + repeats + 1, device, seed)
+    beams, steps = beam_step(LLAMA_2_7B, 4, 1000, 2 * (WARMUP_ROUNDS + repeats) + 1, device, seed)
     calls |= steps
     for name in (*KERNELS, BEAM_STEP):
         calls[name](0)  # compiled and loaded before anything is captured or timed
@@ -295,34 +302,33 @@ def beam_step(
 
 def _timed(
     calls: dict[str, Callable[[int], object]], repeats: int, seed: int, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """Median seconds of each call, on the device and on the host."""
+) -> dict[str, Timing]:
+    """Median seconds of each call."""
     rng = np.random.default_rng(seed)
     order = [name for _ in range(WARMUP_ROUNDS + repeats) for name in rng.permutation(list(calls)).tolist()]
     timings = time_cuda([(calls[name], 0) for name in order], device)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    seconds: dict[str, list[Timing]] = {name: [] for name in calls}
     for name, timing in list(zip(order, timings, strict=True))[WARMUP_ROUNDS * len(calls) :]:
         seconds[name].append(timing)
-    return {name: tuple(np.median(np.array(times), axis=0).tolist()) for name, times in seconds.items()}
+    return {name: Timing(*np.median(np.array(times), axis=0).tolist()) for name, times in seconds.items()}
 
 
-def _rows(seconds: dict[str, tuple[float, float]], moved: dict[str, int]) -> list[dict[str, object]]:
+def _rows(seconds: dict[str, Timing], moved: dict[str, int]) -> list[dict[str, object]]:
     """What is reported of each kernel; alternatives are columns of theirs."""
-    speed = {name: moved[name] / seconds[name][0] for name in moved}
+    speed = {name: moved[name] / seconds[name].seconds for name in moved}
     others = {name: other for name, (other, _) in ALTERNATIVES.items()}
     others[BEAM_STEP] = "index_select of the whole cache"
     return [
         {
             "kernel": name,
             "bytes": moved.get(name),
-            "seconds": on_device,
-            "enqueue_seconds": on_host,
+            **timing._asdict(),
             "of_copy_bandwidth": speed[name] / speed[COPY] if name in moved else None,
             "of_memset": speed[name] / speed[MEMSET] if name == "scrub" else None,
             "alternative": others.get(name),
-            "times_faster": seconds[_other(name)][0] / on_device if name in others else None,
+            "times_faster": seconds[_other(name)].seconds / timing.seconds if name in others else None,
         }
-        for name, (on_device, on_host) in seconds.items()
+        for name, timing in seconds.items()
         if not name.startswith(_other(""))
     ]
 

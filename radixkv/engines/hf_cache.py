@@ -16,7 +16,7 @@ A step (one ``forward``):
 
 The rectangle is a working copy of the blocks, head-major as attention wants it, kept from step to step and
 grown in place. A beam step that permutes the rows drops it, and the next step gathers it from the blocks again:
-one index operation a row and layer, no loop over blocks. So what beams read is what the blocks hold.
+one index operation a layer for rows of one length, no loop over blocks. So what beams read is what the blocks hold.
 
 Rows come in groups of ``fanout`` that continue one prompt (beams, or several returned sequences). Until the
 step after the prompt's last token, the rows of a group are one sequence, whose KV the group's first row
@@ -38,6 +38,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,12 +99,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class _Slots(NamedTuple):
-    """Where a step's KV goes: token ``i`` is ``(row, column)`` of the step and ``(block, offset)`` of the storage."""
+    """Where a step's KV goes: token ``i`` is ``(row, column)`` of the step and ``(block, offset)`` of the storage.
 
-    rows: Tensor
-    columns: Tensor
+    Without rows and columns, token ``i`` is the only one of row ``i``.
+    """
+
     blocks: Tensor
     offsets: Tensor
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    def of_step(self, states: Tensor) -> Tensor:
+        """``[tokens, kv_heads, head_dim]`` of a step's ``[rows, kv_heads, tokens, head_dim]``."""
+        if self.rows is None:
+            return states[:, :, 0]
+        return states.transpose(1, 2)[self.rows, self.columns]
 
 
 class PagedCache(Cache):
@@ -141,7 +151,7 @@ class PagedCache(Cache):
         self._steps_ahead = 0  # beam steps for which there are blocks
         self._num_step_tokens = 0
         self._slots: _Slots | None = None
-        self._tables: list[Tensor] = []
+        self._tables: list[tuple[int, Tensor]] = []
         self._rectangle: list[Tensor | None] = [None] * storage.layout.num_layers
         super().__init__(layers=[PagedLayer(self, index) for index in range(storage.layout.num_layers)])
 
@@ -177,7 +187,9 @@ class PagedCache(Cache):
         if num_tokens == 1:
             self._append(input_ids[::rows_each, 0].tolist())
         slots = torch.from_numpy(self._place(num_tokens, rows_each)).to(self._storage.device)
-        self._slots = _Slots(*slots.unbind(0))
+        rows_of, columns, blocks, offsets = slots.unbind(0)
+        is_plain = num_tokens == rows_each == 1 and len(blocks) == rows
+        self._slots = _Slots(blocks, offsets) if is_plain else _Slots(blocks, offsets, rows_of, columns)
         self._tables = self._tables_to_gather() if self._rectangle[0] is None else []
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,8 +197,8 @@ class PagedCache(Cache):
         slots = self._slots
         assert slots is not None, "update without begin_step"
         data = self._storage.layer(layer)
-        data[:, 0][slots.blocks, slots.offsets] = keys.transpose(1, 2)[slots.rows, slots.columns]
-        data[:, 1][slots.blocks, slots.offsets] = values.transpose(1, 2)[slots.rows, slots.columns]
+        data[:, 0][slots.blocks, slots.offsets] = slots.of_step(keys)
+        data[:, 1][slots.blocks, slots.offsets] = slots.of_step(values)
         stop = self.width + self._num_step_tokens
         rectangle = self._rectangle_of(layer, keys.shape[0], stop)
         rectangle[0, :, :, self.width : stop] = keys
@@ -280,23 +292,35 @@ class PagedCache(Cache):
         data = self._storage.layer(layer)
         rectangle = data.new_zeros((2, rows, layout.num_kv_heads, capacity, layout.head_dim))
         rows_each = rows // len(self.sequences)
-        for index, table in enumerate(self._tables):
-            blocks = data.index_select(0, table).permute(
-                1, 3, 0, 2, 4
-            )  # [2, kv_heads, blocks, size, head_dim]
-            start = self._pads[index]
-            for row in range(index * rows_each, (index + 1) * rows_each):
-                target = rectangle[:, row, :, start : start + len(table) * size]
-                target.view(2, layout.num_kv_heads, len(table), size, layout.head_dim).copy_(blocks)
+        for first, tables in self._tables:
+            count, num_blocks = tables.shape
+            blocks = data.index_select(0, tables.flatten())
+            blocks = blocks.view(count, 1, num_blocks, 2, size, layout.num_kv_heads, layout.head_dim)
+            start, row = self._pads[first], first * rows_each
+            target = rectangle[:, row : row + count * rows_each, :, start : start + num_blocks * size]
+            shape = (2, count, rows_each, layout.num_kv_heads, num_blocks, size, layout.head_dim)
+            target.view(shape).copy_(blocks.permute(3, 0, 1, 5, 2, 4, 6).expand(shape))
         return rectangle
 
-    def _tables_to_gather(self) -> list[Tensor]:
-        """The blocks of each sequence that hold computed tokens."""
+    def _tables_to_gather(self) -> list[tuple[int, Tensor]]:
+        """The blocks that hold computed tokens: the first of some sequences, and their tables ``[count, blocks]``."""
         tables = []
-        for sequence, length in zip(self.sequences, self.lengths, strict=True):
-            table = sequence.block_table[: -(-length // self._block_size)]
-            tables.append(torch.from_numpy(table.astype(np.int64)).to(self._storage.device))
+        for first, stop, num_blocks in self._alike():
+            rows = np.stack([sequence.block_table[:num_blocks] for sequence in self.sequences[first:stop]])
+            tables.append((first, torch.from_numpy(rows.astype(np.int64)).to(self._storage.device)))
         return tables
+
+    def _alike(self) -> Iterator[tuple[int, int, int]]:
+        """Sequences ``[first, stop)`` that begin in one column and have so many blocks each."""
+        sizes = [
+            (pad, -(-length // self._block_size))
+            for pad, length in zip(self._pads, self.lengths, strict=True)
+        ]
+        first = 0
+        for (_, num_blocks), run in groupby(sizes):
+            stop = first + len(list(run))
+            yield first, stop, num_blocks
+            first = stop
 
     # Forks ----------------------------------------------------------------------------------------------------
 
@@ -368,9 +392,9 @@ class PagedCache(Cache):
         parents = rows if self._parents is None else self._parents
         beams.step(parents.to(torch.int32).contiguous(), token_ids.contiguous())
         self._parents, self._steps_ahead = None, self._steps_ahead - 1
-        self._slots = _Slots(rows, torch.zeros_like(rows), *beams.slots())
+        self._slots = _Slots(*beams.slots())
         self._tables = [
-            beams.tables[row, : -(-length // self._block_size)] for row, length in enumerate(self.lengths)
+            (first, beams.tables[first:stop, :num_blocks]) for first, stop, num_blocks in self._alike()
         ]
 
     def _permute(self, parents: list[int]) -> None:

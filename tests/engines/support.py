@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -82,8 +83,11 @@ ARCHITECTURES = ("llama", "qwen2", "mistral", "gpt_neox", "gpt2", "opt", "falcon
 
 
 @cache
-def model_of(architecture: str = "llama") -> PreTrainedModel:
-    """A tiny model with random weights, the same each time. Don't change it."""
+def model_of(architecture: str = "llama", device: str = "cpu") -> PreTrainedModel:
+    """A tiny model with random weights, the same each time and on every device. Don't change it."""
+    if device != "cpu":
+        there: PreTrainedModel = deepcopy(model_of(architecture)).to(device)
+        return there
     if architecture == "llama":
         model: PreTrainedModel = demo_model(
             3, VOCAB, num_layers=2, hidden_size=32, intermediate_size=48, max_model_len=512
@@ -108,7 +112,8 @@ def engine_over(
     lends_beams: bool | None = None,
 ) -> Iterator[HFEngine]:
     """An engine over a cache of its own; afterwards nothing is open, and the audit finds nothing."""
-    cache = kind(CacheConfig(num_blocks=num_blocks, block_size=block_size, layout=layout_of(model)))
+    config = CacheConfig(num_blocks, block_size, layout_of(model), str(model.device))
+    cache = kind(config)
     yield HFEngine(model, cache, chunk_tokens=chunk_tokens, lends_beams=lends_beams)
     assert cache.stats().num_sequences == 0
     assert cache.stats().sequence_blocks == 0
@@ -126,8 +131,10 @@ def stock(
 ) -> Prompts:
     """New tokens of each output row by ``model.generate`` with its own cache, up to the end-of-sequence token."""
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
+    )
     settings.setdefault("do_sample", False)
     if settings["do_sample"]:
         settings.setdefault("top_k", 0)

@@ -71,14 +71,23 @@ def layouts() -> dict[str, tuple[Pool, Pool, bool]]:
 
 
 def copies(chunks: list[int]) -> Iterator[Configuration]:
-    arguments = {"read_planes": "*i64", "write_planes": "*i64", "pairs": "*i32", "num_chunks": "i32"}
     for layout, (source, target, is_wide) in layouts().items():
         for chunk in chunks:
             shape = copy_triton.copy_shape(source, target, chunk)
             constants = shape._asdict()
             wide = 4 * shape.CHUNK if is_wide else None
-            kernel = copy_triton.copy_kernel
-            yield Configuration(f"copy/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide)
+            strides = {"read_planes": shape.READ_PLANE, "write_planes": shape.WRITE_PLANE}
+            planes = {name: "i64" if stride else "*i64" for name, stride in strides.items()}
+            few, many = copy_triton.copy_few_kernel, copy_triton.copy_kernel
+            pairs = {name: "i32" for name in few.arg_names[2:] if name.islower()}
+            table = {"pairs": "*i32", "num_chunks": "i32"}
+            kinds = [("copy", many, planes | table)]
+            if layout in ("llama-3-8b", "hnd", "rows-of-3-bytes"):
+                kinds.append(("few", few, planes | pairs))
+            for name, kernel, arguments in kinds:
+                yield Configuration(
+                    f"{name}/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide
+                )
 
 
 def scrubs() -> Iterator[Configuration]:
@@ -136,14 +145,21 @@ def reorders() -> Iterator[Configuration]:
         )
         shape = f"{num_beams}x{columns}" + "-remembered" * (max_steps > 0)
         finish = reorder_triton.finish_constants(beams, pool, 1056)
+        permute = reorder_triton.permute_warps(beams)
         for name, kernel, constants, warps, wide in (
             ("plan", reorder_triton.plan_kernel, reorder_triton.plan_constants(beams), 4, None),
-            ("permute", reorder_triton.permute_kernel, reorder_triton.permute_constants(beams), 4, None),
+            (
+                "permute",
+                reorder_triton.permute_kernel,
+                reorder_triton.permute_constants(beams),
+                permute,
+                None,
+            ),
             ("finish", reorder_triton.finish_kernel, finish, 4, 4 * finish["CHUNK"]),
         ):
             arguments = {name: "*i32" for name in kernel.arg_names if name.islower()}
             if "planes" in arguments:
-                arguments["planes"] = "*i64"
+                arguments["planes"] = "i64"  # of block-major storage
             if max_steps and "token_ids" in arguments:
                 arguments["token_ids"] = "*i64"
             yield Configuration(f"{name}/{shape}", kernel, arguments, constants, warps, wide)
@@ -205,9 +221,7 @@ def configurations(chunks: list[int]) -> Iterator[Configuration]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="configurations whose name begins so")
-    parser.add_argument(
-        "--chunk", type=int, nargs="*", default=[copy_triton.MAX_CHUNK, copy_triton.SMALL_CHUNK]
-    )
+    parser.add_argument("--chunk", type=int, nargs="*", default=[copy_triton.CHUNK])
     parser.add_argument("--num-warps", type=int, nargs="*")
     options = parser.parse_args()
     for configuration in configurations(options.chunk):

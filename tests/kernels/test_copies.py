@@ -6,7 +6,9 @@ this same file in a process that interprets the Triton kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv_kernels import InputError, Pool, fork_blocks, gather, launch, reference, scatter, scrub
+from radixkv_kernels.checks import BlockPairs
 from tests.kernels.pools import (
     DEVICES,
     IS_INTERPRETING,
@@ -158,21 +161,19 @@ def test_layer_by_layer_is_all_at_once(layout: str) -> None:
         assert torch.equal(part.view(torch.uint8), whole[:, layer : layer + 1].contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("most", [1, 3, 5])
+@pytest.mark.parametrize("most", [1, 5, 9])
 def test_more_programs_than_a_grid_may_have_are_several_launches(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MAX_NUM_PROGRAMS", most)
-    assert [list(range(7))[part] for part in launch.slices(7, 1)] == {
-        1: [[0], [1], [2], [3], [4], [5], [6]],
-        3: [[0, 1, 2], [3, 4, 5], [6]],
-        5: [[0, 1, 2, 3, 4], [5, 6]],
-    }[most]
-    pool, _ = Shape("apart", 9, 1, 2, 1, 4, torch.int8).pool()
+    step = {1: 4, 5: 4, 9: 8}[most]  # of 4, so that each part of a table on the device is aligned to 16 bytes
+    ids = list(range(10))
+    assert [ids[part] for part in launch.slices(10, 1)] == [ids[at : at + step] for at in range(0, 10, step)]
+    pool, _ = Shape("apart", 21, 1, 1, 1, 4, torch.int8).pool()
     want = blocks_of(pool)
-    want[5:9], want[4] = want[0:4], 0
-    fork_blocks(pool, [0, 1, 2, 3], [5, 6, 7, 8], [2] * 4)
-    scrub(pool, [4])
+    want[10:20], want[20] = want[0:10], 0
+    fork_blocks(pool, ids, range(10, 20), [1] * 10)
+    scrub(pool, [20])
     np.testing.assert_array_equal(blocks_of(pool), want)
 
 
@@ -189,27 +190,62 @@ def test_a_hundred_thousand_pairs(device: str) -> None:
 class Launches:
     """Stands in for a Triton kernel: notes grids and arguments."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, tuple[object, ...]]] = []
+    def __init__(self, kernel: Any) -> None:
+        self.arg_names: list[str] = kernel.arg_names
+        self.seen: list[tuple[tuple[int, ...], tuple[object, ...]]] = []
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return lambda *arguments, **_: self.seen.append((grid[0], arguments))
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **_: self.seen.append((grid, arguments))
 
 
-@pytest.mark.parametrize(("num_pairs", "chunk"), [(1, 1024), (7, 1024), (8, 4096), (100_000, 4096)])
+@pytest.mark.parametrize("num_pairs", [1, 8, 9, 100_000])
 def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
-    num_pairs: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    num_pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Few pairs are arguments of the launch, the rest of which is 0; many are a table."""
     from radixkv_kernels import copy_triton
 
-    launches = Launches()
-    monkeypatch.setattr(copy_triton, "copy_kernel", launches)
+    few, many = Launches(copy_triton.copy_few_kernel), Launches(copy_triton.copy_kernel)
+    monkeypatch.setattr(copy_triton, "copy_few_kernel", few)
+    monkeypatch.setattr(copy_triton, "copy_kernel", many)
     pool = Pool.of(torch.empty(2, 32, 2, 16, 8, 128, dtype=torch.bfloat16))
-    copy_triton.copy_uploaded(pool, pool, torch.zeros(num_pairs, 3, dtype=torch.int32), most_rows=16)
-    [(num_programs, arguments)] = launches.seen
-    assert copy_triton.CopyShape(*arguments[4:]).CHUNK == chunk
+    pairs = BlockPairs([0] * num_pairs, [1] * num_pairs, [16] * num_pairs)
+    copy_triton.copy(pool, pool, pairs)
+    [(grid, (_, _, *rest))] = few.seen + many.seen
     words = num_pairs * pool.block_bytes // 4
-    assert num_programs * chunk == words and num_programs >= 512
+    assert math.prod(grid) * copy_triton.CHUNK == words and math.prod(grid) >= 512
+    if num_pairs <= copy_triton.NUM_FEW:
+        assert grid == (8, 64, num_pairs) and rest == [*[0, 1, 16] * num_pairs, *[0, 0, 0] * (8 - num_pairs)]
+    else:
+        table, num_chunks = rest
+        assert num_chunks == 8 and torch.equal(
+            table, torch.tensor([[0, 1, 16]] * num_pairs, dtype=torch.int32)
+        )
+
+
+class Compiled:
+    """Stands in for a Triton kernel that is compiled at its first launch."""
+
+    arg_names = ("here", "SIZE", "there", "KIND")
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launched(*arguments: object, **constants: object) -> object:
+            self.seen.append((grid, arguments, constants))
+            return self
+
+        return launched
+
+
+def test_a_kernel_is_dispatched_by_triton_once_and_then_launched_with_its_constants_in_order() -> None:
+    kernel = Compiled()
+    run = launch.Launcher(kernel, {"KIND": "int32", "SIZE": 4}, num_warps=2)
+    run((7, 1, 1), "a", "b")
+    run((8, 2, 1), "c", "d")
+    first = ((7, 1, 1), ("a", "b"), {"KIND": "int32", "SIZE": 4, "num_warps": 2})
+    assert kernel.seen == [first, ((8, 2, 1), ("c", "d", 4, "int32"), {})]
 
 
 def test_empty_lists_launch_nothing() -> None:

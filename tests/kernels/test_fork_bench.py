@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -38,20 +39,22 @@ def test_reports_every_variant_for_every_number_of_pairs(device: str) -> None:
     assert json.loads(json.dumps(report)) == report
     assert report["seed"] == 5
     assert report["path"] == {"cpu": "torch", "cuda": "triton"}[device]
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == version("torch")
     assert report["device"]
     assert report["layout"]["block_bytes"] == 4 * 2 * 2 * 8 * 2
     assert report["copy_bytes_per_s"] > 0
     assert progress == [(1, 2), (2, 2)]
     found = [(result["num_pairs"], result["variant"]) for result in report["results"]]
-    names = [*bench.VARIANTS, *(["graph_replay"] if device == "cuda" else [])]
+    names = [*bench.VARIANTS, *(["graph_replay"] if device == "cuda" else []), bench.CONTIGUOUS]
     assert found == [(count, name) for count in (1, 3) for name in names]
     for result in report["results"]:
         row_bytes = 2 * 2 * 8 * 2
         assert (
             2 * row_bytes * result["num_pairs"] <= result["bytes"] <= 2 * row_bytes * 3 * result["num_pairs"]
         )
-        assert min(result["seconds"], result["enqueue_seconds"], result["bytes_per_s"]) > 0
+        seconds = [result[name] for name in ("seconds", "eager_seconds", "enqueue_seconds")]
+        assert min(*seconds, result["bytes_per_s"]) > 0
+        assert device == "cuda" or len(set(seconds)) == 1
         assert result["of_copy_bandwidth"] > 0
 
 
@@ -88,6 +91,14 @@ def test_what_a_call_takes_above_its_bytes_is_told() -> None:
     for result in report["results"]:
         least = result["bytes"] / report["copy_bytes_per_s"]
         assert result["seconds_above_bytes"] == pytest.approx(result["seconds"] - least)
+        assert result["eager_seconds_above_bytes"] == pytest.approx(result["eager_seconds"] - least)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_rows_that_are_named_are_those_of_every_tail(num_rows: int) -> None:
+    report = bench.run(num_pairs=(2,), num_rows=num_rows, **TINY)
+    assert report["num_rows"] == num_rows
+    assert {result["bytes"] for result in report["results"]} == {2 * 2 * num_rows * 2 * 2 * 8 * 2}
 
 
 def test_blocks_of_one_row_work() -> None:
@@ -99,6 +110,8 @@ def test_blocks_of_one_row_work() -> None:
     [
         ("num_pairs", (), ArgumentError),
         ("num_pairs", (4, 0), ArgumentError),
+        ("num_rows", 0, ArgumentError),
+        ("num_rows", 5, ArgumentError),
         ("repeats", 0, ArgumentError),
         ("seed", -1, ArgumentError),
         ("block_size", 0, ArgumentError),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from radixkv_kernels import (
     Beams,
@@ -24,6 +25,7 @@ from radixkv_kernels import (
     scatter,
     scrub,
 )
+from tests.kernels.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -42,24 +44,49 @@ def test_takes_the_triton_path(storage: torch.Tensor) -> None:
 
 def test_never_waits_for_the_device(storage: torch.Tensor) -> None:
     ids = np.arange(16, dtype=np.int32)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         fork_blocks(storage, ids, ids + 32, np.full(16, 7, dtype=np.int32))
         with pytest.raises(InputError):
             fork_blocks(storage, ids, ids, ids + 1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert (storage[32:48, :, :, :7] == 1).all()
     assert not storage[32:48, :, :, 7:].any()
 
 
-def test_all_pairs_are_one_launch(storage: torch.Tensor) -> None:
-    ids = np.arange(24, dtype=np.int32)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        fork_blocks(storage, ids, ids + 32, np.full(24, 5, dtype=np.int32))
-        torch.cuda.synchronize()
-    launches = [event for event in profile.events() if event.name == "copy_kernel"]
-    assert len(launches) == 1
+@pytest.mark.parametrize("num_pairs", [1, 8, 9, 1000, 4000])
+def test_a_busy_device_is_not_waited_for(num_pairs: int) -> None:
+    """Whatever way the pairs take: arguments, a table that is sent with the command, one in pinned memory."""
+    storage = torch.zeros(8001, 1, 2, 1, 1, 8, dtype=torch.int32, device="cuda")
+    storage[:4000].fill_(1)
+    ids = np.arange(num_pairs)
+    ones = np.ones(num_pairs, dtype=np.int32)
+    fork_blocks(storage, ids, ids + 4000, ones)  # compiled, and pinned memory is there
+    storage[4000:].zero_()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # a second
+    fork_blocks(storage, ids, ids + 4000, ones)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert (storage[4000 : 4000 + num_pairs] == 1).all() and not storage[4000 + num_pairs :].any()
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "kernel"), [(1, "copy_few_kernel"), (8, "copy_few_kernel"), (24, "copy_kernel")]
+)
+def test_all_pairs_are_one_launch(storage: torch.Tensor, num_pairs: int, kernel: str) -> None:
+    ids = np.arange(num_pairs, dtype=np.int32)
+    rows = np.full(num_pairs, 5, dtype=np.int32)
+    assert launches_of(lambda: fork_blocks(storage, ids, ids + 32, rows)) == [kernel]
+
+
+def test_few_pairs_are_frozen_in_a_graph(storage: torch.Tensor) -> None:
+    """They are arguments of the launch: a replay reads no memory of the host."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fork_blocks(storage, [1, 2], [60, 61], [16, 3])
+    assert not storage[60:62].any()
+    graph.replay()
+    assert (storage[60] == 1).all() and (storage[61, :, :, :3] == 1).all()
+    assert not storage[61, :, :, 3:].any()
 
 
 def test_ids_on_the_device_are_refused(storage: torch.Tensor) -> None:
@@ -79,12 +106,9 @@ def test_enqueues_on_the_current_stream(storage: torch.Tensor) -> None:
 
 def launches_of(call: Callable[[], object]) -> list[str]:
     """Our kernels that a call launches, in order. The call is made twice: once where waiting would raise."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     return [event.name for event in profile.events() if event.name.endswith("_kernel")]
@@ -181,13 +205,10 @@ def test_joins_and_work_aside_wait_for_nothing(storage: torch.Tensor) -> None:
     scrub(storage, [0])
     torch.cuda.synchronize()
     other = torch.cuda.Stream()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         with torch.cuda.stream(other):
             fences.join()
         with fences.aside():
             scrub(storage, [1, 2])
         fences.join()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not storage[1:3].any()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from radixkv.bench import kernels as bench
+from radixkv.bench.fork import Timing
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.storage import KVLayout
 
@@ -53,8 +54,10 @@ def test_a_beam_step_has_room_for_all_its_steps_and_stock_beam_search_picks_the_
 
 def test_the_rows_relate_kernels_to_their_alternatives() -> None:
     names = [*bench.KERNELS, bench.COPY, bench.MEMSET, bench.BEAM_STEP]
-    seconds = dict.fromkeys(names, (2.0, 1.0))
-    seconds |= {f"instead of {name}": (6.0, 1.0) for name in (*bench.ALTERNATIVES, bench.BEAM_STEP)}
+    seconds = dict.fromkeys(names, Timing(2.0, 3.0, 1.0))
+    seconds |= {
+        f"instead of {name}": Timing(6.0, 7.0, 1.0) for name in (*bench.ALTERNATIVES, bench.BEAM_STEP)
+    }
     moved = {bench.COPY: 200, bench.MEMSET: 100, "gather": 100, "scrub": 50}
     rows = {row["kernel"]: row for row in bench._rows(seconds, moved)}
     assert list(rows) == names
@@ -62,6 +65,8 @@ def test_the_rows_relate_kernels_to_their_alternatives() -> None:
     assert rows["gather"]["of_copy_bandwidth"] == rows["scrub"]["of_memset"] == 0.5
     assert rows["beam step"]["times_faster"] == 3 and rows["beam step"]["bytes"] is None
     assert rows["reorder"]["times_faster"] is None
+    row = rows["reorder"]
+    assert (row["seconds"], row["eager_seconds"], row["enqueue_seconds"]) == (2, 3, 1)
 
 
 @pytest.mark.gpu

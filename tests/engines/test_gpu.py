@@ -1,0 +1,41 @@
+"""The engine on a GPU, in fp32: stock transformers' tokens there, beams made by the device, and what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.lending import LentBeams
+from tests.engines.support import ARCHITECTURES, engine_over, model_of, prompt_of, stock
+from tests.engines.test_same_tokens import MODES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_batch_cold_and_warm(architecture: str, mode: str) -> None:
+    model = model_of(architecture, "cuda")
+    prompts = [prompt_of(21), prompt_of(9, 1), prompt_of(21)[:14] + prompt_of(6, 2), [5]]
+    expected = stock(model, prompts, 12, **MODES[mode])
+    with engine_over(model) as engine:
+        ns = engine.namespace("acme")
+        for cached in ([0, 0, 12, 0], [20, 8, 16, 0]):
+            made = engine.generate(ns, prompts, 12, **MODES[mode])
+            assert made.token_ids == expected
+            assert made.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_a_long_beam_search_is_made_by_the_device(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[LentBeams] = []
+    original = LentBeams.step
+    monkeypatch.setattr(
+        LentBeams, "step", lambda self, *tensors: steps.append(self) or original(self, *tensors)
+    )
+    model, prompts = model_of("llama", "cuda"), [prompt_of(33), prompt_of(18, 1)]
+    how = {"num_beams": 4, "num_return_sequences": 2}
+    expected = stock(model, prompts, 40, eos=None, **how)
+    with engine_over(model, block_size=block_size) as engine:
+        made = engine.generate(engine.namespace("acme"), prompts, 40, eos_token_id=-1, **how)
+        assert made.token_ids == expected
+    assert len(steps) == 39  # the newest tokens are never computed

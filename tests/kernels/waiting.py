@@ -1,0 +1,21 @@
+"""What a call must not do on a GPU: wait."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, what waits for the device raises RuntimeError, as far as torch knows that it waits."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
