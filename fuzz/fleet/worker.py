@@ -234,8 +234,12 @@ class Worker:
 
     def told(self, tenant: str, found: Purge) -> dict[str, Any]:
         """Whether a purge is complete, and the epochs of those that have confirmed it."""
-        epochs = self.coordinator.store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
-        confirmed = {name: epochs[name] for name in found.confirmed if name in epochs}
+        store = self.coordinator.store
+        nonces = store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
+        registered = [each.registration for each in store.fetch(found.confirmed).seen]
+        confirmed = {
+            each.replica_id: each.epoch for each in registered if nonces.get(each.replica_id) == each.nonce
+        }
         return {"complete": found.is_complete, "confirmed": confirmed}
 
     def limit(self, tenant: str, blocks: int) -> bool:
