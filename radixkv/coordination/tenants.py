@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -166,19 +166,21 @@ class Tenants:
 
         ``raised``: what the store had before, announced or not.
         """
-        announced, resident = self._store.purges(0 if is_new else self._cursor), self.resident
-        here: dict[bytes, str] = {}
-        if (announced or raised) and resident is not None:
-            here = {self._keys.tenant(tenant): tenant for tenant in resident.tenants()}
+        announced = self._store.purges(0 if is_new else self._cursor)
         if is_new:
             self._cursor = 0
-        for tenant, position in announced:
-            self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant), position)
+        positions = {digest: self._generations.get(digest, _NEVER).position for digest in raised}
+        standing = self._standing([*(positions | dict(announced))])
+        here = self._here() if standing else {}
+        for digest, position in announced:
+            tenant = here.get(digest) or self._names.get(digest)
+            self._obey(writer, digest, tenant, standing[digest], position)
             self._cursor = position  # smaller than before where the store has lost what it announced
-        for tenant, last in raised.items():
-            known = self._generations.get(tenant, _NEVER)
-            if known.raised != last or not known.is_done:
-                self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant), known.position)
+        for digest, position in positions.items():
+            known = self._generations.get(digest, _NEVER)
+            if known.raised != standing[digest] or not known.is_done:
+                tenant = here.get(digest) or self._names.get(digest)
+                self._obey(writer, digest, tenant, standing[digest], position)
 
     def raise_generation(self, tenant: str) -> Durable:
         """Purge a tenant in the whole fleet; ``follow_own`` comes next.
@@ -263,17 +265,34 @@ class Tenants:
                 self._store.confirm(digest, writer, raised)
         return news
 
-    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, position: int) -> None:
-        """Purge what is announced there, and confirm it; ``tenant`` None: it has nothing here.
+    def _standing(self, digests: Sequence[bytes]) -> dict[bytes, Raised]:
+        """What there is to obey of each.
 
-        Also what was purged already, or more often: where the store has lost its generations, the same number may
-        stand for a later purge, and so may a smaller one, or none, which is raised then, as is one without a token.
+        Where the store has lost its generations, a smaller number than is known may stand for a later purge, and so may
+        none, which is raised then, as is one without a token. Raises StoreUnavailable if one can't be read.
         """
-        raised, known = self._store.tenant(digest).raised, self._generations.get(digest, _NEVER).raised
-        if raised.generation < known.generation or not raised.token:
-            above = max(raised.generation, known.generation)
-            written = self._store.raise_generation(digest, above, new_token())
-            raised = Raised(written.value, written.token)
+        found = {}
+        for digest, looked in zip(digests, self._store.generations(digests) if digests else (), strict=True):
+            if looked is None:
+                raise StoreUnavailable("a tenant's generation can't be read: its shard is away")
+            raised, known = looked[0], self._generations.get(digest, _NEVER).raised
+            if raised.generation < known.generation or not raised.token:
+                above = max(raised.generation, known.generation)
+                written = self._store.raise_generation(digest, above, new_token())
+                raised = Raised(written.value, written.token)
+            found[digest] = raised
+        return found
+
+    def _here(self) -> dict[bytes, str]:
+        """Who has something here. Asked once it is known what is to be obeyed: what comes after that is younger."""
+        resident = () if self.resident is None else self.resident.tenants()
+        return {self._keys.tenant(tenant): tenant for tenant in resident}
+
+    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
+        """Purge what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here.
+
+        Also what was purged already: that may be the last purge given back to a store that had lost it, or another one.
+        """
         self._generations[digest] = obeyed = _Obeyed(raised, position, False)
         self._generations.move_to_end(digest)
         if len(self._generations) > MAX_PURGES:

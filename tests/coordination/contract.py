@@ -833,6 +833,27 @@ class CoordinatorContract:
         assert b.cache.match(ACME, prompt(512)).num_tokens == 0
         assert b.purged == [("acme", 1)] * 2
 
+    def test_what_comes_while_a_purge_is_obeyed_is_not_confirmed_for_the_next(self, fleet: Fleet) -> None:
+        """A replica that had nothing of the tenant stands still; then it has something, and there is another purge."""
+        a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        a.replica.purge("acme")
+
+        class Resident:
+            snapshot = b.cache.snapshot
+
+            def tenants(self) -> list[str]:
+                found = list(b.cache.tenants())
+                b.replica.attach(b.cache, b.purge)
+                b.warm(ACME, prompt(512))
+                assert a.replica.purge("acme").pending == ("b",)
+                return found
+
+        b.replica.attach(Resident(), b.purge)
+        b.replica.heed()
+        assert a.replica.purge_report("acme").pending == ("b",) and b.purged == []
+        b.replica.beat()
+        assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
+
     def test_a_purge_that_is_lost_at_once_is_not_complete(
         self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
