@@ -29,7 +29,14 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Settings
 from radixkv.coordination.redis import RedisCoordinator
 from radixkv.coordination.tenants import Purge
-from radixkv.errors import CoordinationError, OutOfBlocks, RadixKVError, StaleEpoch, StoreUnavailable
+from radixkv.errors import (
+    CoordinationError,
+    OutOfBlocks,
+    RadixKVError,
+    StaleEpoch,
+    StaleGeneration,
+    StoreUnavailable,
+)
 
 SECRET: Final = b"the secret of a fleet under attack"
 MODEL: Final = "fp:model"
@@ -156,6 +163,8 @@ class Worker:
                 sequence.commit(len(ids))
         except OutOfBlocks:
             return "full"
+        except StaleGeneration:  # it was purged between the two
+            return "purged"
         facts = {"cached": num_cached, "oldest": oldest, "wrong": wrong, "began": began, "epoch": epoch}
         self.history.tell("served", tenant=tenant, **facts)
         return num_cached
