@@ -204,10 +204,12 @@ class Tenants:
             raise StoreUnavailable("the store does not keep what is written to it")
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
-        """How far the tenant's last purge has come; ``living`` are waited for even if the store lists them not.
+        """How far the tenant's last purge has come.
 
-        Raises StoreUnavailable.
+        ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
+        store says of them. Raises StoreUnavailable.
         """
+        alive = set(living)
         facts = self._store.tenant(self._keys.tenant(tenant))
         generation = max(facts.generation, self.generation(tenant))
         is_kept = facts.generation == generation  # otherwise the store has lost it, and who confirmed
@@ -220,13 +222,14 @@ class Tenants:
             if confirmed.get(name) == nonce or generation == 0:
                 lists["confirmed"].append(name)
             else:
-                lists["pending" if self._reader.remaining_s(seen) > 0 else "unconfirmed"].append(name)
+                may_serve = name in alive or self._reader.remaining_s(seen) > 0
+                lists["pending" if may_serve else "unconfirmed"].append(name)
         epochs = {seen.registration.replica_id: seen.registration.epoch for seen in fetched.seen}
         for name in self._reader.forgotten(epochs).difference(fetched.unread):
             for names in lists.values():
                 names[:] = [each for each in names if each != name]
             lists["pending"].append(name)
-        unlisted = set(living) - epochs.keys() - set(fetched.unread) - set(lists["pending"])
+        unlisted = alive - epochs.keys() - set(fetched.unread) - set(lists["pending"])
         lists["pending"] += [name for name in unlisted if generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(generation, **sorted_lists, replicated=replicated)

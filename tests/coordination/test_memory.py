@@ -149,6 +149,18 @@ def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet
     assert b.purged == [("acme", 3), ("acme", 4)] and a.replica.tenants.generation("acme") == 4
 
 
+def test_a_replica_whose_lease_the_store_has_ended_waits_for_itself(fleet: MemoryFleet) -> None:
+    """The store's clock has jumped ahead. By its own clock the replica serves on, and hasn't heard of the purge yet."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    a.warm(ACME, prompt(512))
+    fleet.settle()
+    b.replica.purge("acme")
+    fleet.store.records["a"].live_until = 0.0
+    assert a.replica.knows_generations and a.replica.purge_report("acme").pending == ("a",)
+    fleet.clock.advance(fleet.lease_s)
+    assert not a.replica.knows_generations and a.replica.purge_report("acme").unconfirmed[0] == "a"
+
+
 def test_a_purge_that_failed_is_not_confirmed(fleet: MemoryFleet) -> None:
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.warm(ACME, prompt(512))
