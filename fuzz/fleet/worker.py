@@ -29,7 +29,14 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Settings
 from radixkv.coordination.redis import RedisCoordinator
 from radixkv.coordination.tenants import Purge
-from radixkv.errors import CoordinationError, OutOfBlocks, RadixKVError, StaleEpoch, StoreUnavailable
+from radixkv.errors import (
+    CoordinationError,
+    OutOfBlocks,
+    RadixKVError,
+    StaleEpoch,
+    StaleGeneration,
+    StoreUnavailable,
+)
 
 SECRET: Final = b"the secret of a fleet under attack"
 MODEL: Final = "fp:model"
@@ -156,6 +163,8 @@ class Worker:
                 sequence.commit(len(ids))
         except OutOfBlocks:
             return "full"
+        except StaleGeneration:  # it was purged between the two
+            return "purged"
         facts = {"cached": num_cached, "oldest": oldest, "wrong": wrong, "began": began, "epoch": epoch}
         self.history.tell("served", tenant=tenant, **facts)
         return num_cached
@@ -234,8 +243,12 @@ class Worker:
 
     def told(self, tenant: str, found: Purge) -> dict[str, Any]:
         """Whether a purge is complete, and the epochs of those that have confirmed it."""
-        epochs = self.coordinator.store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
-        confirmed = {name: epochs[name] for name in found.confirmed if name in epochs}
+        store = self.coordinator.store
+        nonces = store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
+        registered = [each.registration for each in store.fetch(found.confirmed).seen]
+        confirmed = {
+            each.replica_id: each.epoch for each in registered if nonces.get(each.replica_id) == each.nonce
+        }
         return {"complete": found.is_complete, "confirmed": confirmed}
 
     def limit(self, tenant: str, blocks: int) -> bool:

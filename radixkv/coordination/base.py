@@ -283,7 +283,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
         with self._writing, self._storing():
             self._require_registration()
             raised = self._counted(self.tenants.raise_generation(tenant))
-            self.tenants.follow(self._writer(), is_new=False)
+            self.tenants.follow_own(self._writer(), tenant, raised)
             return self._reported(tenant, raised.replicated)
 
     def heed(self) -> None:
@@ -435,7 +435,8 @@ class BaseCoordinator(WarmJobs, FleetPins):
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or standing.last_seq != self._seq
             epochs = self.reader.epochs()
-            raised = self.tenants.restore(everything=self._is_new_epoch or bool(epochs - self._met_epochs))
+            has_come = self._is_new_epoch or bool(epochs - self._met_epochs)
+            raised = self.tenants.restore(self._writer(), everything=has_come)
             self.tenants.follow(self._writer(), is_new=self._is_new_epoch, raised=raised)
             self._is_new_epoch, self._met_epochs = False, epochs
             self._heard_until = before + self.settings.lease_s

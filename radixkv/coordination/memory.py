@@ -40,7 +40,7 @@ from radixkv.coordination.store import (
     Verdict,
     Writer,
 )
-from radixkv.coordination.wire import Entry, Registration
+from radixkv.coordination.wire import NEVER, Entry, Raised, Registration
 from radixkv.errors import StoreUnavailable
 from radixkv.types import Journal
 
@@ -62,9 +62,9 @@ class Account:
     """One tenant in the store; ``shares`` with the time at which each runs out."""
 
     limit: int | None = None
-    generation: int = 0
+    raised: Raised = NEVER
     shares: dict[str, tuple[float, Share]] = field(default_factory=dict)
-    confirmed: dict[str, int] = field(default_factory=dict)
+    confirmed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -240,35 +240,35 @@ class MemoryStore:
             mine = counted.pop(share.replica_id, None)
             others = sum(each.blocks for _, each in counted.values() if each.fingerprint == share.fingerprint)
             if mine is not None and mine[1].epoch > share.epoch:
-                return Grant("FENCED", 0, others, account.limit, account.generation)
+                return Grant("FENCED", 0, others, account.limit, account.raised.generation)
             left = share.blocks if account.limit is None else max(0, account.limit - others)
             granted = min(share.blocks, left)
             account.shares = counted
             if granted:
                 account.shares[share.replica_id] = now + keep_s, share._replace(blocks=granted)
-            return Grant("OK", granted, others, account.limit, account.generation)
+            return Grant("OK", granted, others, account.limit, account.raised.generation)
 
-    def raise_generation(self, tenant: bytes, above: int) -> Durable:
+    def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
         """See the protocol."""
         with self._open():
             account = self._account(tenant)
-            if account.generation <= above:
-                account.generation, account.confirmed = above + 1, {}
+            if account.raised.generation <= above:
+                account.raised, account.confirmed = Raised(above + 1, token), {}
             self.announced[tenant] = max(
                 max(self.announced.values(), default=0) + 1, int(self.clock() * 1000)
             )
             self.announced.move_to_end(tenant)
             if len(self.announced) > MAX_PURGES:
                 self.announced.popitem(last=False)
-            return Durable(account.generation, None)
+            return Durable(account.raised.generation, None, account.raised.token)
 
-    def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
+    def confirm(self, tenant: bytes, writer: Writer, raised: Raised) -> bool:
         """See the protocol."""
         with self._open():
             account = self.accounts.get(tenant)
-            if account is None or account.generation != generation or generation == 0:
+            if account is None or account.raised != raised or not raised.token:
                 return False
-            account.confirmed[replica_id] = max(epoch, account.confirmed.get(replica_id, 0))
+            account.confirmed[writer.replica_id] = writer.nonce
             if len(account.confirmed) > MAX_CONFIRMED:
                 listed, now = self.records, self.clock()
                 account.confirmed = {
@@ -283,12 +283,13 @@ class MemoryStore:
         with self._open():
             account, now = self.accounts.get(tenant, Account()), self.clock()
             shares = tuple(share for until, share in account.shares.values() if until > now)
-            return TenantFacts(account.limit, account.generation, shares, dict(account.confirmed))
+            return TenantFacts(account.limit, account.raised, shares, dict(account.confirmed))
 
-    def generations(self, tenants: Sequence[bytes]) -> list[int | None]:
+    def generations(self, tenants: Sequence[bytes], replica_id: str = "") -> list[tuple[Raised, str] | None]:
         """See the protocol."""
         with self._open():
-            return [self.accounts.get(tenant, Account()).generation for tenant in tenants]
+            accounts = [self.accounts.get(tenant, Account()) for tenant in tenants]
+            return [(account.raised, account.confirmed.get(replica_id, "")) for account in accounts]
 
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         """See the protocol."""

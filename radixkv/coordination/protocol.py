@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 SEGMENT_TOKENS = 256
 """Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Version of keys, entries and snapshots in the store. Replicas that differ don't share a fleet."""
 
 State = Literal["new", "ok", "unavailable", "refused", "fenced", "left", "failed"]

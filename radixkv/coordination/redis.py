@@ -8,7 +8,7 @@ those of one tenant, and of one job):
     {r:RID}:ev        stream   the log, at ids epoch-seq
     {r:RID}:snapmeta  hash     epoch, seq, count, checksum of the snapshot in {r:RID}:snap:0 …
     {r:RID}:load      hash     load, as of the last beat
-    {t:TD}:q          hash     a tenant: limit, generation, r:RID epoch:blocks:until:fingerprint, c:RID epoch
+    {t:TD}:q          hash     a tenant: limit, generation, token, r:RID epoch:blocks:until:fingerprint, c:RID nonce
     {t:TD}:p          hash     its pins of the fleet: p:PIN until:state:…, s:PIN:RID what became of it there
     {w:JOB}:job       hash     a warm job, kept for an hour
     replicas          zset     replica ids by live-until in ms: discovery only
@@ -78,6 +78,7 @@ from radixkv.coordination.wire import (
     REGISTRATION_FIELDS,
     Entry,
     Groups,
+    Raised,
     Registration,
     WireError,
     format_owner,
@@ -90,7 +91,9 @@ from radixkv.coordination.wire import (
     parse_entry,
     parse_job,
     parse_load,
+    parse_nonce,
     parse_pins,
+    parse_raised,
     parse_registration,
     parse_tenant,
     registration_fields,
@@ -603,19 +606,19 @@ class RedisStore:
         )
 
     @translated()
-    def raise_generation(self, tenant: bytes, above: int) -> Durable:
+    def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
         """See the protocol."""
-        answer, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], [above])
+        answer, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], [above, token])
         self.connection.run(scripts.ANNOUNCE, [PURGES_KEY], [tenant.hex(), MAX_PURGES])
-        return Durable(int(answer), replicated)
+        raised = parse_raised(*answer)
+        return Durable(raised.generation, replicated, raised.token)
 
     @translated()
-    def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
+    def confirm(self, tenant: bytes, writer: Writer, raised: Raised) -> bool:
         """See the protocol."""
         key = _tenant_key(tenant)
-        answer = int(
-            self.connection.run(scripts.CONFIRM, [key], [replica_id, epoch, generation, MAX_CONFIRMED])
-        )
+        args: Args = [writer.replica_id, writer.nonce, *raised, MAX_CONFIRMED]
+        answer = int(self.connection.run(scripts.CONFIRM, [key], args))
         if answer > 1:
             listed = {b"c:" + name.encode() for name in self._listed()}
             fields = self.connection.of("HKEYS", key)
@@ -628,23 +631,22 @@ class RedisStore:
     def tenant(self, tenant: bytes) -> TenantFacts:
         """See the protocol. What has not the form of this version counts for nothing."""
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
-        limit, generation, stated, confirmed = parse_tenant(dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        limit, raised, stated, confirmed = parse_tenant(dict(zip(pairs[::2], pairs[1::2], strict=True)))
         shares = tuple(
             Share(name, epoch, model, blocks)
             for name, (epoch, blocks, ends, model) in stated.items()
             if ends > int(now_ms)
         )
-        return TenantFacts(limit, generation, shares, confirmed)
+        return TenantFacts(limit, raised, shares, confirmed)
 
     @translated()
-    def generations(self, tenants: Sequence[bytes]) -> list[int | None]:
+    def generations(self, tenants: Sequence[bytes], replica_id: str = "") -> list[tuple[Raised, str] | None]:
         """See the protocol. What has not the form of this version counts for nothing."""
         replies: list[Any] = []
+        fields = ("generation", "token", "c:" + replica_id)
         for some in _slices(tenants):
-            replies += self.connection.gather(
-                [("HGET", _tenant_key(tenant), "generation") for tenant in some]
-            )
-        return [_generation(reply) for reply in replies]
+            replies += self.connection.gather([("HMGET", _tenant_key(tenant), *fields) for tenant in some])
+        return [_looked(reply) for reply in replies]
 
     @translated()
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
@@ -811,12 +813,11 @@ def _slices(tenants: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     return (tenants[at : at + _TENANTS_A_CALL] for at in range(0, len(tenants), _TENANTS_A_CALL))
 
 
-def _generation(reply: Any) -> int | None:
+def _looked(reply: Any) -> tuple[Raised, str] | None:
     if isinstance(reply, Exception):
         return None
-    with suppress(WireError):
-        return number(reply or b"0")
-    return 0
+    generation, token, nonce = reply
+    return parse_raised(generation, token), parse_nonce(nonce)
 
 
 def _tenant_key(tenant: bytes) -> str:

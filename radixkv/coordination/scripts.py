@@ -18,9 +18,9 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     limit     KEYS q                              ARGV blocks, or empty for none
     reserve   KEYS q                              ARGV replica epoch fingerprint blocks keep-ms retention-ms
               -> {verdict, granted, others, limit or empty, generation}
-    raise     KEYS q                              ARGV above -> generation
-    confirm   KEYS q                              ARGV replica epoch generation max -> 1 if that is the last one; 2 if
-              more than max fields stand there now
+    raise     KEYS q                              ARGV above token -> {generation, token}
+    confirm   KEYS q                              ARGV replica nonce generation token max -> 1 if that is the last one;
+              2 if more than max fields stand there now
     tenant    KEYS q                              -> {now-ms, field value …}
     announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
               least: were one given again that a store has lost, whoever stands there would miss it
@@ -226,13 +226,13 @@ RAISE = (
 local generation = tonumber(redis.call('HGET', KEYS[1], 'generation') or '0') or 0
 if generation <= tonumber(ARGV[1]) then
   generation = tonumber(ARGV[1]) + 1
-  redis.call('HSET', KEYS[1], 'generation', whole(generation))
+  redis.call('HSET', KEYS[1], 'generation', whole(generation), 'token', ARGV[2])
   for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
     if string.sub(field, 1, 2) == 'c:' then redis.call('HDEL', KEYS[1], field) end
   end
 end
 redis.call('PERSIST', KEYS[1])
-return whole(generation)
+return {whole(generation), redis.call('HGET', KEYS[1], 'token') or ''}
 """
 )
 
@@ -262,12 +262,10 @@ return places
 """
 
 CONFIRM = """
-local generation = tonumber(redis.call('HGET', KEYS[1], 'generation') or '0')
-if generation ~= tonumber(ARGV[3]) or generation == 0 then return 0 end
-local field = 'c:' .. ARGV[1]
-local known = tonumber(redis.call('HGET', KEYS[1], field) or '0') or 0
-if known < tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], field, ARGV[2]) end
-return #redis.call('HKEYS', KEYS[1]) > tonumber(ARGV[4]) and 2 or 1
+local held = redis.call('HMGET', KEYS[1], 'generation', 'token')
+if held[1] ~= ARGV[3] or held[2] ~= ARGV[4] then return 0 end
+redis.call('HSET', KEYS[1], 'c:' .. ARGV[1], ARGV[2])
+return #redis.call('HKEYS', KEYS[1]) > tonumber(ARGV[5]) and 2 or 1
 """
 
 TENANT = (

@@ -296,9 +296,9 @@ class Generations:
         asked = [
             *((digests & self._known.keys()) | (self._wanted & self._announced.keys()) | self._in_turn())
         ]
-        for digest, generation in zip(asked, self._store.generations(asked), strict=True):
-            if generation is not None:
-                self._known[digest] = generation
+        for digest, looked in zip(asked, self._store.generations(asked), strict=True):
+            if looked is not None:
+                self._known[digest] = looked[0].generation
                 self._wanted.discard(digest)
         self._epochs = epochs
         if raised:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from radixkv.coordination.protocol import FleetPin, JobPart, Load, WarmJob
-from radixkv.coordination.wire import Entry, Groups, Registration
+from radixkv.coordination.wire import NEVER, Entry, Groups, Raised, Registration
 
 if TYPE_CHECKING:
     from radixkv.coordination.holdings import Holdings
@@ -118,12 +118,17 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class TenantFacts:
-    """What the store says of a tenant: ``confirmed`` are the epochs, by replica, that keep ``generation``."""
+    """What the store says of a tenant: ``confirmed`` has the nonces of those that obeyed ``raised``, by replica."""
 
     limit: int | None = None
-    generation: int = 0
+    raised: Raised = NEVER
     shares: tuple[Share, ...] = ()
-    confirmed: Mapping[str, int] = field(default_factory=dict)
+    confirmed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """Its number."""
+        return self.raised.generation
 
 
 class Durable(NamedTuple):
@@ -131,6 +136,8 @@ class Durable(NamedTuple):
 
     value: int
     replicated: bool | None
+    token: str = ""
+    """Of a raise of a generation."""
 
 
 class Store(Protocol):
@@ -194,20 +201,27 @@ class Store(Protocol):
         The grant counts until it is stated again, or ``keep_s`` are over. FENCED by a share of a greater epoch.
         """
 
-    def raise_generation(self, tenant: bytes, above: int) -> Durable:
-        """A generation greater than ``above``, announced to all; the same one again if it is repeated."""
+    def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
+        """Raise the generation above ``above``, unless it is; what it is then is announced to all, and the answer.
 
-    def confirm(self, tenant: bytes, replica_id: str, epoch: int, generation: int) -> bool:
-        """State that a replica has nothing of before ``generation``; False if that isn't the last one.
+        ``token``: 16 hex digits that no other raise has. Nobody has confirmed it yet.
+        """
 
-        Where that is more than 4,096 have said, those that aren't listed any more are forgotten.
+    def confirm(self, tenant: bytes, writer: Writer, raised: Raised) -> bool:
+        """State that a registration has nothing of before ``raised``; False if that isn't the last one.
+
+        Of a replica's registrations the last to say so counts. Where more than 4,096 replicas have said it, those that
+        aren't listed any more are forgotten.
         """
 
     def tenant(self, tenant: bytes) -> TenantFacts:
         """All that is known; of shares those that count."""
 
-    def generations(self, tenants: Sequence[bytes]) -> list[int | None]:
-        """The generation of each; None of those that could not be read, as their shard is away."""
+    def generations(self, tenants: Sequence[bytes], replica_id: str = "") -> list[tuple[Raised, str] | None]:
+        """The last raise of each, and the nonce under which that replica has confirmed it, empty if it hasn't.
+
+        None of those that could not be read, as their shard is away.
+        """
 
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         """Those of these tenants that ``purges(0)`` doesn't have, or only at a position before the one given."""

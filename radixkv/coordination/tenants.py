@@ -2,9 +2,14 @@
 
 A share is absolute and stated anew with every beat, so a number that got lost heals by itself; what was
 granted last holds while the store is away. A generation is raised by a purge and announced to all; every
-replica forgets what it has of the tenant, and then confirms, under its epoch. Since namespace digests
-depend on the generation, what others still publish of an older one is met by nobody. What a store has lost of that is
-told to it again by who obeyed it (``restore``), and no purge of it is complete meanwhile.
+replica forgets what it has of the tenant, and then confirms that very raise, by its token, for its registration. Since
+namespace digests depend on the generation, what others still publish of an older one is met by nobody. What a store
+has lost of that is told to it again by who obeyed it (``restore``), and no purge of it is complete meanwhile.
+
+A store that lost a raise may give its number to another one. The token tells them apart: every raise has one of its
+own, be it that it gives a lost number back. So who obeyed one of them obeys the other too, and a confirmation that
+was on its way meanwhile is not counted for it. Of two raises of one number the one that stands in the store is the
+later: the other had been lost when it was made.
 
 Bounded: 65,536 purged tenants, as many names of tenants met here, 4,096 tenants with a share; about 200 bytes each
 (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten here.
@@ -14,13 +19,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store, Writer
-from radixkv.errors import ArgumentError, CapacityError, StaleEpoch
+from radixkv.coordination.wire import NEVER, Raised, new_token
+from radixkv.errors import ArgumentError, CapacityError, StaleEpoch, StoreUnavailable
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
@@ -35,7 +41,7 @@ _MAX_NAMES = 65_536
 _MAX_BLOCKS = 10**15 - 1
 _ITEM_BYTES = 200
 _CHECKED_A_BEAT = 256
-_NONE: Final[Mapping[bytes, int]] = MappingProxyType({})
+_NONE: Final[Mapping[bytes, Raised]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +64,14 @@ class Purge:
 
 
 class _Obeyed(NamedTuple):
-    """The last purge of a tenant that was obeyed here: where it was announced."""
+    """The last purge of a tenant that was heard of here, where it was announced, and whether all of it is gone."""
 
-    generation: int
+    raised: Raised
     position: int
+    is_done: bool
 
 
-_NEVER = _Obeyed(0, 0)
+_NEVER = _Obeyed(NEVER, 0, True)
 
 
 class Tenants:
@@ -102,7 +109,7 @@ class Tenants:
 
     def generation(self, tenant: str) -> int:
         """The generation of a tenant as known here; local."""
-        return self._generations.get(self._keys.tenant(tenant), _NEVER).generation
+        return self._generations.get(self._keys.tenant(tenant), _NEVER).raised.generation
 
     def first_met(self, tenant: str) -> int:
         """The generation of a tenant that has something here now; local."""
@@ -154,68 +161,87 @@ class Tenants:
         for tenant, blocks in list(self._wanted.items()):
             self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
 
-    def follow(self, writer: Writer, *, is_new: bool, raised: Mapping[bytes, int] = _NONE) -> None:
+    def follow(self, writer: Writer, *, is_new: bool, raised: Mapping[bytes, Raised] = _NONE) -> None:
         """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was.
 
-        ``raised``: generations that the store had before, announced or not.
+        ``raised``: what the store had before, announced or not.
         """
-        announced, resident = self._store.purges(0 if is_new else self._cursor), self.resident
-        here: dict[bytes, str] = {}
-        if (announced or raised) and resident is not None:
-            here = {self._keys.tenant(tenant): tenant for tenant in resident.tenants()}
+        announced = self._store.purges(0 if is_new else self._cursor)
         if is_new:
             self._cursor = 0
-        for tenant, position in announced:
-            self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant), position)
+        positions = {digest: self._generations.get(digest, _NEVER).position for digest in raised}
+        standing = self._standing([*(positions | dict(announced))])
+        here = self._here() if standing else {}
+        for digest, position in announced:
+            tenant = here.get(digest) or self._names.get(digest)
+            self._obey(writer, digest, tenant, standing[digest], position)
             self._cursor = position  # smaller than before where the store has lost what it announced
-        for tenant, generation in raised.items():
-            known = self._generations.get(tenant, _NEVER)
-            if generation > known.generation:
-                self._obey(writer, tenant, here.get(tenant) or self._names.get(tenant), known.position)
+        for digest, position in positions.items():
+            known = self._generations.get(digest, _NEVER)
+            if known.raised != standing[digest] or not known.is_done:
+                tenant = here.get(digest) or self._names.get(digest)
+                self._obey(writer, digest, tenant, standing[digest], position)
 
     def raise_generation(self, tenant: str) -> Durable:
-        """Purge a tenant in the whole fleet. Raises ArgumentError, StoreUnavailable; may be repeated then."""
+        """Purge a tenant in the whole fleet; ``follow_own`` comes next.
+
+        Raises ArgumentError, StoreUnavailable; may be repeated then.
+        """
         _check_tenant(tenant)
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
         above = max(self._store.tenant(digest).generation, self.generation(tenant))
-        return self._store.raise_generation(digest, above)
+        return self._store.raise_generation(digest, above, new_token())
+
+    def follow_own(self, writer: Writer, tenant: str, written: Durable) -> None:
+        """``follow``, and what was raised here a moment ago is obeyed. Raises StoreUnavailable.
+
+        StoreUnavailable too if the store has lost it meanwhile, so that nobody would ever hear of it.
+        """
+        raised = Raised(written.value, written.token)
+        self.follow(writer, is_new=False, raised={self._keys.tenant(tenant): raised})
+        if self.generation(tenant) < raised.generation:
+            raise StoreUnavailable("the store does not keep what is written to it")
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
-        """How far the tenant's last purge has come; ``living`` are waited for even if the store lists them not.
+        """How far the tenant's last purge has come.
 
-        Raises StoreUnavailable.
+        ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
+        store says of them. Raises StoreUnavailable.
         """
+        alive = set(living)
         facts = self._store.tenant(self._keys.tenant(tenant))
         generation = max(facts.generation, self.generation(tenant))
         is_kept = facts.generation == generation  # otherwise the store has lost it, and who confirmed
-        confirmed = facts.confirmed if is_kept else {}
+        confirmed = facts.confirmed if is_kept and facts.raised.token else {}
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
         lists["pending"] += fetched.unread
         for seen in fetched.seen:
-            name, epoch = seen.registration.replica_id, seen.registration.epoch
-            if confirmed.get(name, 0) >= epoch or generation == 0:
+            name, nonce = seen.registration.replica_id, seen.registration.nonce
+            if confirmed.get(name) == nonce or generation == 0:
                 lists["confirmed"].append(name)
             else:
-                lists["pending" if self._reader.remaining_s(seen) > 0 else "unconfirmed"].append(name)
+                may_serve = name in alive or self._reader.remaining_s(seen) > 0
+                lists["pending" if may_serve else "unconfirmed"].append(name)
         epochs = {seen.registration.replica_id: seen.registration.epoch for seen in fetched.seen}
         for name in self._reader.forgotten(epochs).difference(fetched.unread):
             for names in lists.values():
                 names[:] = [each for each in names if each != name]
             lists["pending"].append(name)
-        unlisted = set(living) - epochs.keys() - set(fetched.unread) - set(lists["pending"])
+        unlisted = alive - epochs.keys() - set(fetched.unread) - set(lists["pending"])
         lists["pending"] += [name for name in unlisted if generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(generation, **sorted_lists, replicated=replicated)
 
-    def restore(self, *, everything: bool) -> dict[bytes, int]:
+    def restore(self, writer: Writer, *, everything: bool) -> dict[bytes, Raised]:
         """Give generations that are known here back to a store that has lost them: all, or the next 256 in turn.
 
         All of them where a replica has come that may not know them. In turn, since a store may go back to what it had
-        a while ago, or lose one shard, with every registration still in it. Returns those that the store has and nobody
-        has told here, of tenants that were met too: who raised one may have died before it was announced, and a
-        position that a store has lost may be given again. Raises StoreUnavailable.
+        a while ago, or lose one shard, with every registration still in it. Where it has lost that they were confirmed
+        here, that is said again. Returns those that the store has and nobody has told here, of tenants that were met
+        too: who raised one may have died before it was announced, and a position or a number that a store has lost may
+        be given again. Raises StoreUnavailable.
         """
         if everything:
             taken = list(self._generations)
@@ -226,38 +252,61 @@ class Tenants:
             taken = self._unchecked[-_CHECKED_A_BEAT:]
             del self._unchecked[-_CHECKED_A_BEAT:]
         known = {digest: self._generations.get(digest, _NEVER) for digest in taken}
-        positions = {digest: obeyed.position for digest, obeyed in known.items() if obeyed.generation}
+        positions = {digest: obeyed.position for digest, obeyed in known.items() if obeyed.raised.generation}
         unannounced = self._store.unannounced(positions) if positions else set()
-        raised = {}
-        for digest, generation in zip(known, self._store.generations(taken) if taken else (), strict=True):
-            mine = known[digest].generation
-            if generation is not None and (generation < mine or digest in unannounced):
-                self._store.raise_generation(digest, mine - 1)
-            elif generation is not None and generation > mine:
-                raised[digest] = generation
-        return raised
+        news = {}
+        found = self._store.generations(taken, writer.replica_id) if taken else ()
+        for (digest, mine), looked in zip(known.items(), found, strict=True):
+            if looked is None:
+                continue
+            raised, nonce = looked
+            if raised.generation < mine.raised.generation or digest in unannounced:
+                self._store.raise_generation(digest, mine.raised.generation - 1, new_token())
+            elif raised != mine.raised or not mine.is_done:
+                news[digest] = raised
+            elif nonce != writer.nonce and raised.generation:
+                self._store.confirm(digest, writer, raised)
+        return news
 
-    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, position: int) -> None:
-        """Purge what is announced there, and confirm it; ``tenant`` None: it has nothing here.
+    def _standing(self, digests: Sequence[bytes]) -> dict[bytes, Raised]:
+        """What there is to obey of each.
 
-        Also what was purged already, or more often: where the store has lost its generations, the same number may
-        stand for a later purge, and so may a smaller one, or none, which is raised then.
+        Where the store has lost its generations, a smaller number than is known may stand for a later purge, and so may
+        none, which is raised then, as is one without a token. Raises StoreUnavailable if one can't be read.
         """
-        generation = self._store.tenant(digest).generation
-        known = self._generations.get(digest, _NEVER).generation
-        if generation < max(known, 1):
-            generation = self._store.raise_generation(digest, known).value
-        if generation:
-            self._generations[digest] = _Obeyed(generation, position)
-            self._generations.move_to_end(digest)
-            if len(self._generations) > MAX_PURGES:
-                self._generations.popitem(last=False)
-            if tenant is not None:
-                self._tell(tenant, generation)
-                if self.on_purge is not None:
-                    self.on_purge(tenant, generation)
-        if tenant is None or self.on_purge is not None:
-            self._store.confirm(digest, writer.replica_id, writer.epoch, generation)
+        found = {}
+        for digest, looked in zip(digests, self._store.generations(digests) if digests else (), strict=True):
+            if looked is None:
+                raise StoreUnavailable("a tenant's generation can't be read: its shard is away")
+            raised, known = looked[0], self._generations.get(digest, _NEVER).raised
+            if raised.generation < known.generation or not raised.token:
+                above = max(raised.generation, known.generation)
+                written = self._store.raise_generation(digest, above, new_token())
+                raised = Raised(written.value, written.token)
+            found[digest] = raised
+        return found
+
+    def _here(self) -> dict[bytes, str]:
+        """Who has something here. Asked once it is known what is to be obeyed: what comes after that is younger."""
+        resident = () if self.resident is None else self.resident.tenants()
+        return {self._keys.tenant(tenant): tenant for tenant in resident}
+
+    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
+        """Purge what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here.
+
+        Also what was purged already: that may be the last purge given back to a store that had lost it, or another one.
+        """
+        self._generations[digest] = obeyed = _Obeyed(raised, position, False)
+        self._generations.move_to_end(digest)
+        if len(self._generations) > MAX_PURGES:
+            self._generations.popitem(last=False)
+        if tenant is not None:
+            self._tell(tenant, raised.generation)
+            if self.on_purge is None:
+                return
+            self.on_purge(tenant, raised.generation)
+        self._generations[digest] = obeyed._replace(is_done=True)
+        self._store.confirm(digest, writer, raised)
 
     def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
         share = Share(writer.replica_id, writer.epoch, self._fingerprint, blocks)

@@ -7,6 +7,7 @@ version raises WireError, and sizes are bounded before memory is taken. No clien
 from __future__ import annotations
 
 import re
+import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -337,13 +338,45 @@ def _text(value: bytes | None) -> str:
 
 _SHARE = re.compile(rb"([0-9]{1,15}):([0-9]{1,15}):([0-9]{1,15}):(.{1,1024})")
 
-TenantFields = tuple[int | None, int, dict[str, tuple[int, int, int, str]], dict[str, int]]
-"""Limit, generation, ``(epoch, blocks, until in ms, fingerprint)`` of shares, epochs that confirmed; by replica."""
+_TOKEN = re.compile(rb"[0-9a-f]{16}")
+_NONCE = re.compile(rb"[!-~]{1,64}")
+
+
+class Raised(NamedTuple):
+    """One raise of a tenant's generation. A store that lost one may give its number again, its token never."""
+
+    generation: int = 0
+    """0: nobody has raised it."""
+    token: str = ""
+    """16 hex digits, random. Empty: of a form that had none, so that nobody can say whether it was obeyed."""
+
+
+NEVER = Raised()
+
+TenantFields = tuple[int | None, Raised, dict[str, tuple[int, int, int, str]], dict[str, str]]
+"""Limit, last raise, ``(epoch, blocks, until in ms, fingerprint)`` of shares, nonces that confirmed; by replica."""
+
+
+def new_token() -> str:
+    """For a raise."""
+    return secrets.token_hex(8)
+
+
+def parse_raised(generation: bytes | None, token: bytes | None) -> Raised:
+    """From two fields of a tenant's hash; what has not the form of this version counts for nothing."""
+    if generation is None or not _NUMBER.fullmatch(generation):
+        return NEVER
+    return Raised(int(generation), token.decode() if token and _TOKEN.fullmatch(token) else "")
+
+
+def parse_nonce(value: bytes | None) -> str:
+    """Of the registration that has confirmed; empty if that isn't one."""
+    return value.decode() if value and _NONCE.fullmatch(value) else ""
 
 
 def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
     """From all fields of a tenant's hash; those that have not the form of this version are left out."""
-    limit, generation = fields.get(b"limit", b""), fields.get(b"generation", b"")
+    limit = fields.get(b"limit", b"")
     shares, confirmed = {}, {}
     for name, value in fields.items():
         stated = _SHARE.fullmatch(value)
@@ -351,11 +384,11 @@ def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
         if name.startswith(b"r:") and stated:
             numbers = (int(stated[1]), int(stated[2]), int(stated[3]))
             shares[replica_id] = (*numbers, stated[4].decode("utf-8", "replace"))
-        elif name.startswith(b"c:") and _NUMBER.fullmatch(value):
-            confirmed[replica_id] = int(value)
+        elif name.startswith(b"c:") and (nonce := parse_nonce(value)):
+            confirmed[replica_id] = nonce
     return (
         int(limit) if _NUMBER.fullmatch(limit) else None,
-        int(generation) if _NUMBER.fullmatch(generation) else 0,
+        parse_raised(fields.get(b"generation"), fields.get(b"token")),
         shares,
         confirmed,
     )

@@ -21,6 +21,8 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.protocol import SEGMENT_TOKENS, WIRE_VERSION
+from radixkv.coordination.store import Writer
+from radixkv.coordination.wire import NEVER, Raised
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 
 SECRET = b"the secret of the fleet under test"
@@ -101,6 +103,10 @@ class Fleet(ABC):
     @abstractmethod
     def lose(self) -> None:
         """Restart empty."""
+
+    @abstractmethod
+    def remember(self, digest: bytes) -> Callable[[], None]:
+        """What lets the store go back to what it has of a tenant's generation now, as a failover does."""
 
 
 def store(coordinator: Coordinator, namespace: Namespace, ids: list[int], start: int = 0) -> None:
@@ -540,14 +546,20 @@ class CoordinatorContract:
         for store in ("memory", "redis"):
             monkeypatch.setattr(f"radixkv.coordination.{store}.MAX_CONFIRMED", 8)
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
-        generation = a.replica.purge("acme").generation
+        a.replica.purge("acme")
         fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
         tenant, store_of_a = a.replica.keys.tenant("acme"), a.replica.store
+        raised = store_of_a.tenant(tenant).raised
         for number in range(40):
-            assert store_of_a.confirm(tenant, f"gone-{number}", number + 1, generation)
+            assert store_of_a.confirm(tenant, Writer(f"gone-{number}", 1, "nonce"), raised)
             confirmed = store_of_a.tenant(tenant).confirmed
             assert len(confirmed) <= 8 and {"a", "b"} <= set(confirmed)
-        assert not store_of_a.confirm(tenant, "gone-0", 1, generation + 1)
+        for other in (
+            Raised(raised.generation + 1, raised.token),
+            Raised(raised.generation, "0" * 16),
+            NEVER,
+        ):
+            assert not store_of_a.confirm(tenant, Writer("gone-0", 1, "nonce"), other)
         assert b.replica.purge_report("acme").confirmed == ("a", "b")
 
     def test_another_tenants_job_does_not_exist(self, fleet: Fleet) -> None:
@@ -795,6 +807,99 @@ class CoordinatorContract:
         fleet.eventually(lambda: b.replica.purge_report("acme").confirmed == ("a", "b"))
         assert a.purged[:2] == [("acme", 1), ("acme", 1)] and a.cache.match(ACME, prompt(512)).num_tokens == 0
 
+    def test_a_confirmation_that_comes_late_is_of_no_other_purge(self, fleet: Fleet) -> None:
+        """A replica stands still when it has obeyed; meanwhile its purge is lost, and another gets the number."""
+        a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        b.warm(ACME, prompt(512))
+        lose_it, rivals = fleet.remember(a.replica.keys.tenant("acme")), list[Purged]()
+        a.replica.purge("acme")
+
+        def stand_still(tenant: str, generation: int) -> None:
+            b.purge(tenant, generation)
+            if not rivals:
+                b.warm(ACME, prompt(512))
+                lose_it()
+                rivals.append(by_hand(fleet, "rival"))
+                assert rivals[0].replica.purge("acme").generation == generation == 1
+
+        b.replica.attach(b.cache, stand_still)
+        b.replica.heed()
+        rival, *_ = rivals
+        assert rival.replica.purge_report("acme").pending == ("a", "b")
+        assert b.cache.match(ACME, prompt(512)).num_tokens == 512
+        for each in (a, b):
+            each.replica.beat()
+        assert rival.replica.purge_report("acme").confirmed == ("a", "b", "rival")
+        assert b.cache.match(ACME, prompt(512)).num_tokens == 0
+        assert b.purged == [("acme", 1)] * 2
+
+    def test_what_comes_while_a_purge_is_obeyed_is_not_confirmed_for_the_next(self, fleet: Fleet) -> None:
+        """A replica that had nothing of the tenant stands still; then it has something, and there is another purge."""
+        a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        a.replica.purge("acme")
+
+        class Resident:
+            snapshot = b.cache.snapshot
+
+            def tenants(self) -> list[str]:
+                found = list(b.cache.tenants())
+                b.replica.attach(b.cache, b.purge)
+                b.warm(ACME, prompt(512))
+                assert a.replica.purge("acme").pending == ("b",)
+                return found
+
+        b.replica.attach(Resident(), b.purge)
+        b.replica.heed()
+        assert a.replica.purge_report("acme").pending == ("b",) and b.purged == []
+        b.replica.beat()
+        assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
+
+    def test_a_purge_that_is_lost_at_once_is_not_complete(
+        self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Before the one who raised it has obeyed it: what was confirmed of the one before says nothing."""
+        a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        a.replica.purge("acme")
+        b.replica.beat()
+        assert a.replica.purge_report("acme").is_complete
+        b.warm(ACME, prompt(512))
+        lose_it, write = fleet.remember(a.replica.keys.tenant("acme")), a.replica.store.raise_generation
+
+        def lost_at_once(*raised: Any) -> Any:
+            written = write(*raised)
+            lose_it()
+            return written
+
+        with monkeypatch.context() as patched, pytest.raises(StoreUnavailable):
+            patched.setattr(a.replica.store, "raise_generation", lost_at_once)
+            a.replica.purge("acme")
+        assert a.replica.purge("acme").pending == ("b",)
+        b.replica.beat()
+        assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
+
+    def test_a_confirmation_that_was_lost_is_said_again(self, fleet: Fleet) -> None:
+        a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        b.warm(ACME, prompt(512))
+        a.replica.purge("acme")
+        lose_it = fleet.remember(a.replica.keys.tenant("acme"))
+        b.replica.beat()
+        assert a.replica.purge_report("acme").is_complete
+        lose_it()
+        assert a.replica.purge_report("acme").pending == ("b",)
+        b.replica.beat()
+        assert a.replica.purge_report("acme").is_complete and b.purged == [("acme", 1)], "it has obeyed it"
+
+    def test_a_confirmation_counts_for_the_process_that_made_it(self, fleet: Fleet) -> None:
+        """One shard may have lost who had a greater epoch, and another know what that one confirmed."""
+        a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        a.replica.purge("acme")
+        digest = a.replica.keys.tenant("acme")
+        other = Writer("b", b.replica.info().epoch + 1, "ab" * 16)
+        assert a.replica.store.confirm(digest, other, a.replica.store.tenant(digest).raised)
+        assert a.replica.purge_report("acme").pending == ("b",)
+        b.replica.beat()
+        assert a.replica.purge_report("acme").confirmed == ("a", "b")
+
     def test_who_cannot_purge_does_not_confirm(self, fleet: Fleet) -> None:
         a, b = Purged(fleet, "a"), fleet.join("b")
         store(b, ACME, prompt(512))
@@ -817,6 +922,11 @@ def blocks(coordinator: BaseCoordinator, tenant: str) -> int:
     """What was granted last."""
     grant = coordinator.tenants.granted(tenant)
     return 0 if grant is None else grant.blocks
+
+
+def by_hand(fleet: Fleet, name: str) -> Purged:
+    """One that does nothing by itself, and whose lease isn't over before the test is."""
+    return Purged(fleet, name, background=False, lease_s=600.0)
 
 
 class Purged:

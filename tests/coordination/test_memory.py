@@ -21,7 +21,7 @@ from radixkv.coordination.protocol import WIRE_VERSION, Load
 from radixkv.coordination.reader import Reader
 from radixkv.coordination.sources import Generations
 from radixkv.coordination.store import Writer
-from radixkv.coordination.wire import Registration
+from radixkv.coordination.wire import Raised, Registration, new_token
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -46,7 +46,7 @@ class MemoryFleet(Fleet):
         self.dead: set[int] = set()
 
     def make(self, settings: dict[str, Any]) -> BaseCoordinator:
-        return MemoryCoordinator(Settings(**settings, background=False), self.store)
+        return MemoryCoordinator(Settings(**settings | {"background": False}), self.store)
 
     def eventually(self, holds: Callable[[], object]) -> None:
         for _ in range(100):
@@ -86,6 +86,17 @@ class MemoryFleet(Fleet):
     def lose(self) -> None:
         self.clock.advance(0.01)
         self.store.lose()
+
+    def remember(self, digest: bytes) -> Callable[[], None]:
+        account, announced = deepcopy(self.store.accounts.get(digest)), deepcopy(self.store.announced)
+
+        def go_back() -> None:
+            self.store.announced = announced
+            self.store.accounts.pop(digest, None)
+            if account is not None:
+                self.store.accounts[digest] = account
+
+        return go_back
 
 
 @pytest.fixture
@@ -127,7 +138,7 @@ def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.replica.tenants.meet(["acme", *(f"another {number}" for number in range(1_000))])
     digest = a.replica.keys.tenant("acme")
-    fleet.store.raise_generation(digest, 2)
+    fleet.store.raise_generation(digest, 2, new_token())
     del fleet.store.announced[digest]
     fleet.eventually(lambda: b.replica.tenants.generation("acme") == 3)
     assert b.purged == [("acme", 3)]
@@ -136,6 +147,55 @@ def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet
     b.replica.purge("acme")
     fleet.eventually(lambda: b.replica.purge_report("acme").is_complete)
     assert b.purged == [("acme", 3), ("acme", 4)] and a.replica.tenants.generation("acme") == 4
+
+
+def test_a_replica_whose_lease_the_store_has_ended_waits_for_itself(fleet: MemoryFleet) -> None:
+    """The store's clock has jumped ahead. By its own clock the replica serves on, and hasn't heard of the purge yet."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    a.warm(ACME, prompt(512))
+    fleet.settle()
+    b.replica.purge("acme")
+    fleet.store.records["a"].live_until = 0.0
+    assert a.replica.knows_generations and a.replica.purge_report("acme").pending == ("a",)
+    fleet.clock.advance(fleet.lease_s)
+    assert not a.replica.knows_generations and a.replica.purge_report("acme").unconfirmed[0] == "a"
+
+
+def test_a_purge_that_failed_is_not_confirmed(fleet: MemoryFleet) -> None:
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    b.warm(ACME, prompt(512))
+    b.replica.publish()
+    a.replica.purge("acme")
+    fleet.store.announced[a.replica.keys.tenant("acme")] = 0  # where nobody hears it
+    failures = [RuntimeError("a purge that fails")]
+
+    def fail_once(tenant: str, generation: int) -> None:
+        if failures:
+            raise failures.pop()
+        b.purge(tenant, generation)
+
+    b.replica.attach(b.cache, fail_once)
+    with pytest.raises(RuntimeError, match="a purge that fails"):
+        b.replica.beat()
+    assert a.replica.purge_report("acme").pending == ("b",)
+    b.replica.beat()
+    assert b.purged == [("acme", 1)] and a.replica.purge_report("acme").is_complete
+
+
+def test_a_generation_of_before_there_were_tokens_is_obeyed_again(fleet: MemoryFleet) -> None:
+    """Nobody can say which purge it stands for."""
+    a, b = Purged(fleet, "a"), Purged(fleet, "b")
+    digest = a.replica.keys.tenant("acme")
+    a.replica.purge("acme")
+    fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+    for each in (a, b):
+        each.warm(ACME, prompt(512))
+    fleet.store.accounts[digest].raised = Raised(1)
+    fleet.store.accounts[digest].confirmed = {"a": "1000001", "b": "1000002"}
+    late = Purged(fleet, "late")
+    assert late.replica.purge_report("acme").confirmed == ("late",), "it has nothing, and raised it"
+    fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b", "late"))
+    assert fleet.store.tenant(digest).generation == 2 and a.purged[-1] == b.purged[-1] == ("acme", 2)
 
 
 @pytest.mark.parametrize("end", ["killed", "left", "lost"])
@@ -528,11 +588,11 @@ def test_numbers_that_a_store_may_have_lost_are_not_used_again(
 def test_a_position_that_a_store_has_lost_is_given_to_no_other_purge() -> None:
     clock = ManualClock(1000.0)
     store = MemoryStore(clock)
-    store.raise_generation(b"t" * 32, 0)
+    store.raise_generation(b"t" * 32, 0, new_token())
     (_, read_up_to), *_ = store.purges(0)
     store.lose()
     clock.advance(0.5)
-    store.raise_generation(b"u" * 32, 0)
+    store.raise_generation(b"u" * 32, 0, new_token())
     assert [tenant for tenant, _ in store.purges(read_up_to)] == [b"u" * 32]
 
 

@@ -30,7 +30,7 @@ from radixkv.coordination.protocol import WIRE_VERSION, FleetPin, JobPart, WarmJ
 from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore, _greet
 from radixkv.coordination.store import Durable, Share, Writer
 from radixkv.coordination.tenants import Purge
-from radixkv.coordination.wire import Entry, Registration
+from radixkv.coordination.wire import Entry, Raised, Registration
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -141,6 +141,20 @@ class RedisFleet(Fleet):
 
     def lose(self) -> None:
         self.server.restart()
+
+    def remember(self, digest: bytes) -> Callable[[], None]:
+        key, member = f"rk1:{{t:{digest.hex()}}}:q", digest.hex()
+        held, position = self.client.dump(key), self.client.zscore("rk1:purges", member)
+
+        def go_back() -> None:
+            self.client.delete(key)
+            self.client.zrem("rk1:purges", member)
+            if held is not None:
+                self.client.restore(key, 0, held)
+            if position is not None:
+                self.client.zadd("rk1:purges", {member: position})
+
+        return go_back
 
     def key(self, name: str, what: str) -> str:
         return f"rk1:{{r:{name}}}:{what}"
@@ -1061,11 +1075,11 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.load("a", 1, 0)
     yield lambda: store.set_limit(tenant, 5)
     yield lambda: store.reserve(tenant, Share("a", 1, "fp", 3), 60.0)
-    yield lambda: store.raise_generation(tenant, 0)
-    yield lambda: store.confirm(tenant, "a", 1, 1)
+    yield lambda: store.raise_generation(tenant, 0, "0" * 16)
+    yield lambda: store.confirm(tenant, writer, Raised(1, "0" * 16))
     yield lambda: store.tenant(tenant)
     yield lambda: store.purges(0)
-    yield lambda: store.generations([tenant])
+    yield lambda: store.generations([tenant], "a")
     yield lambda: store.unannounced({tenant: 1})
     yield lambda: store.save_job(job)
     yield lambda: store.own_job(job.id, ("b", 1), ("a", 1))

@@ -26,7 +26,7 @@ from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob
 from radixkv.coordination.redis import RedisStore
 from radixkv.coordination.store import Durable, Share, Store, Writer
-from radixkv.coordination.wire import OPS, TIERS, Entry, Registration
+from radixkv.coordination.wire import OPS, TIERS, Entry, Raised, Registration
 from radixkv.errors import StoreUnavailable
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers
 from tests.tcp_proxy import TcpProxy
@@ -89,7 +89,7 @@ def readable(store: Store) -> dict[str, Any]:
         "snapshots": {seen.registration.replica_id: snapshot(store, seen.registration) for seen in everybody},
         "tenants": [account(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
         "purges": [tenant for tenant, _ in store.purges(0)],
-        "generations": store.generations([b"t" * 32, b"v" * 32, b"u" * 32]),
+        "generations": store.generations([b"t" * 32, b"v" * 32, b"u" * 32], "a"),
         "unannounced": store.unannounced({b"v" * 32: 0, b"u" * 32: 10**14, b"t" * 32: 1}),
         "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
         "pins": [pinned(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
@@ -106,7 +106,7 @@ def snapshot(store: Store, registration: Registration) -> Any:
 
 def account(store: Store, tenant: bytes) -> Any:
     facts = store.tenant(tenant)
-    return facts.limit, facts.generation, set(facts.shares), dict(facts.confirmed)
+    return facts.limit, facts.raised, set(facts.shares), dict(facts.confirmed)
 
 
 def pinned(store: Store, tenant: bytes) -> Any:
@@ -136,7 +136,7 @@ class Machine(RuleBasedStateMachine):
         self.clock = ManualClock(1000.0)
         self.memory = MemoryStore(self.clock)
         self.writers: dict[str, list[Writer]] = {"a": [], "b": []}
-        self.num_boots = self.num_beats = 0
+        self.num_boots = self.num_beats = self.num_raises = 0
         for name in self.writers:
             self.boot(name, None)
 
@@ -273,12 +273,31 @@ class Machine(RuleBasedStateMachine):
         def silence(store: MemoryStore) -> None:
             store.announced = announced
 
-        self.both(lambda store: store.raise_generation(tenant, above), fault, silence)
+        self.num_raises += 1
+        token = f"{self.num_raises:016x}"
+        self.both(lambda store: store.raise_generation(tenant, above, token), fault, silence)
 
-    @rule(tenant=tenants, name=names, epoch=st.integers(1, 3), off=st.sampled_from([0, 0, 1]), fault=faults)
-    def confirm(self, tenant: bytes, name: str, epoch: int, off: int, fault: str | None) -> None:
-        generation = self.memory.tenant(tenant).generation + off
-        self.both(lambda store: store.confirm(tenant, name, epoch, generation), fault)
+    @rule(
+        tenant=tenants,
+        name=names,
+        age=st.sampled_from([0, 0, 1]),
+        off=st.sampled_from([0, 0, 0, 1]),
+        older=st.sampled_from([0, 0, 0, 1]),
+        fault=faults,
+    )
+    def confirm(self, tenant: bytes, name: str, age: int, off: int, older: int, fault: str | None) -> None:
+        writer, (generation, token) = self.writer(name, age), self.memory.tenant(tenant).raised
+        token = f"{int(token, 16) - older:016x}" if token else token
+        raised = Raised(generation + off, token)
+        self.both(lambda store: store.confirm(tenant, writer, raised), fault)
+
+    @rule(tenant=tenants)
+    def forget_a_token(self, tenant: bytes) -> None:
+        """As a store has it that was written to before there were tokens."""
+        if tenant in self.memory.accounts:
+            account = self.memory.accounts[tenant]
+            account.raised = account.raised._replace(token="")
+        self.direct.connection.of("HDEL", f"rk1:{{t:{tenant.hex()}}}:q", "token")
 
     @rule(after=st.integers(0, 3))
     def purges(self, after: int) -> None:

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 from radixkv.coordination import wire
 from radixkv.coordination.holdings import split
 from radixkv.coordination.protocol import JobPart, WarmJob
-from radixkv.coordination.wire import Registration, WireError
+from radixkv.coordination.wire import Raised, Registration, WireError
 
 REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4)
 
@@ -221,10 +221,14 @@ def test_a_tenant_is_read_as_far_as_it_has_the_form() -> None:
         b"generation": b"3",
         b"r:a": b"7:5:99:fp:model",
         b"r:b": b"7:5",
-        b"c:a": b"7",
-        b"c:b": b"-7",
+        b"c:a": b"ab12",
+        b"c:b": b"a nonce",
         b"x": b"7",
     }
-    assert wire.parse_tenant(fields) == (10, 3, {"a": (7, 5, 99, "fp:model")}, {"a": 7})
-    assert wire.parse_tenant({}) == (None, 0, {}, {})
-    assert wire.parse_tenant({b"limit": b"many", b"generation": b"x"}) == (None, 0, {}, {})
+    shares, confirmed = {"a": (7, 5, 99, "fp:model")}, {"a": "ab12"}
+    assert wire.parse_tenant(fields) == (10, Raised(3), shares, confirmed), "of before there were tokens"
+    for token, kept in ((b"0123456789abcdef", "0123456789abcdef"), (b"0123", ""), (b"\xff" * 16, "")):
+        assert wire.parse_tenant(fields | {b"token": token}) == (10, Raised(3, kept), shares, confirmed)
+    assert wire.parse_tenant({}) == (None, Raised(), {}, {})
+    malformed = {b"limit": b"many", b"generation": b"x", b"token": b"0123456789abcdef"}
+    assert wire.parse_tenant(malformed) == (None, Raised(), {}, {})
