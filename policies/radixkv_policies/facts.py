@@ -18,7 +18,6 @@ from typing import Final
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.hints import Label, RequestHints
-from radixkv_policies.policy import Handle
 
 LABELS: Final = ("type", "turn", "session", "session_over", "tool_pending")
 """Labels that policies look at."""
@@ -29,17 +28,16 @@ _NO_LABELS: Final[dict[str, Label]] = {}
 @mypyc_attr(acyclic=True)
 class Facts:
     """A request. ``end``: blocks so far. ``num_new``: those nobody had sent before. ``turn``: from 1.
-    ``superseded``: the conversation went on, but not from its end. ``leaf``: the evictable leaf that ends with what it
-    used last, if there is one. ``groups``: for a policy to note what it makes of them.
+    ``superseded``: the conversation went on, but not from its end. ``groups``: for a policy to note what it makes of
+    them. In no cycle: it holds no node.
     """
 
-    __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "leaf", "num_new", "number", "superseded")
+    __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "num_new", "number", "superseded")
 
     def __init__(self, labels: dict[str, Label], slack: int) -> None:
         self.labels, self._slack = labels, slack
         self.end, self.num_new, self.number, self.gap_s = 0, 0, 1, 0.0
         self.groups: dict[int, object] = {}
-        self.leaf: Handle | None = None
         self.superseded = False
 
     def found(self, end: int, earlier: Facts, gap_s: float) -> None:

@@ -90,6 +90,7 @@ class Learned(LeafPolicy[Returning]):
         self._groups: dict[object, int] = {}
         self._types: dict[object, int] = {None: 0}
         self._sessions: OrderedDict[object, Facts] = OrderedDict()
+        self._leaf_of: dict[Facts, Handle] = {}  # the evictable leaf that ends with what a request used last
         self.moved: list[Returning] = []  # what the request that was opened last superseded
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._numbers = count()
@@ -166,11 +167,11 @@ class Learned(LeafPolicy[Returning]):
 
     def entered(self, node: Handle, piece: Returning, depth: int) -> None:
         self._leaves.add(node, piece.group, piece.ended_s, self._clock())
-        piece.facts.leaf = node
+        self._leaf_of[piece.facts] = node
 
     def left(self, node: Handle, piece: Returning) -> None:
         self._leaves.discard(node)
-        piece.facts.leaf = None
+        self._leaf_of.pop(piece.facts, None)
 
     def victim(self) -> Handle | None:
         return self._leaves.first()
@@ -208,14 +209,15 @@ class Learned(LeafPolicy[Returning]):
             return
         facts.superseded = True
         facts.groups.clear()
-        now_s, node = self._clock(), facts.leaf
+        leaf = node = self._leaf_of.get(facts)
+        now_s = self._clock()
         while node is not None:
             state = self._states[node]
             theirs = [piece for piece in state.pieces if piece.facts is facts and piece.number >= 0]
             for piece in theirs:
                 piece.group = self._group_of(piece)
                 self._model.log.append((piece.number, now_s, piece.group, 0.0))
-            if node is facts.leaf:
+            if node is leaf:
                 self._leaves.discard(node)
                 self._leaves.add(node, state.pieces[-1].group, state.pieces[-1].ended_s, now_s)
             self.moved += theirs

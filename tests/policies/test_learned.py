@@ -253,10 +253,10 @@ def test_a_leaf_is_forgotten_with_its_eviction() -> None:
     policy = Learned(100, clock, 0)
     _asked(policy, clock, "a1", 5, {"session": "a"})
     facts = policy.pieces("a1")[-1].facts
-    assert facts.leaf == "a1"
+    assert policy._leaf_of[facts] == "a1"
     policy.trimmed("a1", 5)
     policy.removed("a1")
-    assert facts.leaf is None and policy.num_ghosts == 5
+    assert facts not in policy._leaf_of and policy.num_ghosts == 5
     _asked(policy, clock, "a2", 5, {"session": "a"})
     assert facts.superseded and policy.victim() == "a2"
 
