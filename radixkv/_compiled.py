@@ -58,6 +58,7 @@ INDEX = Build(
         "blocks",
         "cache",
         "eviction",
+        "forgetting",
         "leases",
         "plan",
         "registry",

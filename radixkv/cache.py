@@ -32,14 +32,15 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
-from radixkv import gathering, lending, snapshots
+from radixkv import forgetting, gathering, lending, snapshots
 from radixkv._compiled import mypyc_attr
-from radixkv.bases import Base, Bases, Publication, detach
+from radixkv.bases import Base, Bases, Publication
 from radixkv.blocks import BlockPool
 from radixkv.checks import (
     block_ids_of,
     deadline_of,
     list_of,
+    readers_of,
     require_base_id,
     require_between,
     require_parts,
@@ -99,9 +100,6 @@ MAX_BLOCKS_AT_ONCE = 2_048
 
 MAX_VICTIMS_AT_ONCE = 512
 """Leaves that one call may have to evict at once, about; what an eviction costs is its victims, not its blocks."""
-
-SLICE_NODES = 256
-"""Nodes that ``clear`` visits before it lets others have the lock."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -1047,33 +1045,7 @@ class PrefixCache:
         reads is read on. O(1) under the lock (a reader of bases: O(its trees)), then slices.
         """
         _require_namespace(namespace)
-        try:
-            return self._clear(namespace)
-        except BaseException as error:  # between two slices: what is left goes at once
-            with self._lock:
-                mend(self, error)
-            raise
-
-    def _clear(self, namespace: Namespace) -> int:
-        with self._lock:
-            try:
-                state = self._tenants.get(namespace.tenant)
-                if state is None:
-                    return 0
-                own = self._registry.tree(namespace)
-                trees = [own] if own is not None else []
-                if state.bases is not None:
-                    trees = [tree for tree in state.trees.values() if tree.namespace == namespace]
-                forgotten = sum(tree.num_blocks for tree in trees)
-                trees += self._end_bases(trees)
-                if trees and self._journal is not None:
-                    self._journal.cleared(namespace)
-                self._detach(trees)
-            except BaseException as error:
-                mend(self, error)
-                raise
-        self._reclaim_all(trees)
-        return forgotten
+        return forgetting.clear(self, namespace)
 
     def purge(self, tenant: TenantId) -> int:
         """Forget everything of a tenant and raise its generation; returns how many blocks were resident.
@@ -1084,36 +1056,7 @@ class PrefixCache:
         O(namespaces + sequences), then slices.
         """
         require_tenant_id(tenant)
-        try:
-            return self._purge(tenant)
-        except BaseException as error:  # between two slices: what is left goes at once
-            with self._lock:
-                mend(self, error)
-            raise
-
-    def _purge(self, tenant: str) -> int:
-        with self._lock:
-            try:
-                state = self._tenants.get(tenant)
-                if state is None:
-                    return 0
-                trees = list(state.trees.values())
-                forgotten = sum(tree.num_blocks for tree in trees)
-                state.generation += 1
-                state.label = self._registry.new_label(state.settings)
-                if self._journal is not None:
-                    for namespace in state.namespaces:
-                        self._journal.cleared(namespace)
-                trees += self._end_bases(trees)
-                self._detach(trees)
-                for sequence in self._sequences:
-                    if sequence._tree.tenant is state:
-                        sequence._is_open, sequence._is_stale = False, True
-            except BaseException as error:
-                mend(self, error)
-                raise
-        self._reclaim_all(trees)
-        return forgotten
+        return forgetting.purge(self, tenant)
 
     def generation(self, tenant: TenantId) -> int:
         """How often a tenant was purged here."""
@@ -1121,41 +1064,6 @@ class PrefixCache:
         with self._lock:
             state = self._tenants.get(tenant)
             return 0 if state is None else state.generation
-
-    def _detach(self, trees: list[NamespaceTree]) -> None:
-        """Make trees unreachable; ``_reclaim_all`` them then."""
-        for tree in trees:
-            detach(tree)
-            if tree.base is not None:
-                self._evictor.let_go(tree.base)
-        self._progress.notify_all()
-
-    def _reclaim_all(self, trees: list[NamespaceTree]) -> None:
-        for tree in trees:
-            self._reclaim(tree)
-
-    def _reclaim(self, tree: NamespaceTree) -> None:
-        """End the pins of a cleared tree, and free what nobody uses of it, slice by slice."""
-        pending = [tree.root]
-        while pending:
-            with self._lock:
-                try:
-                    if not self._pins.end_in(tree):
-                        self._reclaim_slice(tree, pending)
-                except BaseException as error:
-                    mend(self, error)
-                    raise
-
-    def _reclaim_slice(self, tree: NamespaceTree, pending: list[Node]) -> None:
-        """Free the unused leaves of a cleared tree, and with them their ancestors, as far as one slice goes."""
-        freed = bytearray()
-        for _ in range(min(SLICE_NODES, len(pending))):
-            node = pending.pop()
-            if node.children is not None:
-                pending += node.child_nodes()
-            else:
-                self._evictor.reclaim(node, freed)
-        self._pool.give(freed)
 
     # --- bases
 
@@ -1177,7 +1085,7 @@ class PrefixCache:
             raise ArgumentError(
                 "ids", f"{len(encode(ids)) // TOKEN_BYTES} tokens", f"at least {self._block_size}"
             )
-        publication = Publication(require_base_id(base_id), namespace, key, _readers(readers, namespace))
+        publication = Publication(require_base_id(base_id), namespace, key, readers_of(readers, namespace))
         try:
             if self._takes_many_victims(len(key)):
                 return self._open_long(namespace, key, "compute", None, None, publication)
@@ -1221,81 +1129,19 @@ class PrefixCache:
         base keeps its blocks until the last of them is released, from then on they are resident in its account's
         namespace like any others. Raises ArgumentError for an id that no base has.
         """
-        try:
-            self._reclaim_all(self._unpublish(base_id))
-        except BaseException as error:  # between two slices, as in clear
-            with self._lock:
-                mend(self, error)
-            raise
-
-    def _unpublish(self, base_id: Any) -> list[NamespaceTree]:
-        """The trees behind a base that nobody finds any more."""
-        trees: list[NamespaceTree] = []
-        with self._lock:
-            try:
-                found = self._bases.find(base_id)
-                if isinstance(found, Base):
-                    trees = self._end(found)
-                    self._detach(trees)
-                else:
-                    del self._publishing[cast(Sequence, found.sequence)]
-                return trees
-            except BaseException as error:
-                mend(self, error)
-                raise
+        forgetting.unpublish(self, base_id)
 
     def set_readers(self, base_id: BaseId, readers: Iterable[str]) -> None:
         """Let these tenants read a base, and no others: for whom is struck from the list it is unpublished.
 
         Raises ArgumentError, and changes nothing, for an id that no base has, and for readers that publish.
         """
-        try:
-            self._reclaim_all(self._set_readers(base_id, readers))
-        except BaseException as error:  # between two slices, as in clear
-            with self._lock:
-                mend(self, error)
-            raise
-
-    def _set_readers(self, base_id: Any, readers: Any) -> list[NamespaceTree]:
-        """The trees behind a base of those who may not read it any more."""
-        trees: list[NamespaceTree] = []
-        with self._lock:
-            try:
-                found = self._bases.find(base_id)
-                wanted = _readers(readers, found.namespace)
-                self._bases.require_readers(wanted, self._bases.all())
-                touched, found.readers = found.readers | wanted, wanted
-                if isinstance(found, Base):
-                    self._bases.show(found, touched, self._tenants)
-                    trees = [tree for tree in found.trees if not tree.detached and not found.is_for(tree)]
-                    self._detach(trees)
-                return trees
-            except BaseException as error:
-                mend(self, error)
-                raise
+        forgetting.set_readers(self, base_id, readers)
 
     def bases(self) -> list[BaseInfo]:
         """All bases, also those that are being computed. For the operator: no tenant is told who else reads."""
         with self._lock:
             return self._bases.infos()
-
-    def _end(self, base: Base) -> list[NamespaceTree]:
-        """Nobody finds a base any more; the trees behind it, to be detached."""
-        trees = self._bases.end(base, self._tenants)
-        if not trees:
-            self._evictor.let_go(base)
-        return trees
-
-    def _end_bases(self, trees: list[NamespaceTree]) -> list[NamespaceTree]:
-        """Unpublish what is, or is being, published from trees that are cleared; returns the trees behind that."""
-        behind: list[NamespaceTree] = []
-        for publication in self._bases.under_way():
-            if cast(Sequence, publication.sequence)._tree in trees:
-                del self._publishing[cast(Sequence, publication.sequence)]
-        for base in list(self._bases.published.values()):
-            if base.tree in trees:
-                behind += self._end(base)
-        return behind
 
     # --- counts
 
@@ -1365,16 +1211,6 @@ class PrefixCache:
 def _require_namespace(namespace: object) -> None:
     if not isinstance(namespace, Namespace):
         raise ArgumentError("namespace", namespace, "a Namespace")
-
-
-def _readers(readers: Any, namespace: Namespace) -> frozenset[str]:
-    """Ids of tenants other than the publisher. Raises NamespaceError for one that can't be."""
-    if isinstance(readers, (str, bytes)):
-        raise ArgumentError("readers", readers, "ids of tenants, in an iterable")
-    named = [Namespace(reader, namespace.model).tenant for reader in list_of("readers", readers)]
-    if namespace.tenant in named:
-        raise ArgumentError("readers", namespace.tenant, "tenants other than the one that publishes")
-    return frozenset(named)
 
 
 def _storage_of(config: CacheConfig, given: Any) -> BlockStorage | None:

@@ -15,6 +15,7 @@ import numpy as np
 from radixkv.bases import MAX_BASE_ID_BYTES
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.namespaces import Namespace
 from radixkv.types import BlockIds
 
 _MAX_TIMEOUT_S: Final = 366 * 86_400.0
@@ -98,3 +99,13 @@ def block_ids_of(values: Any) -> BlockIds:
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**31 - 1):
         raise ArgumentError("block_ids", values, "block ids from 0 to 2³¹ − 1")
     return ids.astype(np.int32)
+
+
+def readers_of(readers: Any, namespace: Namespace) -> frozenset[str]:
+    """Ids of tenants other than the publisher. Raises NamespaceError for one that can't be."""
+    if isinstance(readers, (str, bytes)):
+        raise ArgumentError("readers", readers, "ids of tenants, in an iterable")
+    named = [Namespace(reader, namespace.model).tenant for reader in list_of("readers", readers)]
+    if namespace.tenant in named:
+        raise ArgumentError("readers", namespace.tenant, "tenants other than the one that publishes")
+    return frozenset(named)

@@ -32,6 +32,7 @@ from radixkv import (
     Sequence,
     Tenant,
     audit,
+    forgetting,
     recovery,
 )
 from radixkv import cache as cache_module
@@ -561,8 +562,9 @@ def test_with_storage(name: str) -> None:
 def test_in_slices(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for calls so long that they give up the lock on the way."""
     monkeypatch.setattr(cache_module, "MAX_VICTIMS_AT_ONCE", 0)
-    for slices in ("MAX_BLOCKS_AT_ONCE", "SLICE_BLOCKS", "SLICE_NODES"):
+    for slices in ("MAX_BLOCKS_AT_ONCE", "SLICE_BLOCKS"):
         monkeypatch.setattr(cache_module, slices, 2)
+    monkeypatch.setattr(forgetting, "SLICE_NODES", 2)
     test_an_exception_between_any_two_steps(name, policy)
 
 
