@@ -327,8 +327,8 @@ class PrefixCache:
                 cached = (at + common) // size
                 total = -(-num_bytes // size)
                 needed, tenant = total - cached, tree.tenant
+                self._evictor.end_due_pins(tenant, total)
                 if not self._evictor.surely_has(total, tenant):
-                    self._evictor.end_due_pins(tenant, total)
                     protected = self._newly_protected(node, child, common)
                     self._evictor.require(needed, tenant, protected)
                     self._evictor.require_fetched(needed, tenant, protected)

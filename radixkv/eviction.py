@@ -276,24 +276,21 @@ class Evictor:
             raise FlushRequired(num_blocks, room)
 
     def end_due_pins(self, requester: TenantState | None, num_blocks: int) -> None:
-        """Before ``require``: if a tenant isn't sure of so many blocks, pins that are due end; for None all of them.
+        """Before ``require``: a requester's own pins that are due end, whether it is short of room or not.
 
-        Moves no node.
+        If the pool is, what others borrow by such pins goes too; for None those of all tenants. Moves no node.
         """
-        if self.on_need is None:
-            return
-        if requester is None:
-            self.on_need(None, True)
-        elif not self.surely_has(num_blocks, requester):
-            self.on_need(requester, self.promised_blocks + num_blocks > self._usable_blocks)
+        if self.on_need is not None:
+            is_short = self.promised_blocks + num_blocks > self._usable_blocks
+            self.on_need(requester, requester is None or is_short)
 
     def take(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
         """Add packed ids of ``num_blocks`` blocks for a tenant to ``table``, evicting what is short.
 
         On nobody's account yet: see ``charge``. Raises like ``require``.
         """
+        self.end_due_pins(tenant, num_blocks)
         if not self.surely_has(num_blocks, tenant):
-            self.end_due_pins(tenant, num_blocks)
             self.require(num_blocks, tenant)
             self.require_fetched(num_blocks, tenant)
         self.take_granted(num_blocks, tenant, table)

@@ -216,11 +216,16 @@ class Pins:
     def make_room(self, requester: TenantState | None, pool_is_short: bool) -> None:
         """End what is due: a requester's own and, if the pool is short, what others borrow; of all tenants for None.
 
-        O(tenants with pins + what is due).
+        O(1), O(tenants with pins) for the others, and what is due. When a tenant's own end doesn't depend on others:
+        its policy hears of it, so that the order, and all that follows, would tell.
         """
+        if requester is not None:
+            self.end_due(requester.tenant_id)
+            if not pool_is_short:
+                return
         for tenant, own in self.tenants.items():
             held = own.next_due(self._clock())
-            if held is not None and _may_give(held.tree.tenant, requester, pool_is_short):
+            if held is not None and (requester is None or _borrows(held.tree.tenant)):
                 self.end_due(tenant)
 
     def end_due(self, tenant: str) -> None:
@@ -292,10 +297,9 @@ def require_ttl(ttl_s: object) -> float:
     return float(ttl_s)
 
 
-def _may_give(owner: TenantState, requester: TenantState | None, pool_is_short: bool) -> bool:
-    """Whether an end of the owner's pins could make room for the requester: they are its own, or borrowed."""
-    borrows = owner.protected_blocks > owner.guaranteed_blocks
-    return requester is None or owner is requester or (pool_is_short and borrows)
+def _borrows(owner: TenantState) -> bool:
+    """Whether an end of the owner's pins could make room for others."""
+    return owner.protected_blocks > owner.guaranteed_blocks
 
 
 def _num_common(one: bytes, other: bytes) -> int:

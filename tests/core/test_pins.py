@@ -382,6 +382,24 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "radixkv-upkeep"}
 
 
+@pytest.mark.parametrize("others", [0, 8])
+def test_when_a_pin_ends_depends_on_nobody_else(others: int) -> None:
+    """Its tenant's next request ends it once its time is over, however much of the pool others are promised."""
+    clock = ManualClock()
+    cache = PrefixCache(CacheConfig(16, 4), clock=clock, scrub_blocks=lambda ids: None)
+    cache.add_tenant(Tenant("a", guaranteed_blocks=8, mode="strict"))
+    if others:
+        cache.add_tenant(Tenant("b", guaranteed_blocks=others))
+    with cache.open(NS, range(4)) as sequence:
+        sequence.commit(4)
+    cache.pin(NS, range(4), 5.0)
+    clock.advance(10.0)
+    assert cache.snapshot().leases
+    with cache.open(NS, [9]):
+        assert not cache.snapshot().leases
+        audit.check(cache)
+
+
 def test_upkeep_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the monotonic clock, in its thread, which is there from the first pin on; the cache goes with its last one."""
     monkeypatch.setattr(upkeep, "PERIOD_S", 0.01)
