@@ -208,7 +208,9 @@ def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
     few, many = Launches(copy_triton.copy_few_kernel), Launches(copy_triton.copy_kernel)
     monkeypatch.setattr(copy_triton, "copy_few_kernel", few)
     monkeypatch.setattr(copy_triton, "copy_kernel", many)
-    monkeypatch.setattr(copy_triton, "_copier", copy_triton._copier.__wrapped__)  # one for these kernels alone
+    monkeypatch.setattr(
+        copy_triton, "_copier", copy_triton._copier.__wrapped__
+    )  # one for these kernels alone
     pool = Pool.of(torch.empty(2, 32, 2, 16, 8, 128, dtype=torch.bfloat16))
     pairs = BlockPairs([0] * num_pairs, [1] * num_pairs, [16] * num_pairs)
     copy_triton.copy(pool, pool, pairs)
