@@ -45,7 +45,7 @@ class CacheStats:
     missed_tokens: int
     evicted_blocks: int
     copied_blocks: int
-    """Copies by copy-on-write."""
+    """Copies that copy-on-write decided on; one that waits, for a block that is given up meanwhile, is not made."""
     scrubbed_blocks: int
     """Zeroed, because they changed tenant or a strict tenant freed them."""
     declined_blocks: int

@@ -133,8 +133,7 @@ def run(
     The default layout is Llama-3-8B's. ``rotate_bytes``: None is four times the L2 cache on CUDA and
     512 MiB on a CPU; memory taken is about twice that, or four times the blocks of the largest step if that
     is more, and as much again to measure the copy (2 GiB on CUDA). ``num_rows``: valid rows of every tail, None to
-    draw them. ``num_threads``: of torch on the CPU.
-    ``progress(done, total)`` is called after each number of pairs.
+    draw them. ``num_threads``: of torch on the CPU. ``progress(done, total)`` is called after each number of pairs.
 
     Raises ConfigError for a device or layout that can't be, ArgumentError for the other arguments, and
     KernelError if a variant's bytes are not those of the reference.
