@@ -19,7 +19,8 @@ SECONDS ?= 60
 MINUTES ?= 2
 SEED ?= 1
 SPREAD = -n $(WORKERS) --maxprocesses 4 --dist loadfile
-INDEX_TESTS = tests/core tests/policies tests/isolation tests/storage tests/engines
+INDEX_TESTS = tests/core tests/policies tests/isolation tests/storage tests/engines \
+  tests/coordination/test_keys.py tests/coordination/test_publisher.py
 
 .DEFAULT_GOAL := help
 .PHONY: help run test compile test-browser test-gpu fuzz faults lint format clean
@@ -76,7 +77,7 @@ format: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) build dist radixkv/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist radixkv/_native radixkv/coordination/_native policies/radixkv_policies/_native .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What runs the service is a part of what tests it: whoever has the second has the first.

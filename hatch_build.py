@@ -1,9 +1,9 @@
-"""Compiles the index and the policies with mypyc, for wheels and for editable installs; see ``radixkv/_compiled.py``.
+"""Compiles index, policies and publisher with mypyc, for wheels and editable installs; see ``radixkv/_compiled.py``.
 
     RADIXKV_COMPILE   unset: compile where it can be done, otherwise leave the pure build and say why in a line
                       1: fail if it can't be done     0: don't
 
-As a script (``make compile``) it brings the ``_native/`` of both packages up to date with the sources.
+As a script (``make compile``) it brings the ``_native/`` of the packages up to date with the sources.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).parent
-SOURCES = {"radixkv": ROOT / "radixkv", "radixkv_policies": ROOT / "policies" / "radixkv_policies"}
+SOURCES = {"radixkv": ROOT, "radixkv_policies": ROOT / "policies"}
+"""Where the import path of each top-level package is."""
 REQUIRES = ["mypy>=2.4,<3", "setuptools>=77"]
 WISH = os.environ.get("RADIXKV_COMPILE", "")
 
@@ -52,7 +53,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
         self._folder = tempfile.TemporaryDirectory()  # goes with the hook
         made = bring_up_to_date(Path(self._folder.name))
         for package, folder in made.items():
-            build_data["force_include"][str(folder)] = f"{package}/{folder.name}"
+            build_data["force_include"][str(folder)] = f"{_path(package)}/{folder.name}"
         if made:
             build_data["pure_python"], build_data["infer_tag"] = False, True
 
@@ -74,13 +75,13 @@ def bring_up_to_date(target: Path | None = None) -> dict[str, Path]:
     """
     plan = _plan()
     folders = {
-        build.package: (SOURCES[build.package] if target is None else target / build.package) / plan.FOLDER
+        build.package: (_place(build.package) if target is None else target / build.package) / plan.FOLDER
         for build in plan.BUILDS
     }
     missing = [
         build
         for build in plan.BUILDS
-        if not (folders[build.package] / build.library(SOURCES[build.package]).name).is_file()
+        if not (folders[build.package] / build.library(_place(build.package)).name).is_file()
     ]
     if missing and WISH == "0":
         return {}
@@ -98,6 +99,15 @@ def bring_up_to_date(target: Path | None = None) -> dict[str, Path]:
     return {}
 
 
+def _path(package: str) -> str:
+    return package.replace(".", "/")
+
+
+def _place(package: str) -> Path:
+    """The folder of a package's sources."""
+    return SOURCES[package.partition(".")[0]] / _path(package)
+
+
 def _plan() -> ModuleType:
     """``radixkv._compiled``, without the package around it."""
     spec = importlib.util.spec_from_file_location("_compiled", ROOT / "radixkv" / "_compiled.py")
@@ -109,15 +119,15 @@ def _plan() -> ModuleType:
 
 def _compile(build: Any, folder: Path) -> str | None:
     """Compile in a process of its own, as mypyc ends the one that it fails in; what that said, if it failed."""
-    package = SOURCES[build.package]
+    package = _place(build.package)
     name = f"{build.package}.{build.library_name(package)}".removesuffix("__mypyc")
-    sources = [f"{build.package}/{module}.py" for module in build.compiled]
+    sources = [f"{_path(build.package)}/{module}.py" for module in build.compiled]
     read = [f"{build.package}.{module.replace('/', '.')}" for module in build.read]
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "mypy.ini").write_text(MYPY + "".join(map(READ.format, read)))
         done = subprocess.run(
             [sys.executable, __file__, "--in-process", scratch, name, *sources],
-            cwd=package.parent,
+            cwd=SOURCES[build.package.partition(".")[0]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -125,7 +135,7 @@ def _compile(build: Any, folder: Path) -> str | None:
         )
         if done.returncode:
             return done.stdout.strip() or f"mypyc ended with {done.returncode}"
-        _replace(Path(scratch, "lib", build.package), folder)
+        _replace(Path(scratch, "lib", _path(build.package)), folder)
     return None
 
 

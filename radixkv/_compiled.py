@@ -1,4 +1,4 @@
-"""Which build of the index and of the policies is used: the one compiled by mypyc, or the source in pure Python.
+"""Which build of index, policies and publisher is used: the one compiled by mypyc, or the source in pure Python.
 
 Both are the same modules. Where a compiler is there, ``hatch_build.py`` compiles each of ``BUILDS`` into one library in
 the ``_native/`` of its package, with one extension module each that stands for the source of the same name. The
@@ -31,8 +31,8 @@ FOLDER = "_native"
 class Build(NamedTuple):
     """Modules of a package that are compiled into one library.
 
-    ``compiled``: what a request runs. ``read``: modules whose types and constants the compiler reads; it reads no
-    others.
+    ``compiled``: what a request costs. ``read``: modules of the package whose types and constants the compiler
+    reads; it reads no others.
     """
 
     package: str
@@ -114,26 +114,44 @@ POLICIES = Build(
     ("_mypyc", "hints"),
 )
 
-BUILDS = (INDEX, POLICIES)
+PUBLISHER = Build(
+    "radixkv.coordination", "publisher", ("holdings", "keys", "publisher"), ("protocol", "wire")
+)
+
+BUILDS = (INDEX, POLICIES, PUBLISHER)
+
+is_compiled = False
+"""What ``prefer_compiled`` has found."""
 
 
 def prefer_compiled(path: list[str]) -> bool:
-    """Put the compiled modules before the sources in the search paths of radixkv and of the policies, if they say the
-    same; whether so. Policies that were imported before are what they are.
+    """Put the compiled modules before the sources in the search paths of radixkv and of the policies, if all builds
+    say the same as their sources; whether so. Policies that were imported before are what they are.
+
+    Packages below radixkv ``follow`` when they are imported.
     """
+    global is_compiled
     policies = find_spec(POLICIES.package)
     if os.environ.get("RADIXKV_PURE", "0") not in ("", "0") or policies is None:
         return False
     places = policies.submodule_search_locations
-    if not places or not all(
-        build.library(Path(place)).is_file() for build, place in ((INDEX, path[0]), (POLICIES, places[-1]))
-    ):
+    if not places:
         return False
-    path.insert(0, str(Path(path[0], FOLDER)))
+    folders = Path(path[0]), Path(places[-1]), Path(path[0], "coordination")
+    if not all(build.library(folder).is_file() for build, folder in zip(BUILDS, folders, strict=True)):
+        return False
+    is_compiled = True
+    follow(path)
     if POLICIES.package not in sys.modules:
         places.insert(0, str(Path(places[-1], FOLDER)))
         _load(policies)
     return True
+
+
+def follow(path: list[str]) -> None:
+    """Let a package below radixkv use what radixkv uses: compiled modules, or the sources."""
+    if is_compiled:
+        path.insert(0, str(Path(path[0], FOLDER)))
 
 
 def _load(spec: ModuleSpec) -> None:

@@ -1,7 +1,7 @@
 """Types of arguments that the cache checks itself, to say what is allowed.
 
-Type checkers read them, the compiler of the index doesn't: what it has read, it would check first, with a TypeError.
-``radixkv.namespaces`` is left out for the same reason.
+Type checkers read them, the compiler of index and publisher doesn't: what it has read, it would check first, with
+a TypeError. ``radixkv.namespaces`` is left out for the same reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ BaseId: TypeAlias = str
 """1 to 256 bytes."""
 
 TenantId: TypeAlias = str
+
+FleetSecret: TypeAlias = bytes
+"""At least 16 bytes."""
 
 MatchLike: TypeAlias = "Match"
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from radixkv.errors import TokenError, shown
 
-TOKEN_BYTES = 4
+TOKEN_BYTES: Final = 4
 """Bytes of a key for each token."""
 
 TokenIds = Any

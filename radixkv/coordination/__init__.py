@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from radixkv._compiled import follow
+
+follow(__path__)
+
 from radixkv.coordination.protocol import (
     SEGMENT_TOKENS,
     Coordinator,

@@ -38,7 +38,7 @@ from radixkv.coordination.protocol import (
     Resident,
     State,
 )
-from radixkv.coordination.publisher import DRAIN_RECORDS, Publisher
+from radixkv.coordination.publisher import Publisher
 from radixkv.coordination.reader import Known, Reader
 from radixkv.coordination.settings import Settings, check_address
 from radixkv.coordination.store import Durable, Grant, Standing, Store, Writer
@@ -489,11 +489,14 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def _digest(self) -> None:
         """Digest what is queued now; write it unless the holdings are to be replaced anyway."""
-        for _ in range(1 + self._publisher.num_queued // DRAIN_RECORDS):
+        end = self._publisher.num_drained + self._publisher.num_queued
+        while True:
             entries = self._drained()
             for start in range(0, len(entries), _ENTRIES_A_WRITE):
                 self._write(entries[start : start + _ENTRIES_A_WRITE])
             self._beat_meanwhile()
+            if self._publisher.num_drained >= end or not self._publisher.num_queued:
+                return
 
     def _digest_only(self) -> None:
         """While the store is away: keep the queue short and the mirror true."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_128
 
@@ -30,17 +30,18 @@ from radixkv.errors import ConfigError
 from radixkv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    from radixkv.arguments import FleetSecret
     from radixkv.namespaces import Namespace
     from radixkv.types import Key
 
 DIGEST_BYTES = 16
 NAMESPACE_BYTES = 32
-SEGMENT_BYTES = SEGMENT_TOKENS * TOKEN_BYTES
+SEGMENT_BYTES: Final[int] = SEGMENT_TOKENS * TOKEN_BYTES
 MIN_SECRET_BYTES = 16
 
 _CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
 _MAX_KNOWN_NAMESPACES = 4096
-_SHORT_BYTES = 1 << 16
+_SHORT_BYTES: Final[int] = 1 << 16
 """A key in pieces up to here is joined: that takes 0.2 µs, and reading two segments piece by piece 0.9 µs more."""
 SCOPE_BYTES = 600
 """What the keys of one namespace take, roughly."""
@@ -76,67 +77,69 @@ def mac(secret: bytes, label: str, *fields: str | int | bytes) -> bytes:
     return hmac.digest(secret, frame(label, *fields), "sha256")
 
 
+def chains(key: Key, first: int, stop: int) -> list[bytes]:
+    """``chain[i]`` of segments ``[first, stop)`` of ``key``, which are there; for this process alone.
+
+    O(key's bytes up to the last): one pass. A long key in pieces is read as it is: joining it would cost as much.
+    """
+    if first >= stop:
+        return []
+    if not isinstance(key, bytes):
+        if stop * SEGMENT_BYTES > _SHORT_BYTES:
+            return _chains(key, (first + 1) * SEGMENT_BYTES, stop - first)
+        key = b"".join(key)
+    view, end = memoryview(key), (first + 1) * SEGMENT_BYTES
+    stream = xxh3_128(view[:end])
+    if stop - first == 2:  # what most requests add, and the one before it: a third less than the loop takes
+        link = stream.digest()
+        stream.update(view[end : end + SEGMENT_BYTES])
+        return [link, stream.digest()]
+    extend, chained = stream.update, stream.digest
+    found = [chained()]
+    for start in range(end, stop * SEGMENT_BYTES, SEGMENT_BYTES):
+        extend(view[start : start + SEGMENT_BYTES])
+        found.append(chained())
+    return found
+
+
+def _chains(pieces: tuple[bytes, ...], left: int, num_left: int) -> list[bytes]:
+    """The same of a key in pieces: ``left`` bytes until the first, ``num_left`` of them."""
+    found: list[bytes] = []
+    stream = xxh3_128()
+    extend, chained = stream.update, stream.digest
+    for piece in pieces:
+        view, start = memoryview(piece), 0
+        while start + left <= len(piece):
+            extend(view[start : start + left])
+            start, left, num_left = start + left, SEGMENT_BYTES, num_left - 1
+            found.append(chained())
+            if not num_left:
+                return found
+        extend(view[start:])
+        left -= len(piece) - start
+    return found
+
+
 class Scope(NamedTuple):
     """What a namespace in one generation is digested with: its own digest, and the keyed start of its prefixes'."""
 
     digest: bytes
     keyed: hashlib.blake2b
 
-    def digests(self, key: Key, first: int, stop: int) -> list[bytes]:
-        """Prefix digests of segments ``[first, stop)`` of ``key``, which are there. See ``FleetKeys.digests``.
-
-        A long key in pieces is read as it is: joining it would cost as much as reading it.
-        """
-        if first >= stop:
-            return []
-        begun, end = self.keyed.copy, (first + 1) * SEGMENT_BYTES
-        if not isinstance(key, bytes):
-            if stop * SEGMENT_BYTES > _SHORT_BYTES:
-                return self._digests(key, end, stop - first)
-            key = b"".join(key)
-        if stop - first == 2:  # what most requests add, and its parent: three quarters of the loop's time
-            view = memoryview(key)
-            stream, hashed, another = xxh3_128(view[:end]), begun(), begun()
-            hashed.update(stream.digest())
-            stream.update(view[end : end + SEGMENT_BYTES])
-            another.update(stream.digest())
-            return [hashed.digest(), another.digest()]
-        view = memoryview(key)
-        stream, hashed = xxh3_128(view[:end]), begun()
-        hashed.update(stream.digest())
-        found = [hashed.digest()]
-        extend, chained, add = stream.update, stream.digest, found.append
-        for start in range(end, stop * SEGMENT_BYTES, SEGMENT_BYTES):
-            extend(view[start : start + SEGMENT_BYTES])
+    def digests(self, chained: list[bytes]) -> list[bytes]:
+        """The prefix digest of each ``chain[i]``. O(1) each, some 0.4 µs."""
+        begun, found = self.keyed.copy, []
+        for each in chained:
             hashed = begun()
-            hashed.update(chained())
-            add(hashed.digest())
-        return found
-
-    def _digests(self, pieces: tuple[bytes, ...], left: int, num_left: int) -> list[bytes]:
-        """The same of a key in pieces: ``left`` bytes until the first digest, ``num_left`` digests."""
-        found: list[bytes] = []
-        stream, begun = xxh3_128(), self.keyed.copy
-        extend, chained, add = stream.update, stream.digest, found.append
-        for piece in pieces:
-            view, start = memoryview(piece), 0
-            while start + left <= len(piece):
-                extend(view[start : start + left])
-                start, left, num_left = start + left, SEGMENT_BYTES, num_left - 1
-                hashed = begun()
-                hashed.update(chained())
-                add(hashed.digest())
-                if not num_left:
-                    return found
-            extend(view[start:])
-            left -= len(piece) - start
+            hashed.update(each)
+            found.append(hashed.digest())
         return found
 
 
 class FleetKeys:
     """Every digest of one fleet secret. Thread-safe; keeps the keys of the namespaces it met last."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: FleetSecret) -> None:
         self._secret = checked_secret(secret)
         self._known: dict[tuple[Namespace, int], Scope] = {}
         self.canary = self._canary()
@@ -164,7 +167,7 @@ class FleetKeys:
         """
         num_segments = len(key) // SEGMENT_BYTES
         stop = num_segments if stop is None else min(stop, num_segments)
-        return self.scope(namespace, generation).digests(key, first, stop)
+        return self.scope(namespace, generation).digests(chains(key, first, stop))
 
     def proof(self, replica_id: str, epoch: int, nonce: str, address: str) -> str:
         """What shows that a replica with the fleet secret stated this address: 64 hex digits."""
@@ -190,7 +193,7 @@ class FleetKeys:
         return known
 
     def _canary(self) -> str:
-        digests = b"".join(Scope(b"", _keyed(mac(self._secret, "canary"))).digests(_CANARY_KEY, 0, 2))
+        digests = b"".join(Scope(b"", _keyed(mac(self._secret, "canary"))).digests(chains(_CANARY_KEY, 0, 2)))
         return hashlib.sha256(digests + frame(SEGMENT_TOKENS, DIGEST_BYTES)).hexdigest()
 
 

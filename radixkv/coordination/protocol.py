@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from radixkv.errors import ArgumentError
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from radixkv.tokens import TokenIds
     from radixkv.types import Journal, Snapshot
 
-SEGMENT_TOKENS = 256
+SEGMENT_TOKENS: Final = 256
 """Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
 
 WIRE_VERSION = 3

@@ -3,8 +3,10 @@
     cache, under its lock ──append──▶ queue (bounded) ──drain(), another thread──▶ digests ──▶ mirror
                                                                                          └──▶ entries to write
 
-Under the cache's lock a record costs an append: no lock, no digest, no thread woken unless the publisher
-sleeps. Everything else happens in ``drain``, on the publisher's thread. A queue that is full drops all it
+Under the cache's lock a record costs an append: no lock, no keyed digest, no thread woken unless the publisher
+sleeps. Of a short key the chain is hashed there and then, while the processor still has it at hand, and the key is
+not kept: a queue full of keys makes caller and publisher read and write cold memory, which costs both of them more.
+Everything else happens in ``drain``, on the publisher's thread. A queue that is full drops all it
 holds and all that follows until the next ``drain``, which says so: then nothing that was published can be
 relied on, the mirror is emptied, and ``rebuild`` fills it from the cache itself. A lost ``stored`` would only
 be forgetful, but a lost ``removed`` would lie for ever.
@@ -21,10 +23,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from radixkv.coordination.holdings import Holdings
-from radixkv.coordination.keys import SCOPE_BYTES, SEGMENT_BYTES, FleetKeys, Scope
+from radixkv.coordination.keys import SCOPE_BYTES, SEGMENT_BYTES, FleetKeys, Scope, chains
 from radixkv.coordination.protocol import SEGMENT_TOKENS, Resident
 from radixkv.coordination.wire import DIGESTS_AN_ENTRY, Entry
 from radixkv.tokens import TOKEN_BYTES
@@ -33,15 +35,24 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
     from radixkv.types import Key, NodeSnapshot, TreeSnapshot
 
-_RECORD_BYTES = 200
-"""What a queued record takes beside its key, roughly."""
+_RECORD_BYTES: Final = 200
+"""What a queued record takes beside its key or chain, roughly."""
+_CHAIN_BYTES: Final = 60
+"""What a link of a chain takes, roughly."""
+_HASHED_BYTES: Final[int] = 1 << 15
+"""A key up to here is hashed when it is queued: 0.3 to 1 µs."""
 _MAX_NAMESPACES = 65_536
 _GENERATION_BYTES = 150
-DRAIN_RECORDS = 1_024
-"""How many records one ``drain`` takes."""
+_DRAIN_RECORDS: Final = 1_024
+_DRAIN_UNITS: Final = 4_096
+"""What one ``drain`` takes: so many records, or so many units of work, each some 0.5 µs. Compiled, it keeps the
+interpreter's lock until it ends, so that 2 ms are as long as anybody waits for it."""
+_SEGMENTS_A_UNIT: Final = 8
+"""Reading so many segments of a key costs as much as a digest."""
 
-Record = tuple[Literal["store", "remove", "clear"], "Namespace", "Key", int, int]
-"""What the cache said: tokens ``[start, stop)`` of the prefix ``key`` came, left, or all was cleared."""
+Record = tuple[Literal["store", "remove", "clear"], "Namespace", "Key | list[bytes]", int, int]
+"""What the cache said: tokens ``[start, stop)`` of a prefix came, left, or all was cleared; the prefix's key, or the
+chain of its segments there, and of the one before them."""
 Raised = tuple[Literal["raise"], str, int]
 """A tenant and its new generation."""
 
@@ -71,7 +82,7 @@ class Publisher:
     ) -> None:
         self.grain_tokens = SEGMENT_TOKENS
         self.mirror = Holdings()
-        self.num_overflows = 0
+        self.num_overflows = self.num_drained = 0
         self.is_asleep = True
         self.appended_bytes = 0
         self._keys = keys
@@ -106,12 +117,12 @@ class Publisher:
         return self._dropping
 
     def stored(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
-        """O(1): only appends."""
-        self._append(("store", namespace, key, start, stop), stop)
+        """O(1) for a long key, otherwise O(its tokens)."""
+        self._append_range("store", namespace, key, start, stop)
 
     def removed(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
-        """O(1): only appends."""
-        self._append(("remove", namespace, key, start, stop), stop)
+        """O(1) for a long key, otherwise O(its tokens)."""
+        self._append_range("remove", namespace, key, start, stop)
 
     def cleared(self, namespace: Namespace) -> None:
         """O(1): only appends."""
@@ -129,15 +140,22 @@ class Publisher:
     def drain(self) -> Drained:
         """Digest some of what is queued, in order, and keep the mirror. Call again while ``num_queued``.
 
-        O(segments in the records, and one pass over their keys), at most 1,024 records.
+        O(segments in the records, and one pass over their keys): some 2 ms of them, or one record that takes longer.
         """
         if self._dropping:
             self._begin_anew()
             self.mirror.clear()
             self._scopes, self._generations = {}, {}
             return Drained([], True)
-        take = self._queue.popleft
-        records = [take() for _ in range(min(DRAIN_RECORDS, len(self._queue)))]
+        records: list[Record | Raised] = []
+        queue, left = self._queue, _DRAIN_UNITS
+        while queue and left > 0 and len(records) < _DRAIN_RECORDS:
+            record = queue.popleft()
+            records.append(record)
+            if record[0] != "raise":
+                _, _, _, start, stop = record
+                left -= (stop - start) // SEGMENT_TOKENS + stop // (_SEGMENTS_A_UNIT * SEGMENT_TOKENS)
+        self.num_drained += len(records)
         return Drained(self._digest(records), False)
 
     def rebuild(self, resident: Resident, between: Callable[[], None]) -> None:
@@ -147,15 +165,27 @@ class Publisher:
             if not tree.detached and tree.base is None:
                 scope = self._meet(tree.namespace)
                 for key in _leaf_keys(tree):
-                    self.mirror.store(scope.digest, scope.digests(key, 0, len(key) // SEGMENT_BYTES))
+                    digests = scope.digests(chains(key, 0, len(key) // SEGMENT_BYTES))
+                    self.mirror.store(scope.digest, digests)
                     between()
         self._max_namespaces = max(_MAX_NAMESPACES, 2 * len(self._scopes))
 
-    def _append(self, record: Record | Raised, num_tokens: int) -> None:
+    def _append_range(
+        self, op: Literal["store", "remove"], namespace: Namespace, key: Key, start: int, stop: int
+    ) -> None:
+        if self._dropping:
+            return
+        if stop * TOKEN_BYTES > _HASHED_BYTES:
+            self._append((op, namespace, key, start, stop), stop * TOKEN_BYTES)
+        else:
+            chained = _chained(key, start, stop)
+            self._append((op, namespace, chained, start, stop), len(chained) * _CHAIN_BYTES)
+
+    def _append(self, record: Record | Raised, num_bytes: int) -> None:
         if self._dropping:
             return
         queue = self._queue
-        self.appended_bytes = appended = self.appended_bytes + num_tokens * TOKEN_BYTES + _RECORD_BYTES
+        self.appended_bytes = appended = self.appended_bytes + num_bytes + _RECORD_BYTES
         queue.append(record)
         if len(queue) > self._max_records or appended - self._drained_bytes > self._max_bytes:
             self._dropping = True  # the thread that drains gives the memory back: that takes milliseconds
@@ -186,22 +216,25 @@ class Publisher:
         """What records come to; the mirror follows. The loop that publishing costs."""
         entries: list[Entry] = []
         scopes, store, remove = self._scopes, self.mirror.store, self.mirror.remove
-        add, new, num_tokens = entries.append, tuple.__new__, 0
+        add, new, num_bytes = entries.append, tuple.__new__, 0
         for record in records:
             if record[0] == "raise":
                 entries += self._raise(*record[1:])
                 continue
             op, namespace, key, start, stop = record
             scope = scopes.get(namespace) or self._meet(namespace)
-            name, num_tokens = scope.digest, num_tokens + stop
+            name = scope.digest
             if op == "clear":
                 self.mirror.clear(name)
                 add(Entry(op, name))
                 del scopes[namespace]
                 continue
-            first = start // SEGMENT_TOKENS
-            digests = scope.digests(key, first and first - 1, stop // SEGMENT_TOKENS)
-            parent = digests.pop(0) if first and digests else b""
+            if isinstance(key, list):
+                chained, num_bytes = key, num_bytes + len(key) * _CHAIN_BYTES
+            else:
+                chained, num_bytes = _chained(key, start, stop), num_bytes + stop * TOKEN_BYTES
+            digests = scope.digests(chained)
+            parent = digests.pop(0) if start >= SEGMENT_TOKENS and digests else b""
             (store if op == "store" else remove)(name, digests)
             if len(digests) == 1:  # as of most requests: three times as quick as the NamedTuple's own __new__
                 add(new(Entry, (op, name, parent, digests[0], "device")))
@@ -210,7 +243,7 @@ class Publisher:
                 run = digests[at : at + DIGESTS_AN_ENTRY]
                 add(Entry(op, name, parent, b"".join(run)))
                 parent = run[-1]
-        self._drained_bytes += len(records) * _RECORD_BYTES + num_tokens * TOKEN_BYTES
+        self._drained_bytes += len(records) * _RECORD_BYTES + num_bytes
         return entries
 
     def _raise(self, tenant: str, generation: int) -> Iterator[Entry]:
@@ -222,6 +255,12 @@ class Publisher:
             digest = self._scopes.pop(namespace).digest
             self.mirror.clear(digest)
             yield Entry("clear", digest)
+
+
+def _chained(key: Key, start: int, stop: int) -> list[bytes]:
+    """The chain of the segments that end in tokens ``(start, stop]``, behind that of the one before them, if any."""
+    first = start // SEGMENT_TOKENS
+    return chains(key, first and first - 1, stop // SEGMENT_TOKENS)
 
 
 def _leaf_keys(tree: TreeSnapshot) -> Iterator[bytes]:

@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
 from radixkv.coordination.protocol import FleetPin, JobPart, JobState, Load, WarmJob
 
-DIGESTS_AN_ENTRY = 64
+DIGESTS_AN_ENTRY: Final = 64
 SNAPSHOT_CHUNK_BYTES = 512 << 10
 MAX_SNAPSHOT_CHUNKS = 256
 MAX_SNAPSHOT_DIGESTS = 4_000_000

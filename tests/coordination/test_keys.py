@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from radixkv import Namespace
-from radixkv.coordination.keys import SEGMENT_BYTES, FleetKeys, frame
+from radixkv.coordination.keys import SEGMENT_BYTES, FleetKeys, chains, frame
 from radixkv.errors import ConfigError
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -122,11 +122,17 @@ def test_a_secret_that_cannot_be_one_is_refused_unquoted(secret: bytes) -> None:
 
 
 @given(st.lists(st.integers(0, 3_000), max_size=6), st.integers(0, 4), st.integers(0, 5))
-def test_a_key_in_pieces_has_the_digests_of_the_whole(sizes: list[int], first: int, count: int) -> None:
+def test_a_key_in_pieces_has_the_chain_of_the_whole(sizes: list[int], first: int, count: int) -> None:
     chance = np.random.default_rng(sum(sizes))
     pieces = tuple(chance.bytes(size) for size in sizes)
     whole = b"".join(pieces)
     stop = min(first + count, len(whole) // SEGMENT_BYTES)
-    scope = FleetKeys(b"0123456789abcdef").scope(Namespace("acme", "m"))
-    expected = scope.digests(whole, first, stop)
-    assert scope.digests(pieces, first, stop) == expected and len(expected) == max(0, stop - first)
+    expected = [xxh3_128_digest(whole[: SEGMENT_BYTES * (i + 1)]) for i in range(first, stop)]
+    assert chains(whole, first, stop) == chains(pieces, first, stop) == expected
+
+
+def test_a_long_key_in_pieces_has_the_chain_of_the_whole() -> None:
+    whole = key(64 * 1024)
+    pieces = whole[:100_000], whole[100_000:100_001], whole[100_001:]
+    expected = [xxh3_128_digest(whole[: SEGMENT_BYTES * (i + 1)]) for i in range(90, 256)]
+    assert chains(whole, 90, 256) == chains(pieces, 90, 256) == expected

@@ -93,13 +93,49 @@ def test_every_end_of_a_range_counts_once() -> None:
     assert [entry.parent for entry in entries] == [b"", digests[0], digests[1]]
 
 
+def test_long_keys_are_digested_later_and_to_the_same_end() -> None:
+    """A long key waits as it is, a short one as the chain of its segments: both come to the digests of their tokens."""
+    ids = np.random.default_rng(7).integers(0, 9, 20_000).astype(np.uint32).tobytes()
+    pieces = ids[:50_000], ids[50_000:]
+    digests = list(KEYS.digests(NAMESPACES[0], ids))
+    journal = publisher()
+    journal.stored(NAMESPACES[0], ids, 0, 6_000)
+    short = journal.queued_bytes
+    journal.stored(NAMESPACES[0], pieces, 6_000, 20_000)
+    assert short < 4 * 6_000 and journal.queued_bytes - short > 4 * 20_000
+    journal.removed(NAMESPACES[0], pieces, 17_920, 20_000)
+    journal.removed(NAMESPACES[0], ids, 0, 256)
+    entries = journal.drain().entries
+    assert [entry.parent for entry in entries] == [b"", digests[22], digests[69], b""]
+    assert b"".join(entry.digests for entry in entries) == b"".join(
+        [*digests[:78], *digests[70:78], digests[0]]
+    )
+    assert contents(journal.mirror) == {KEYS.namespace(NAMESPACES[0]): set(digests[1:70])}
+    assert journal.queued_bytes == 0 and journal.num_drained == 4
+
+
+def test_a_drain_takes_some_and_the_next_goes_on() -> None:
+    """So that who waits for the interpreter's lock waits for one of them, not for all."""
+    journal = publisher(max_bytes=1 << 30)
+    prompts = [np.full(16_384, i, np.uint32).tobytes() for i in range(100)]
+    for ids in prompts:
+        journal.stored(NAMESPACES[0], ids, 0, 16_384)
+    sizes = []
+    while journal.num_queued:
+        before = journal.num_queued
+        assert not journal.drain().lost
+        sizes.append(before - journal.num_queued)
+    assert sum(sizes) == journal.num_drained == 100 and max(sizes) < 100 and journal.queued_bytes == 0
+    assert journal.mirror.num_digests == 6_400
+
+
 @pytest.mark.parametrize("limits", [{"max_records": 3}, {"max_bytes": 4 * 4096}])
 def test_a_full_queue_is_dropped_whole_and_says_so(limits: dict[str, int]) -> None:
     journal = publisher(**limits)
     for _ in range(3):
         journal.stored(NAMESPACES[0], PROMPTS[0][:1024], 0, 256)
     assert drained(journal).num_digests == 1
-    for _ in range(20):
+    for _ in range(40):
         journal.stored(NAMESPACES[1], PROMPTS[0], 0, 1500)
     assert journal.num_queued == 0 and journal.num_overflows == 1 and journal.is_lost
     assert journal.drain() == ([], True)

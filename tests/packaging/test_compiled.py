@@ -21,8 +21,9 @@ cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))
 namespace = radixkv.Namespace(tenant="a", model="m")
 with cache.open(namespace, range(40)) as sequence:
     sequence.commit(40)
+import radixkv.coordination.publisher
 import radixkv_policies.lrfu
-files = radixkv.tree.__file__, radixkv_policies.lrfu.__file__
+files = radixkv.tree.__file__, radixkv_policies.lrfu.__file__, radixkv.coordination.publisher.__file__
 print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, *files)
 """
 
@@ -40,12 +41,12 @@ def site(wheel: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-COMPILED = ("True", f"tree{EXTENSION_SUFFIXES[0]}", f"lrfu{EXTENSION_SUFFIXES[0]}")
-PURE = ("False", "tree.py", "lrfu.py")
+COMPILED = ("True", *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("tree", "lrfu", "publisher")))
+PURE = ("False", "tree.py", "lrfu.py", "publisher.py")
 
 
 def use(site: Path, **environment: str) -> tuple[str, ...]:
-    """Whether a fresh process uses what is compiled there, and a file of either package; it works in any case."""
+    """Whether a fresh process uses what is compiled there, and a file of each package; it works in any case."""
     inherited = {name: value for name, value in os.environ.items() if name != "RADIXKV_PURE"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", CODE],
@@ -68,6 +69,7 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
     for package, prefix, some in (
         ("radixkv", "index_", {"blocks", "cache", "eviction", "tree"}),
         ("radixkv_policies", "policies_", {"learned", "leaves", "lru", "policy"}),
+        ("radixkv/coordination", "publisher_", {"holdings", "keys", "publisher"}),
     ):
         native = {
             Path(name).name.partition(".")[0] for name in files if name.startswith(f"{package}/_native/")
@@ -86,7 +88,10 @@ def test_the_sources_are_used_on_request(site: Path) -> None:
     assert use(site, RADIXKV_PURE="1") == PURE
 
 
-@pytest.mark.parametrize("edited", ["radixkv/tree.py", "radixkv/errors.py", "radixkv_policies/hints.py"])
+@pytest.mark.parametrize(
+    "edited",
+    ["radixkv/tree.py", "radixkv/errors.py", "radixkv_policies/hints.py", "radixkv/coordination/wire.py"],
+)
 def test_the_sources_are_used_once_one_was_edited(site: Path, edited: str) -> None:
     """Also one that is only read for it; the same bytes again, and it is the compiled index again."""
     source = site / edited
