@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo
+from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo, Writer
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.store import ENTRIES_A_READ, Fetched, Logged, Seen, Store
 from radixkv.coordination.view import RemoteLog, View
@@ -76,12 +76,25 @@ class _Sighted(NamedTuple):
     def is_before(self, other: Registration) -> bool:
         """Whether ``other`` is of a later beat, of the same registration or a younger one."""
         mine = self.registration
+        if mine.nonce != other.nonce and mine.epoch == other.epoch:
+            return 0 < other.beats
         return 0 < other.beats and (mine.epoch, mine.beats) < (other.epoch, other.beats)
 
     def is_as_new_as(self, other: Registration) -> bool:
         """Whether ``other`` is of the same registration, and of no later beat; one that has left has none."""
         mine = self.registration
-        return (mine.epoch, mine.nonce) == (other.epoch, other.nonce) and 0 < other.beats <= mine.beats
+        return mine.writer == other.writer and 0 < other.beats <= mine.beats
+
+
+class _Replaced(NamedTuple):
+    """Processes that the id was taken from: until when they may think that a lease of theirs runs.
+
+    ``writer``: the last registration of the id that was seen. ``most_s``: how long that may be, from whenever on.
+    """
+
+    writer: Writer
+    until: float
+    most_s: float
 
 
 class Reader:
@@ -99,6 +112,7 @@ class Reader:
         self.remotes: dict[str, Remote] = {}
         self._sighted: dict[str, _Sighted] = {}
         self._lost: dict[str, float] = {}
+        self._replaced: dict[str, _Replaced] = {}
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
         self.is_lost = False
@@ -148,9 +162,9 @@ class Reader:
             finally:
                 self.view.flush()
 
-    def epochs(self) -> frozenset[tuple[str, int]]:
-        """The registrations of all others that are known: ``(replica, epoch)``; local."""
-        return frozenset((name, remote.info.epoch) for name, remote in self.remotes.items())
+    def registrations(self) -> frozenset[Writer]:
+        """Those of all others that are known; local."""
+        return frozenset(remote.registration.writer for remote in self.remotes.values())
 
     def remaining_s(self, seen: Seen) -> float:
         """How long a replica that was just fetched may think that its lease runs, whatever the store thinks; local."""
@@ -168,6 +182,34 @@ class Reader:
         now, sighted = self._clock(), list(self._sighted.items())
         lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
         return {name for name, each in lost if self._lost_until(each) > now or self._is_turned(now)}
+
+    def replaced(self, fetched: Iterable[Seen]) -> set[str]:
+        """Ids that were taken from a process whose lease may still run, be it that the one who did has left; local.
+
+        ``fetched``: the registrations as of now.
+        """
+        now = self._clock()
+        noted = self._replaced | self._noted(fetched, now)
+        last = min(now, self._tried_at) if self._is_turned(now) else now
+        return {name for name, each in noted.items() if each.until > last}
+
+    def _noted(self, fetched: Iterable[Seen], now: float) -> dict[str, _Replaced]:
+        noted = ((seen.registration.replica_id, self._note(seen.registration, now)) for seen in fetched)
+        return {name: each for name, each in noted if each.most_s > 0}
+
+    def _note(self, registration: Registration, now: float) -> _Replaced:
+        """Whom it has replaced, by what it states when it is seen first, and by what was seen before it."""
+        name = registration.replica_id
+        known, sighted = self._replaced.get(name), self._sighted.get(name)
+        if known is not None and known.writer == registration.writer:
+            return known
+        stated_s = registration.replaced_ms / 1000
+        found = [(now + stated_s, stated_s)]
+        if known is not None:
+            found.append((known.until, known.most_s))
+        if sighted is not None and sighted.registration.process != registration.process:
+            found.append((self._latest(sighted), sighted.lease_s))
+        return _Replaced(registration.writer, *(max(each) for each in zip(*found, strict=True)))
 
     def _latest(self, sighted: _Sighted) -> float:
         """When its lease ends at the latest: a beat that nobody saw may have gone with the store, while it was away."""
@@ -220,6 +262,10 @@ class Reader:
         self._sighted = {
             name: each._replace(latest=now + each.lease_s) for name, each in self._sighted.items()
         }
+        self._replaced = {
+            name: each._replace(until=now + each.most_s) if each.until > self._tried_at else each
+            for name, each in self._replaced.items()
+        }
         lost = [
             name for name in list(self._lost) if name in self._sighted
         ]  # another thread may add one meanwhile
@@ -254,7 +300,10 @@ class Reader:
         return Remote(registration, info, live_until, log)
 
     def _keep_sighted(self, fetched: Fetched, now: float) -> None:
-        """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store."""
+        """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store.
+
+        And note whom those that came have replaced, before they are sighted themselves.
+        """
         self._sighted = {
             name: each
             for name, each in self._sighted.items()
@@ -262,7 +311,10 @@ class Reader:
         }
         listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
         missing = self._sighted.keys() - listed
-        for seen in self._store.fetch(sorted(missing)).seen if missing else ():
+        unlisted = self._store.fetch(sorted(missing)).seen if missing else []
+        running = {name: each for name, each in self._replaced.items() if each.until > now}
+        self._replaced = running | self._noted([*fetched.seen, *unlisted], self._clock())
+        for seen in unlisted:
             name, registration = seen.registration.replica_id, seen.registration
             if not registration.beats and registration.epoch >= self._sighted[name].registration.epoch:
                 del self._sighted[name]
@@ -359,6 +411,7 @@ def describe(
     return ReplicaInfo(
         id=registration.replica_id,
         epoch=registration.epoch,
+        nonce=registration.nonce,
         address=address or None,
         fingerprint=registration.fingerprint,
         block_size=registration.block_size,

@@ -17,10 +17,9 @@ from radixkv.coordination import Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
-from radixkv.coordination.protocol import WIRE_VERSION, Load
+from radixkv.coordination.protocol import WIRE_VERSION, Load, Writer
 from radixkv.coordination.reader import Reader
 from radixkv.coordination.sources import Generations
-from radixkv.coordination.store import Writer
 from radixkv.coordination.wire import Raised, Registration, new_token
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
@@ -86,6 +85,9 @@ class MemoryFleet(Fleet):
     def lose(self) -> None:
         self.clock.advance(0.01)
         self.store.lose()
+
+    def forget(self, name: str) -> None:
+        self.store.records.pop(name, None)
 
     def remember(self, digest: bytes) -> Callable[[], None]:
         account, announced = deepcopy(self.store.accounts.get(digest)), deepcopy(self.store.announced)
@@ -640,9 +642,9 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
     b.warm(ACME, prompt(512))
     fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
     assert a.replica.purge("acme").pending == ("b",)
-    router.follow(a.replica.reader.epochs())
+    router.follow(a.replica.reader.registrations())
     assert router("acme") == 0
-    router.follow(a.replica.reader.epochs())
+    router.follow(a.replica.reader.registrations())
     assert router("acme") == 1
     if lost != "that it was announced":
         fleet.store.accounts.clear()
@@ -654,13 +656,13 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
         ("b",) if lost == "that it was announced" else ("a", "b"),
     )
     fleet.clock.advance(0.01)
-    router.follow(a.replica.reader.epochs())
+    router.follow(a.replica.reader.registrations())
     fleet.eventually(lambda: b.purged and a.replica.purge_report("acme").is_complete)
     assert hinted(a.replica, ACME, prompt(512)) == {} and b.cache.match(ACME, prompt(512)).num_tokens == 0
     b.warm(ACME, prompt(512))
     fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
     for _ in range(2):
-        router.follow(a.replica.reader.epochs())
+        router.follow(a.replica.reader.registrations())
     generations = {each.replica.tenants.generation("acme") for each in (a, b)}
     assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
 
