@@ -189,26 +189,37 @@ class Reader:
         ``fetched``: the registrations as of now.
         """
         now = self._clock()
-        noted = self._replaced | self._noted(fetched, now)
-        last = min(now, self._tried_at) if self._is_turned(now) else now
-        return {name for name, each in noted.items() if each.until > last}
+        known = self._counted_anew(now) if self._is_turned(now) else self._replaced
+        noted = known | self._noted(fetched, now, known)
+        return {name for name, each in noted.items() if each.until > now}
 
-    def _noted(self, fetched: Iterable[Seen], now: float) -> dict[str, _Replaced]:
-        noted = ((seen.registration.replica_id, self._note(seen.registration, now)) for seen in fetched)
-        return {name: each for name, each in noted if each.most_s > 0}
+    def _counted_anew(self, now: float) -> dict[str, _Replaced]:
+        """Leases that may have run at the last look may run on, after the clock was turned."""
+        last = self._tried_at
+        return {
+            name: each._replace(until=now + each.most_s * (each.until > last))
+            for name, each in self._replaced.items()
+        }
 
-    def _note(self, registration: Registration, now: float) -> _Replaced:
+    def _noted(
+        self, fetched: Iterable[Seen], now: float, known: Mapping[str, _Replaced]
+    ) -> dict[str, _Replaced]:
+        names = {seen.registration.replica_id: seen.registration for seen in fetched}
+        noted = {name: self._note(registration, now, known.get(name)) for name, registration in names.items()}
+        return {name: each for name, each in noted.items() if each.most_s > 0}
+
+    def _note(self, registration: Registration, now: float, known: _Replaced | None) -> _Replaced:
         """Whom it has replaced, by what it states when it is seen first, and by what was seen before it."""
-        name = registration.replica_id
-        known, sighted = self._replaced.get(name), self._sighted.get(name)
         if known is not None and known.writer == registration.writer:
             return known
+        sighted = self._sighted.get(registration.replica_id)
         stated_s = registration.replaced_ms / 1000
         found = [(now + stated_s, stated_s)]
         if known is not None:
             found.append((known.until, known.most_s))
         if sighted is not None and sighted.registration.process != registration.process:
-            found.append((self._latest(sighted), sighted.lease_s))
+            latest = now + sighted.lease_s if self._is_turned(now) else self._latest(sighted)
+            found.append((latest, sighted.lease_s))
         return _Replaced(registration.writer, *(max(each) for each in zip(*found, strict=True)))
 
     def _latest(self, sighted: _Sighted) -> float:
@@ -262,10 +273,7 @@ class Reader:
         self._sighted = {
             name: each._replace(latest=now + each.lease_s) for name, each in self._sighted.items()
         }
-        self._replaced = {
-            name: each._replace(until=now + each.most_s) if each.until > self._tried_at else each
-            for name, each in self._replaced.items()
-        }
+        self._replaced = self._counted_anew(now)
         lost = [
             name for name in list(self._lost) if name in self._sighted
         ]  # another thread may add one meanwhile
@@ -313,7 +321,7 @@ class Reader:
         missing = self._sighted.keys() - listed
         unlisted = self._store.fetch(sorted(missing)).seen if missing else []
         running = {name: each for name, each in self._replaced.items() if each.until > now}
-        self._replaced = running | self._noted([*fetched.seen, *unlisted], self._clock())
+        self._replaced = running | self._noted([*fetched.seen, *unlisted], self._clock(), self._replaced)
         for seen in unlisted:
             name, registration = seen.registration.replica_id, seen.registration
             if not registration.beats and registration.epoch >= self._sighted[name].registration.epoch:
