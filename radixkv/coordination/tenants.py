@@ -212,7 +212,7 @@ class Tenants:
             raise StoreUnavailable("the store does not keep what is written to it")
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
-        """How far the tenant's last purge has come. An id that was taken over hasn't confirmed while who had it may serve.
+        """How far the last purge has come. An id that was taken over hasn't confirmed while who had it may serve.
 
         ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
         store says of them. Raises StoreUnavailable.
