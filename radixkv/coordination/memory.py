@@ -116,22 +116,20 @@ class MemoryStore:
             old = self.records.get(registration.replica_id)
             before = 0 if old is None else old.registration.epoch
             epoch = max(before + 1, registration.epoch + 1, int(self.clock() * 1000))
-            until, now = self._replaced_until(registration), self.clock()
-            replaced_ms = math.ceil(max(0.0, until - now) * 1000)
-            booted = replace(registration, epoch=epoch, last_seq=1, proof="", replaced_ms=replaced_ms)
-            record = Record(booted, replaced_until=until)
+            left_s = 0.0 if old is None else self._replaced_left_s(old)
+            if old is not None and old.registration.process != registration.process:
+                left_s = max(left_s, old.live_until - self.clock())
+            left_ms = math.ceil(left_s * 1000)
+            booted = replace(registration, epoch=epoch, last_seq=1, proof="", replaced_ms=left_ms)
+            record = Record(booted, replaced_until=self.clock() + left_s)
             record.listed_until = 0.0 if old is None else old.listed_until
             record.log[1] = Entry("clear", b"")
             self.records[registration.replica_id] = record
             return Durable(epoch, None)
 
-    def _replaced_until(self, registration: Registration) -> float:
-        old, now = self.records.get(registration.replica_id), self.clock()
-        if old is None:
-            return 0.0
-        until = min(old.replaced_until, now + old.registration.replaced_ms / 1000)
-        is_another = old.registration.process != registration.process
-        return max(until, old.live_until) if is_another else until
+    def _replaced_left_s(self, record: Record) -> float:
+        stated_s = record.registration.replaced_ms / 1000
+        return max(0.0, min(stated_s, record.replaced_until - self.clock()))
 
     def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
         """See the protocol."""
@@ -139,13 +137,13 @@ class MemoryStore:
             record, standing = self._standing(writer)
             if record is not None:
                 lease_ms, now = max(1, int(lease_s * 1000)), self.clock()
-                left_ms = math.ceil(max(0.0, record.replaced_until - now) * 1000)
+                left_ms = math.ceil(self._replaced_left_s(record) * 1000)
                 record.registration = replace(
                     record.registration,
                     proof=proof,
                     lease_ms=lease_ms,
                     beats=number,
-                    replaced_ms=min(record.registration.replaced_ms, left_ms),
+                    replaced_ms=left_ms,
                 )
                 record.live_until = now + lease_s
                 record.listed_until = record.live_until + LISTED_S
@@ -193,7 +191,7 @@ class MemoryStore:
             record, standing = self._standing(writer)
             if record is not None:
                 record.registration = replace(record.registration, beats=0)
-                record.live_until, record.listed_until = 0.0, record.replaced_until
+                record.live_until, record.listed_until = 0.0, self.clock() + self._replaced_left_s(record)
                 record.load = Load()
             return Standing(standing.verdict, 0)
 

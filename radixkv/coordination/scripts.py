@@ -62,6 +62,10 @@ local function standing(meta, epoch, nonce)
   if stored > mine or held[2] ~= nonce then return 'FENCED', 0 end
   return 'OK', tonumber(held[3] or '0')
 end
+local function replaced_left(meta, now)
+  local held = redis.call('HMGET', meta, 'replaced_ms', 'replaced_until')
+  return math.max(0, math.min(tonumber(held[1] or '') or 0, (tonumber(held[2] or '') or 0) - now))
+end
 local function drop_chunks(prefix, first, count)
   for i = first, math.min(tonumber(count or '0') or 0, 4096) - 1 do redis.call('DEL', prefix .. i) end
 end
@@ -71,13 +75,12 @@ end
 BOOT = (
     _STANDING
     + """
-local held = redis.call('HMGET', KEYS[1], 'epoch', 'nonce', 'lease_ms', 'replaced_ms', 'replaced_until')
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'nonce', 'lease_ms')
 local now, old = now_ms(), tonumber(held[1] or '') or 0
 local epoch = math.max(old + 1, tonumber(ARGV[1]) + 1, now)
-local replaced_until = math.min(tonumber(held[5] or '') or 0, now + (tonumber(held[4] or '') or 0))
+local left = replaced_left(KEYS[1], now)
 if held[2] and redis.call('GET', KEYS[2]) == held[2] and string.sub(held[2], 1, #ARGV[4]) ~= ARGV[4] then
-  local left = math.min(redis.call('PTTL', KEYS[2]), tonumber(held[3] or '') or 0)
-  replaced_until = math.max(replaced_until, now + left)
+  left = math.max(left, math.min(redis.call('PTTL', KEYS[2]), tonumber(held[3] or '') or 0))
 end
 if redis.call('EXISTS', KEYS[3]) == 1 then
   local info = redis.call('XINFO', 'STREAM', KEYS[3])
@@ -90,9 +93,7 @@ end
 drop_chunks(ARGV[3], 0, redis.call('HGET', KEYS[4], 'count'))
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[4], KEYS[5])
 redis.call('HSET', KEYS[1], 'epoch', whole(epoch), 'last_seq', '1')
-if replaced_until > now then
-  redis.call('HSET', KEYS[1], 'replaced_until', whole(replaced_until), 'replaced_ms', whole(replaced_until - now))
-end
+if left > 0 then redis.call('HSET', KEYS[1], 'replaced_until', whole(now + left), 'replaced_ms', whole(left)) end
 for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('XADD', KEYS[3], 'MINID', '=', whole(epoch) .. '-0', whole(epoch) .. '-1',
            'e', whole(epoch), 's', '1', 'o', 'clear', 'n', '', 'p', '', 't', 'device', 'b', '')
@@ -134,11 +135,11 @@ local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 redis.call('HSET', KEYS[1], 'proof', ARGV[5], 'lease_ms', ARGV[3], 'beats', ARGV[7])
-local now, replaced = now_ms(), redis.call('HMGET', KEYS[1], 'replaced_ms', 'replaced_until')
-local left = math.min(tonumber(replaced[1] or '') or 0, (tonumber(replaced[2] or '') or 0) - now)
+local now = now_ms()
+local left = replaced_left(KEYS[1], now)
 if left > 0 then
   redis.call('HSET', KEYS[1], 'replaced_ms', whole(left))
-elseif replaced[1] then
+else
   redis.call('HDEL', KEYS[1], 'replaced_ms', 'replaced_until')
 end
 for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
@@ -192,8 +193,9 @@ local verdict = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('DEL', KEYS[2], KEYS[3])
 redis.call('HSET', KEYS[1], 'beats', '0')
-local replaced_until = tonumber(redis.call('HGET', KEYS[1], 'replaced_until') or '') or 0
-return {verdict, '0', replaced_until > now_ms() and whole(replaced_until) or '0'}
+local now = now_ms()
+local left = replaced_left(KEYS[1], now)
+return {verdict, '0', left > 0 and whole(now + left) or '0'}
 """
 )
 
