@@ -47,13 +47,12 @@ def wrongs(folder: Path, purges: list[Purged]) -> tuple[list[str], int]:
 def _is_stale(served: dict[str, Any], purge: Purged) -> bool:
     """A request of a purged tenant was given what is older than the purge, by a replica that must not do so.
 
-    Those that have confirmed must not; nobody must whose tenant refuses to be served where that isn't known, as
-    long as Redis remembers the purge.
+    Those that have confirmed must not; nobody must who thinks that no purge can be complete that it hasn't obeyed,
+    be it that another process has its id, as long as Redis remembers the purge. A tenant that refuses to be served
+    where that isn't known is served by no others.
     """
     if served["tenant"] != purge.tenant or served["began"] <= purge.complete_at:
         return False
     confirmed_in = purge.confirmed.get(served["replica"], float("inf"))
-    must_not = served["epoch"] >= confirmed_in or (
-        purge.tenant == "refuses" and served["began"] < purge.lost_at
-    )
+    must_not = served["epoch"] >= confirmed_in or (served["knew"] and served["began"] < purge.lost_at)
     return bool(must_not and served["cached"] and served["oldest"] < purge.raised_at)

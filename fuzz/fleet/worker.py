@@ -142,7 +142,8 @@ class Worker:
     def serve(self, tenant: str, number: int) -> str | int:
         """A request: how many tokens of the prompt were there already, or why it wasn't served."""
         began, epoch = time.monotonic(), self.coordinator.info().epoch
-        if tenant == "refuses" and not self.coordinator.knows_generations:
+        knew = self.coordinator.knows_generations
+        if tenant == "refuses" and not knew:
             return "refused"
         ids = self.prompts[number]
         try:
@@ -165,8 +166,8 @@ class Worker:
             return "full"
         except StaleGeneration:  # it was purged between the two
             return "purged"
-        facts = {"cached": num_cached, "oldest": oldest, "wrong": wrong, "began": began, "epoch": epoch}
-        self.history.tell("served", tenant=tenant, **facts)
+        facts = {"cached": num_cached, "oldest": oldest, "wrong": wrong}
+        self.history.tell("served", tenant=tenant, began=began, epoch=epoch, knew=knew, **facts)
         return num_cached
 
     def contents(self, tenant: str, ids: np.ndarray[Any, np.dtype[np.uint32]]) -> list[bytes]:

@@ -36,9 +36,9 @@ from radixkv.coordination import Load, Router, connect
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.protocol import WIRE_VERSION
+from radixkv.coordination.protocol import WIRE_VERSION, Writer
 from radixkv.coordination.sources import Observer
-from radixkv.coordination.store import Store, Writer
+from radixkv.coordination.store import Store
 from radixkv.coordination.view import RemoteLog, View
 from radixkv.coordination.wire import DIGESTS_AN_ENTRY, Entry, Registration
 from radixkv.errors import ConfigError

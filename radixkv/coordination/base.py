@@ -17,7 +17,6 @@ since it is held while the store is waited for.
 from __future__ import annotations
 
 import random
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,13 +36,14 @@ from radixkv.coordination.protocol import (
     ReplicaInfo,
     Resident,
     State,
+    Writer,
 )
 from radixkv.coordination.publisher import Publisher
 from radixkv.coordination.reader import Known, Reader
 from radixkv.coordination.settings import Settings, check_address
-from radixkv.coordination.store import Durable, Grant, Standing, Store, Writer
+from radixkv.coordination.store import Durable, Grant, Standing, Store
 from radixkv.coordination.tenants import OnPurge, Purge, Tenants
-from radixkv.coordination.wire import Entry, Registration
+from radixkv.coordination.wire import Entry, Registration, new_nonce, new_process
 from radixkv.errors import (
     ConfigError,
     CoordinationError,
@@ -99,15 +99,17 @@ class BaseCoordinator(WarmJobs, FleetPins):
         self._closed = False
         self._registered = False
         self._dirty = False
-        self._epoch = self._seq = self._num_beats = 0
-        self._nonce = self._proof = ""
+        self._process = new_process()
+        self._held = Writer(settings.replica_id, 0, "")
+        self._seq = self._num_beats = 0
+        self._proof = ""
         self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
         self._looked_at = float("-inf")
         self._num_failures = 0
         self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
         self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
         self._is_new_epoch = True
-        self._met_epochs: frozenset[tuple[str, int]] = frozenset()
+        self._met: frozenset[Writer] = frozenset()
         self._heard_bytes, self._heard_at = 0, float("-inf")
         self._fencers: list[Registration] = []
         self._num_looks = 0
@@ -222,10 +224,11 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def info(self) -> ReplicaInfo:
         """This replica; local."""
-        remaining_s = max(0.0, self._lease_until - self.clock())
+        remaining_s, held = max(0.0, self._lease_until - self.clock()), self._held
         return ReplicaInfo(
             id=self.replica_id,
-            epoch=self._epoch,
+            epoch=held.epoch,
+            nonce=held.nonce,
             address=self._address,
             fingerprint=self.settings.fingerprint,
             block_size=self.settings.block_size,
@@ -398,11 +401,11 @@ class BaseCoordinator(WarmJobs, FleetPins):
                 setting, own, theirs = difference
                 raise ConfigError(setting, own, f"what the live replica {other.replica_id} has: {theirs}")
 
-    def _registration(self, epoch: int) -> Registration:
+    def _registration(self, epoch: int, nonce: str = "") -> Registration:
         return Registration(
             replica_id=self.replica_id,
             epoch=epoch,
-            nonce=self._nonce,
+            nonce=nonce,
             address=self._address or "",
             fingerprint=self.settings.fingerprint,
             block_size=self.settings.block_size,
@@ -414,12 +417,13 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def _boot_now(self) -> None:
         """Fence whoever had the id before. Its log begins with a clear, at 1."""
-        self._nonce = secrets.token_hex(16)
-        self._epoch = self._counted(self.store.boot(self._registration(self._epoch))).value
+        nonce = new_nonce(self._process)
+        booted = self._counted(self.store.boot(self._registration(self._epoch, nonce)))
+        self._held = Writer(self.replica_id, booted.value, nonce)
         self._seq = 1
         self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
         self._is_new_epoch = True
-        self._proof = self.keys.proof(self.replica_id, self._epoch, self._nonce, self._address or "")
+        self._proof = self.keys.proof(*self._held, self._address or "")
         self._registered = True
         self._dirty = self._dirty or self._publisher.mirror.num_digests > 0
 
@@ -434,16 +438,20 @@ class BaseCoordinator(WarmJobs, FleetPins):
             self._lease_until = before + self.settings.lease_s
             self._next_beat = before + self.settings.beat_s
             self._dirty = self._dirty or standing.last_seq != self._seq
-            epochs = self.reader.epochs()
-            has_come = self._is_new_epoch or bool(epochs - self._met_epochs)
+            others = self.reader.registrations()
+            has_come = self._is_new_epoch or bool(others - self._met)
             raised = self.tenants.restore(self._writer(), everything=has_come)
             self.tenants.follow(self._writer(), is_new=self._is_new_epoch, raised=raised)
-            self._is_new_epoch, self._met_epochs = False, epochs
+            self._is_new_epoch, self._met = False, others
             self._heard_until = before + self.settings.lease_s
             self.tenants.restate(self._writer(), self.settings.lease_s)
 
     def _writer(self) -> Writer:
-        return Writer(self.replica_id, self._epoch, self._nonce)
+        return self._held
+
+    @property
+    def _epoch(self) -> int:
+        return self._held.epoch
 
     def _heal(self) -> None:
         """Register again if the store forgot it, replace the holdings if the log can't be trusted."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.protocol import JOB_STATES, NOBODY, JobPart, JobState, ReplicaInfo, WarmJob
+from radixkv.coordination.protocol import JOB_STATES, NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
 from radixkv.coordination.store import MAX_PARTS, Store
 from radixkv.coordination.wire import is_code
 from radixkv.errors import ArgumentError, StoreUnavailable
@@ -74,15 +74,15 @@ class WarmJobs(ABC):
             raise ArgumentError("request", request, "64 hex digits")
         if len(set(replica_ids)) > MAX_PARTS:
             raise ArgumentError("replica_ids", len(set(replica_ids)), f"at most {MAX_PARTS} replicas")
-        epochs = self._epochs_of(replica_ids)
+        asked = self._asked(replica_ids)
         job = WarmJob(
             id=job_id or secrets.token_hex(16),
             tenant_digest=self.keys.tenant(namespace.tenant),
             namespace_digest=self.keys.namespace(namespace, self.tenants.generation(namespace.tenant)),
             num_tokens=num_tokens,
-            parts=tuple(JobPart(name, epochs[name], "queued") for name in sorted(epochs)),
+            parts=tuple(JobPart(*asked[name], "queued") for name in sorted(asked)),
             owner=self._mine,
-            num_wanted=len(epochs) if num_wanted is None else num_wanted,
+            num_wanted=len(asked) if num_wanted is None else num_wanted,
             num_left_out=num_left_out,
             request=request,
         )
@@ -98,13 +98,13 @@ class WarmJobs(ABC):
             return None
         if job.owner == self._mine:
             return job
-        if self._live_epochs([job.owner[0]]).get(job.owner[0]) == job.owner[1]:
+        if job.owner in self._living([job.owner.replica_id]):
             return None
         return replace(job, owner=self._mine) if self.store.own_job(job_id, self._mine, job.owner) else None
 
     def hand_job(self, job_id: str, to: ReplicaInfo) -> bool:
         """Let another replica see to a job. False unless this replica did. Raises StoreUnavailable."""
-        return self.store.own_job(job_id, (to.id, to.epoch), self._mine)
+        return self.store.own_job(job_id, to.writer, self._mine)
 
     def end_job(self, job_id: str) -> bool:
         """Nobody is asked any more. False unless this replica sees to the job. Raises StoreUnavailable."""
@@ -117,8 +117,8 @@ class WarmJobs(ABC):
 
     def extend_job(self, job_id: str, replica_id: str) -> bool:
         """Ask one more replica, or one that was restarted: only for the owner. See the protocol."""
-        epoch = self._epochs_of([replica_id])[replica_id]
-        return self.store.add_part(job_id, self._mine, JobPart(replica_id, epoch, "queued"))
+        asked = self._asked([replica_id])[replica_id]
+        return self.store.add_part(job_id, self._mine, JobPart(*asked, "queued"))
 
     def report_job(
         self,
@@ -155,18 +155,17 @@ class WarmJobs(ABC):
             return None
         is_seen_to = job.num_wanted > 0 and job.owner != NOBODY
         asked = [part.replica_id for part in job.parts if is_seen_to or part.is_open]
-        epochs = self._live_epochs(asked + [job.owner[0]] * is_seen_to)
-        read = replace(job, parts=tuple(_as_read(part, epochs) for part in job.parts))
-        return replace(read, owner=NOBODY) if is_seen_to and _is_orphan(read, epochs) else read
+        living = self._living(asked + [job.owner.replica_id] * is_seen_to)
+        read = replace(job, parts=tuple(_as_read(part, living) for part in job.parts))
+        return replace(read, owner=NOBODY) if is_seen_to and _is_orphan(read, living) else read
 
     @property
-    def _mine(self) -> tuple[str, int]:
-        info = self.info()
-        return info.id, info.epoch
+    def _mine(self) -> Writer:
+        return self.info().writer
 
-    def _epochs_of(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        """The epochs of replicas that live. Raises ArgumentError, or StoreUnavailable if that can't be known."""
-        live = {info.id: info.epoch for info in self.replicas() if info.live or info.is_self}
+    def _asked(self, replica_ids: Sequence[str]) -> dict[str, Writer]:
+        """The registrations of replicas that live. Raises ArgumentError, or StoreUnavailable if that can't be known."""
+        live = {info.id: info.writer for info in self.replicas() if info.live or info.is_self}
         unknown = next((name for name in replica_ids if name not in live), None)
         if unknown is not None and self.unavailable is not None:
             raise StoreUnavailable(self.unavailable)
@@ -174,25 +173,23 @@ class WarmJobs(ABC):
             raise ArgumentError("replica_ids", unknown, f"live replicas: {', '.join(sorted(live)) or 'none'}")
         return {name: live[name] for name in replica_ids}
 
-    def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        """The epochs of those of them that are live, from the store itself."""
+    def _living(self, replica_ids: Sequence[str]) -> set[Writer]:
+        """The registrations of those of them that are live, from the store itself."""
         seen = self.store.fetch(sorted(set(replica_ids))).seen if replica_ids else []
-        live = [
-            each.registration
+        return {
+            each.registration.writer
             for each in seen
             if each.remaining_s > 0 and self.reader.remaining_s(each) > 0  # the store's clock may be wrong
-        ]
-        return {registration.replica_id: registration.epoch for registration in live}
+        }
 
 
-def _as_read(part: JobPart, epochs: dict[str, int]) -> JobPart:
+def _as_read(part: JobPart, living: set[Writer]) -> JobPart:
     """A part that is under way belongs to a live registration, or it is lost."""
-    if part.is_open and epochs.get(part.replica_id) != part.epoch:
+    if part.is_open and part.writer not in living:
         return replace(part, state="lost")
     return part
 
 
-def _is_orphan(job: WarmJob, epochs: dict[str, int]) -> bool:
+def _is_orphan(job: WarmJob, living: set[Writer]) -> bool:
     """Nobody lives who knows what the job is to warm: neither its owner, nor any that was asked."""
-    knowing = [job.owner, *((part.replica_id, part.epoch) for part in job.parts)]
-    return not any(epochs.get(name) == epoch for name, epoch in knowing)
+    return living.isdisjoint([job.owner, *(part.writer for part in job.parts)])

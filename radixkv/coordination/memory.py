@@ -6,6 +6,7 @@ coordinator without a shared store is alone: it needs no lease and no journal, a
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
-from radixkv.coordination.protocol import FleetPin, JobPart, Load, ReplicaInfo, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, Load, ReplicaInfo, WarmJob, Writer
 from radixkv.coordination.reader import Known
 from radixkv.coordination.settings import Settings, check_published_block_size
 from radixkv.coordination.store import (
@@ -38,7 +39,6 @@ from radixkv.coordination.store import (
     Standing,
     TenantFacts,
     Verdict,
-    Writer,
 )
 from radixkv.coordination.wire import NEVER, Entry, Raised, Registration
 from radixkv.errors import StoreUnavailable
@@ -55,6 +55,8 @@ class Record:
     listed_until: float = 0.0
     log: OrderedDict[int, Entry] = field(default_factory=OrderedDict)
     saved: SavedSnapshot | None = None
+    replaced_until: float = 0.0
+    """Until when another process that had the id may think that its lease runs."""
 
 
 @dataclass(slots=True)
@@ -114,22 +116,36 @@ class MemoryStore:
             old = self.records.get(registration.replica_id)
             before = 0 if old is None else old.registration.epoch
             epoch = max(before + 1, registration.epoch + 1, int(self.clock() * 1000))
-            record = Record(replace(registration, epoch=epoch, last_seq=1, proof=""))
+            left_s = 0.0 if old is None else self._replaced_left_s(old)
+            if old is not None and old.registration.process != registration.process:
+                left_s = max(left_s, old.live_until - self.clock())
+            left_ms = math.ceil(left_s * 1000)
+            booted = replace(registration, epoch=epoch, last_seq=1, proof="", replaced_ms=left_ms)
+            record = Record(booted, replaced_until=self.clock() + left_s)
             record.listed_until = 0.0 if old is None else old.listed_until
             record.log[1] = Entry("clear", b"")
             self.records[registration.replica_id] = record
             return Durable(epoch, None)
+
+    def _replaced_left_s(self, record: Record) -> float:
+        stated_s = record.registration.replaced_ms / 1000
+        return max(0.0, min(stated_s, record.replaced_until - self.clock()))
 
     def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
         """See the protocol."""
         with self._open():
             record, standing = self._standing(writer)
             if record is not None:
-                lease_ms = max(1, int(lease_s * 1000))
+                lease_ms, now = max(1, int(lease_s * 1000)), self.clock()
+                left_ms = math.ceil(self._replaced_left_s(record) * 1000)
                 record.registration = replace(
-                    record.registration, proof=proof, lease_ms=lease_ms, beats=number
+                    record.registration,
+                    proof=proof,
+                    lease_ms=lease_ms,
+                    beats=number,
+                    replaced_ms=left_ms,
                 )
-                record.live_until = self.clock() + lease_s
+                record.live_until = now + lease_s
                 record.listed_until = record.live_until + LISTED_S
                 record.load = load
                 saved = record.saved
@@ -175,7 +191,7 @@ class MemoryStore:
             record, standing = self._standing(writer)
             if record is not None:
                 record.registration = replace(record.registration, beats=0)
-                record.live_until = record.listed_until = 0.0
+                record.live_until, record.listed_until = 0.0, self.clock() + self._replaced_left_s(record)
                 record.load = Load()
             return Standing(standing.verdict, 0)
 
@@ -237,10 +253,15 @@ class MemoryStore:
         with self._open():
             account, now = self._account(tenant), self.clock()
             counted = {name: kept for name, kept in account.shares.items() if kept[0] > now}
-            mine = counted.pop(share.replica_id, None)
+            mine = counted.get(share.replica_id)
+            is_rival = mine is not None and mine[1].epoch == share.epoch and mine[1].nonce != share.nonce
+            if not is_rival:
+                counted.pop(share.replica_id, None)
             others = sum(each.blocks for _, each in counted.values() if each.fingerprint == share.fingerprint)
             if mine is not None and mine[1].epoch > share.epoch:
                 return Grant("FENCED", 0, others, account.limit, account.raised.generation)
+            if is_rival:
+                return Grant("OK", 0, others, account.limit, account.raised.generation)
             left = share.blocks if account.limit is None else max(0, account.limit - others)
             granted = min(share.blocks, left)
             account.shares = counted
@@ -319,7 +340,7 @@ class MemoryStore:
                 self.num_jobs = len(self.jobs)
             return known or job
 
-    def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
+    def own_job(self, job_id: str, owner: Writer, expected: Writer) -> bool:
         """See the protocol."""
         with self._open():
             job = self._job(job_id)
@@ -328,14 +349,16 @@ class MemoryStore:
             self._put(replace(job, owner=owner))
             return True
 
-    def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
+    def add_part(self, job_id: str, owner: Writer, part: JobPart) -> bool:
         """See the protocol."""
         with self._open():
             job = self._job(job_id)
             if job is None or job.owner != owner:
                 return False
             old = [each for each in job.parts if each.replica_id == part.replica_id]
-            if (old and old[0].epoch >= part.epoch) or (not old and len(job.parts) >= MAX_PARTS):
+            if not old and len(job.parts) >= MAX_PARTS:
+                return False
+            if old and (old[0].epoch > part.epoch or old[0].writer == part.writer):
                 return False
             parts = [each for each in job.parts if each.replica_id != part.replica_id]
             self._put(replace(job, parts=tuple(sorted([*parts, part], key=lambda each: each.replica_id))))
@@ -470,8 +493,8 @@ class MemoryCoordinator(BaseCoordinator):
             self.reader.refresh()
         return self.reader.known()
 
-    def _live_epochs(self, replica_ids: Sequence[str]) -> dict[str, int]:
-        return {self.replica_id: self._epoch} if self._is_alone else super()._live_epochs(replica_ids)
+    def _living(self, replica_ids: Sequence[str]) -> set[Writer]:
+        return {self._writer()} if self._is_alone else super()._living(replica_ids)
 
 
 def _advance(record: Record, seq: int) -> Standing:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from radixkv.coordination.keys import mac
 from radixkv.coordination.protocol import JOB_STATES, FleetPin, JobPart, JobState, ReplicaInfo
 from radixkv.coordination.wire import is_code, is_pin_id
 from radixkv.errors import ArgumentError
@@ -22,6 +23,8 @@ from radixkv.errors import ArgumentError
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
     from radixkv.coordination.store import Durable, Store
+    from radixkv.coordination.tenants import Tenants
+    from radixkv.namespaces import Namespace
 
 MAX_PIN_S = 366 * 86_400.0
 _WANTED = re.compile(r"all|[1-9][0-9]{0,3}|=[A-Za-z0-9._-]{1,64}(,[A-Za-z0-9._-]{1,64})*")
@@ -32,6 +35,7 @@ class FleetPins(ABC):
 
     store: Store
     keys: FleetKeys
+    tenants: Tenants
 
     @abstractmethod
     def info(self) -> ReplicaInfo:
@@ -44,6 +48,14 @@ class FleetPins(ABC):
     @abstractmethod
     def _counted(self, written: Durable) -> Durable:
         """Count a write that no second copy of the store has."""
+
+    def pin_digest(self, namespace: Namespace) -> bytes:
+        """What a pin of the namespace bears, until the tenant is purged. See the protocol.
+
+        Its generation's number may be given again by a store that has lost it, which purge that was may not.
+        """
+        raised = self.tenants.raised(namespace.tenant)
+        return mac(self.keys.namespace(namespace, raised.generation), "pin", raised.purge)
 
     def keep_pin(self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True) -> bool:
         """State that a prefix is to be kept resident for ``ttl_s`` from now on. See the protocol."""
@@ -67,19 +79,17 @@ class FleetPins(ABC):
             raise ArgumentError("state", state, ", ".join(sorted(JOB_STATES)))
         if not is_code(error):
             raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
-        info = self.info()
-        part = JobPart(info.id, info.epoch, state, num_tokens, error)
+        part = JobPart(*self.info().writer, state, num_tokens, error)
         return self.store.state_pin(self.keys.tenant(tenant), pin_id, part)
 
     def fleet_pins(self, tenant: str) -> list[FleetPin]:
         """A tenant's pins; parts of registrations that don't live are lost. See the protocol."""
-        living = {(each.id, each.epoch) for each in self.replicas() if each.live or each.is_self}
+        living = {each.writer for each in self.replicas() if each.live or each.is_self}
         return [
             replace(
                 pin,
                 parts=tuple(
-                    part if (part.replica_id, part.epoch) in living else replace(part, state="lost")
-                    for part in pin.parts
+                    part if part.writer in living else replace(part, state="lost") for part in pin.parts
                 ),
             )
             for pin in self.store.pins(self.keys.tenant(tenant))

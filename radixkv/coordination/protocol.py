@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from radixkv.errors import ArgumentError
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 SEGMENT_TOKENS: Final = 256
 """Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Version of keys, entries and snapshots in the store. Replicas that differ don't share a fleet."""
 
 State = Literal["new", "ok", "unavailable", "refused", "fenced", "left", "failed"]
@@ -72,7 +72,18 @@ JobState = Literal["queued", "running", "done", "failed", "lost"]
 JOB_STATES: frozenset[str] = frozenset({"queued", "running", "done", "failed"})
 
 
-NOBODY = ("", 0)
+class Writer(NamedTuple):
+    """One registration, as it signs its writes.
+
+    The nonce tells apart those that a store which lost one of them, and whose clock went back, has given one epoch.
+    """
+
+    replica_id: str
+    epoch: int
+    nonce: str
+
+
+NOBODY = Writer("", 0, "")
 """The owner of a job that was given up: no further replica will be asked."""
 
 
@@ -115,6 +126,8 @@ class ReplicaInfo:
     """Why it can't share a fleet with the reader (another secret, block size or wire version), or None."""
     is_self: bool = False
     load: Load = field(default_factory=Load)
+    nonce: str = ""
+    """Of the registration, which it names together with the epoch; empty until registered."""
 
     @property
     def reachable(self) -> bool:
@@ -124,7 +137,12 @@ class ReplicaInfo:
     @property
     def audience(self) -> str:
         """Whom a signed request is for: this registration, and no other process."""
-        return f"{self.id}@{self.epoch}"
+        return f"{self.id}@{self.epoch}.{self.nonce}"
+
+    @property
+    def writer(self) -> Writer:
+        """The registration."""
+        return Writer(self.id, self.epoch, self.nonce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +159,8 @@ class JobPart:
 
     replica_id: str
     epoch: int
-    """The registration that owns this part."""
+    nonce: str
+    """With the epoch: the registration that owns this part."""
     state: JobState
     num_tokens_done: int = 0
     error: str = ""
@@ -150,6 +169,11 @@ class JobPart:
     """Of those done, how many were resident before."""
     ms: int = 0
     """Milliseconds it took."""
+
+    @property
+    def writer(self) -> Writer:
+        """The registration that owns this part."""
+        return Writer(self.replica_id, self.epoch, self.nonce)
 
     @property
     def is_open(self) -> bool:
@@ -166,8 +190,8 @@ class WarmJob:
     namespace_digest: bytes
     num_tokens: int
     parts: tuple[JobPart, ...]
-    owner: tuple[str, int] = NOBODY
-    """The registration ``(replica, epoch)`` that sees to it; another takes over when its lease is over."""
+    owner: Writer = NOBODY
+    """The registration that sees to it; another takes over when its lease is over."""
     num_wanted: int = 0
     """How many replicas are to hold the prefix in the end; a part that is lost or failed can be replaced."""
     num_left_out: int = 0
@@ -198,6 +222,7 @@ class FleetPin:
 
     id: str
     namespace_digest: bytes
+    """See ``Coordinator.pin_digest``: the pin ends with the purge that follows."""
     num_tokens: int
     wanted: str
     """Where: ``all``, how many, or ``=a,b``: these, by name."""
@@ -412,6 +437,9 @@ class Coordinator(Protocol):
         self, tenant: str, pin_id: str, state: JobState, num_tokens: int = 0, error: str = ""
     ) -> bool:
         """What has become of it on this replica. False if there is none. Raises ArgumentError, StoreUnavailable."""
+
+    def pin_digest(self, namespace: Namespace) -> bytes:
+        """What a pin of the namespace bears, 32 bytes: another one after each purge of the tenant; local."""
 
     def fleet_pins(self, tenant: str) -> list[FleetPin]:
         """Those of a tenant, by id; also those that were ended. Raises StoreUnavailable."""

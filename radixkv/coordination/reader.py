@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo
+from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo, Writer
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.store import ENTRIES_A_READ, Fetched, Logged, Seen, Store
 from radixkv.coordination.view import RemoteLog, View
@@ -76,12 +76,25 @@ class _Sighted(NamedTuple):
     def is_before(self, other: Registration) -> bool:
         """Whether ``other`` is of a later beat, of the same registration or a younger one."""
         mine = self.registration
+        if mine.nonce != other.nonce and mine.epoch == other.epoch:
+            return 0 < other.beats
         return 0 < other.beats and (mine.epoch, mine.beats) < (other.epoch, other.beats)
 
     def is_as_new_as(self, other: Registration) -> bool:
         """Whether ``other`` is of the same registration, and of no later beat; one that has left has none."""
         mine = self.registration
-        return (mine.epoch, mine.nonce) == (other.epoch, other.nonce) and 0 < other.beats <= mine.beats
+        return mine.writer == other.writer and 0 < other.beats <= mine.beats
+
+
+class _Replaced(NamedTuple):
+    """Processes that the id was taken from: until when they may think that a lease of theirs runs.
+
+    ``writer``: the last registration of the id that was seen. ``most_s``: how long that may be, from whenever on.
+    """
+
+    writer: Writer
+    until: float
+    most_s: float
 
 
 class Reader:
@@ -99,6 +112,7 @@ class Reader:
         self.remotes: dict[str, Remote] = {}
         self._sighted: dict[str, _Sighted] = {}
         self._lost: dict[str, float] = {}
+        self._replaced: dict[str, _Replaced] = {}
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
         self.is_lost = False
@@ -148,9 +162,9 @@ class Reader:
             finally:
                 self.view.flush()
 
-    def epochs(self) -> frozenset[tuple[str, int]]:
-        """The registrations of all others that are known: ``(replica, epoch)``; local."""
-        return frozenset((name, remote.info.epoch) for name, remote in self.remotes.items())
+    def registrations(self) -> frozenset[Writer]:
+        """Those of all others that are known; local."""
+        return frozenset(remote.registration.writer for remote in self.remotes.values())
 
     def remaining_s(self, seen: Seen) -> float:
         """How long a replica that was just fetched may think that its lease runs, whatever the store thinks; local."""
@@ -168,6 +182,45 @@ class Reader:
         now, sighted = self._clock(), list(self._sighted.items())
         lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
         return {name for name, each in lost if self._lost_until(each) > now or self._is_turned(now)}
+
+    def replaced(self, fetched: Iterable[Seen]) -> set[str]:
+        """Ids that were taken from a process whose lease may still run, be it that the one who did has left; local.
+
+        ``fetched``: the registrations as of now.
+        """
+        now = self._clock()
+        known = self._counted_anew(now) if self._is_turned(now) else self._replaced
+        noted = known | self._noted(fetched, now, known)
+        return {name for name, each in noted.items() if each.until > now}
+
+    def _counted_anew(self, now: float) -> dict[str, _Replaced]:
+        """Leases that may have run at the last look may run on, after the clock was turned."""
+        last = self._tried_at
+        return {
+            name: each._replace(until=now + each.most_s * (each.until > last))
+            for name, each in self._replaced.items()
+        }
+
+    def _noted(
+        self, fetched: Iterable[Seen], now: float, known: Mapping[str, _Replaced]
+    ) -> dict[str, _Replaced]:
+        names = {seen.registration.replica_id: seen.registration for seen in fetched}
+        noted = {name: self._note(registration, now, known.get(name)) for name, registration in names.items()}
+        return {name: each for name, each in noted.items() if each.most_s > 0}
+
+    def _note(self, registration: Registration, now: float, known: _Replaced | None) -> _Replaced:
+        """Whom it has replaced, by what it states when it is seen first, and by what was seen before it."""
+        if known is not None and known.writer == registration.writer:
+            return known
+        sighted = self._sighted.get(registration.replica_id)
+        stated_s = registration.replaced_ms / 1000
+        found = [(now + stated_s, stated_s)]
+        if known is not None:
+            found.append((known.until, known.most_s))
+        if sighted is not None and sighted.registration.process != registration.process:
+            latest = now + sighted.lease_s if self._is_turned(now) else self._latest(sighted)
+            found.append((latest, sighted.lease_s))
+        return _Replaced(registration.writer, *(max(each) for each in zip(*found, strict=True)))
 
     def _latest(self, sighted: _Sighted) -> float:
         """When its lease ends at the latest: a beat that nobody saw may have gone with the store, while it was away."""
@@ -220,6 +273,7 @@ class Reader:
         self._sighted = {
             name: each._replace(latest=now + each.lease_s) for name, each in self._sighted.items()
         }
+        self._replaced = self._counted_anew(now)
         lost = [
             name for name in list(self._lost) if name in self._sighted
         ]  # another thread may add one meanwhile
@@ -254,7 +308,10 @@ class Reader:
         return Remote(registration, info, live_until, log)
 
     def _keep_sighted(self, fetched: Fetched, now: float) -> None:
-        """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store."""
+        """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store.
+
+        And note whom those that came have replaced, before they are sighted themselves.
+        """
         self._sighted = {
             name: each
             for name, each in self._sighted.items()
@@ -262,7 +319,10 @@ class Reader:
         }
         listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
         missing = self._sighted.keys() - listed
-        for seen in self._store.fetch(sorted(missing)).seen if missing else ():
+        unlisted = self._store.fetch(sorted(missing)).seen if missing else []
+        running = {name: each for name, each in self._replaced.items() if each.until > now}
+        self._replaced = running | self._noted([*fetched.seen, *unlisted], self._clock(), self._replaced)
+        for seen in unlisted:
             name, registration = seen.registration.replica_id, seen.registration
             if not registration.beats and registration.epoch >= self._sighted[name].registration.epoch:
                 del self._sighted[name]
@@ -359,6 +419,7 @@ def describe(
     return ReplicaInfo(
         id=registration.replica_id,
         epoch=registration.epoch,
+        nonce=registration.nonce,
         address=address or None,
         fingerprint=registration.fingerprint,
         block_size=registration.block_size,

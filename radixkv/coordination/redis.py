@@ -8,7 +8,7 @@ those of one tenant, and of one job):
     {r:RID}:ev        stream   the log, at ids epoch-seq
     {r:RID}:snapmeta  hash     epoch, seq, count, checksum of the snapshot in {r:RID}:snap:0 …
     {r:RID}:load      hash     load, as of the last beat
-    {t:TD}:q          hash     a tenant: limit, generation, token, r:RID epoch:blocks:until:fingerprint, c:RID nonce
+    {t:TD}:q          hash     a tenant: limit, generation, token, r:RID share, c:RID nonce
     {t:TD}:p          hash     its pins of the fleet: p:PIN until:state:…, s:PIN:RID what became of it there
     {w:JOB}:job       hash     a warm job, kept for an hour
     replicas          zset     replica ids by live-until in ms: discovery only
@@ -47,7 +47,7 @@ from radixkv.coordination import scripts
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.loop import Loop
-from radixkv.coordination.protocol import FleetPin, JobPart, Load, ReplicaInfo, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, Load, ReplicaInfo, WarmJob, Writer
 from radixkv.coordination.settings import Settings, check_published_block_size, without_password
 from radixkv.coordination.store import (
     JOB_TTL_S,
@@ -68,7 +68,6 @@ from radixkv.coordination.store import (
     Standing,
     TenantFacts,
     Verdict,
-    Writer,
 )
 from radixkv.coordination.streams import SERVER_BLOCK_S, StreamReads, translated, unavailable
 from radixkv.coordination.wire import (
@@ -461,7 +460,7 @@ class RedisStore:
         epoch, replicated = self.connection.run_durably(
             scripts.BOOT,
             [names.meta, names.lease, names.log, names.snapshot_meta, names.load],
-            [registration.epoch, _RETENTION_MS, names.snapshot_prefix, *fields],
+            [registration.epoch, _RETENTION_MS, names.snapshot_prefix, registration.process, *fields],
         )
         return Durable(int(epoch), replicated)
 
@@ -511,10 +510,13 @@ class RedisStore:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
         keys = [names.meta, names.lease, names.load]
-        answer = self.connection.run(scripts.LEAVE, keys, [writer.epoch, writer.nonce])
-        if answer[0] == b"OK":
+        verdict, last_seq, until_ms = self.connection.run(scripts.LEAVE, keys, [writer.epoch, writer.nonce])
+        if verdict == b"OK" and int(until_ms):
+            listed_ms = int(until_ms) - int(LISTED_S * 1000)
+            self.connection.of("ZADD", REPLICAS_KEY, listed_ms, writer.replica_id)
+        elif verdict == b"OK":
             self.connection.of("ZREM", REPLICAS_KEY, writer.replica_id)
-        return _standing(*answer)
+        return _standing(verdict, last_seq)
 
     # ---- reading
 
@@ -590,6 +592,7 @@ class RedisStore:
         args: Args = [
             share.replica_id,
             share.epoch,
+            share.nonce,
             share.fingerprint,
             share.blocks,
             int(keep_s * 1000),
@@ -633,8 +636,8 @@ class RedisStore:
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
         limit, raised, stated, confirmed = parse_tenant(dict(zip(pairs[::2], pairs[1::2], strict=True)))
         shares = tuple(
-            Share(name, epoch, model, blocks)
-            for name, (epoch, blocks, ends, model) in stated.items()
+            Share(name, epoch, nonce, model, blocks)
+            for name, (epoch, nonce, blocks, ends, model) in stated.items()
             if ends > int(now_ms)
         )
         return TenantFacts(limit, raised, shares, confirmed)
@@ -685,18 +688,19 @@ class RedisStore:
         return job
 
     @translated()
-    def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
+    def own_job(self, job_id: str, owner: Writer, expected: Writer) -> bool:
         """See the protocol."""
         args: Args = [format_owner(owner), format_owner(expected)]
         return int(self.connection.run(scripts.OWN, [_job_key(job_id)], args)) == 1
 
     @translated()
-    def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
+    def add_part(self, job_id: str, owner: Writer, part: JobPart) -> bool:
         """See the protocol."""
         args: Args = [
             format_owner(owner),
             PART_PREFIX + part.replica_id,
             part.epoch,
+            part.nonce,
             format_part(part),
             MAX_PARTS,
         ]

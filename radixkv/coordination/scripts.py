@@ -4,8 +4,9 @@ All keys of a script carry one hash tag, so they live on one shard. Entries stan
 ``epoch-seq``: ids grow with every boot, a cursor is a position in the log, and a trim is exact. Numbers that
 pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent.
 
-    boot      KEYS meta lease ev snapmeta load    ARGV epoch-before retention-ms snap-prefix field value …
-              -> epoch. Fences the last registration, drops its lease and snapshot, begins the log anew.
+    boot      KEYS meta lease ev snapmeta load    ARGV epoch-before retention-ms snap-prefix process
+              field value … -> epoch. Fences the last registration, drops its lease and snapshot, begins the log
+              anew; notes until when another process that had the id may think that its lease runs.
     append    KEYS meta ev                        ARGV epoch nonce first-seq entries (see wire.pack_entries)
     beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms proof snap-prefix
               number (field value) … of the load -> also Redis's time in ms; 0 for last_seq if the log
@@ -13,10 +14,10 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     snapshot  KEYS meta ev snapmeta               ARGV epoch nonce seq keep-from anew retention-ms checksum
               snap-prefix chunk … anew=1: the snapshot takes the place of all that was written. It stands at
               a number that nobody has read, and an empty entry behind it lets every reader see the gap.
-    leave     KEYS meta lease load                ARGV epoch nonce
+    leave     KEYS meta lease load                ARGV epoch nonce -> also until when that is, in ms; 0: nobody
 
     limit     KEYS q                              ARGV blocks, or empty for none
-    reserve   KEYS q                              ARGV replica epoch fingerprint blocks keep-ms retention-ms
+    reserve   KEYS q                              ARGV replica epoch nonce fingerprint blocks keep-ms retention-ms
               -> {verdict, granted, others, limit or empty, generation}
     raise     KEYS q                              ARGV above token -> {generation, token}
     confirm   KEYS q                              ARGV replica nonce generation token max -> 1 if that is the last one;
@@ -31,7 +32,7 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
     list      KEYS jobs                           ARGV job ttl-ms max -> {how many, job that is too many …}
     own       KEYS job                            ARGV owner expected -> 1 if replaced
-    add       KEYS job                            ARGV owner field epoch value max-parts -> 1 if added
+    add       KEYS job                            ARGV owner field epoch nonce value max-parts -> 1 if added
     part      KEYS job                            ARGV field value -> 1 if replaced
 
     keep      KEYS pins                           ARGV pin ttl-ms stated max anew -> 1 unless there are too many
@@ -61,6 +62,10 @@ local function standing(meta, epoch, nonce)
   if stored > mine or held[2] ~= nonce then return 'FENCED', 0 end
   return 'OK', tonumber(held[3] or '0')
 end
+local function replaced_left(meta, now)
+  local held = redis.call('HMGET', meta, 'replaced_ms', 'replaced_until')
+  return math.max(0, math.min(tonumber(held[1] or '') or 0, (tonumber(held[2] or '') or 0) - now))
+end
 local function drop_chunks(prefix, first, count)
   for i = first, math.min(tonumber(count or '0') or 0, 4096) - 1 do redis.call('DEL', prefix .. i) end
 end
@@ -70,8 +75,13 @@ end
 BOOT = (
     _STANDING
     + """
-local old = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0') or 0
-local epoch = math.max(old + 1, tonumber(ARGV[1]) + 1, now_ms())
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'nonce', 'lease_ms')
+local now, old = now_ms(), tonumber(held[1] or '') or 0
+local epoch = math.max(old + 1, tonumber(ARGV[1]) + 1, now)
+local left = replaced_left(KEYS[1], now)
+if held[2] and redis.call('GET', KEYS[2]) == held[2] and string.sub(held[2], 1, #ARGV[4]) ~= ARGV[4] then
+  left = math.max(left, math.min(redis.call('PTTL', KEYS[2]), tonumber(held[3] or '') or 0))
+end
 if redis.call('EXISTS', KEYS[3]) == 1 then
   local info = redis.call('XINFO', 'STREAM', KEYS[3])
   for i = 1, #info, 2 do
@@ -83,7 +93,8 @@ end
 drop_chunks(ARGV[3], 0, redis.call('HGET', KEYS[4], 'count'))
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[4], KEYS[5])
 redis.call('HSET', KEYS[1], 'epoch', whole(epoch), 'last_seq', '1')
-for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if left > 0 then redis.call('HSET', KEYS[1], 'replaced_until', whole(now + left), 'replaced_ms', whole(left)) end
+for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('XADD', KEYS[3], 'MINID', '=', whole(epoch) .. '-0', whole(epoch) .. '-1',
            'e', whole(epoch), 's', '1', 'o', 'clear', 'n', '', 'p', '', 't', 'device', 'b', '')
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -124,6 +135,13 @@ local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 redis.call('HSET', KEYS[1], 'proof', ARGV[5], 'lease_ms', ARGV[3], 'beats', ARGV[7])
+local now = now_ms()
+local left = replaced_left(KEYS[1], now)
+if left > 0 then
+  redis.call('HSET', KEYS[1], 'replaced_ms', whole(left))
+else
+  redis.call('HDEL', KEYS[1], 'replaced_ms', 'replaced_until')
+end
 for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end
@@ -136,7 +154,7 @@ if needed <= last then
   local id = ARGV[1] .. '-' .. whole(needed)
   if #redis.call('XRANGE', KEYS[3], id, id) == 0 then last = 0 end
 end
-return {'OK', whole(last), whole(now_ms())}
+return {'OK', whole(last), whole(now)}
 """
 )
 
@@ -172,11 +190,12 @@ LEAVE = (
     _STANDING
     + """
 local verdict = standing(KEYS[1], ARGV[1], ARGV[2])
-if verdict == 'OK' then
-  redis.call('DEL', KEYS[2], KEYS[3])
-  redis.call('HSET', KEYS[1], 'beats', '0')
-end
-return {verdict, '0'}
+if verdict ~= 'OK' then return {verdict, '0', '0'} end
+redis.call('DEL', KEYS[2], KEYS[3])
+redis.call('HSET', KEYS[1], 'beats', '0')
+local now = now_ms()
+local left = replaced_left(KEYS[1], now)
+return {verdict, '0', left > 0 and whole(now + left) or '0'}
 """
 )
 
@@ -189,33 +208,38 @@ return 0
 RESERVE = (
     _COMMON
     + """
-local now, others, mine = now_ms(), 0, nil
+local now, others, mine, rival = now_ms(), 0, nil, false
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local replica = string.match(all[i], '^r:(.*)$')
   if replica then
-    local epoch, blocks, ends, model = string.match(all[i + 1], '^(%d+):(%d+):(%d+):(.*)$')
+    local epoch, nonce, blocks, ends, model = string.match(all[i + 1], '^(%d+):([^:]*):(%d+):(%d+):(.*)$')
     if not epoch or tonumber(ends) <= now then
       redis.call('HDEL', KEYS[1], all[i])
-    elseif replica == ARGV[1] then
-      mine = tonumber(epoch)
-    elseif model == ARGV[3] then
-      others = others + tonumber(blocks)
+    else
+      local is_mine = replica == ARGV[1]
+      if is_mine then
+        mine = tonumber(epoch)
+        rival = mine == tonumber(ARGV[2]) and nonce ~= ARGV[3]
+      end
+      if model == ARGV[4] and (rival or not is_mine) then others = others + tonumber(blocks) end
     end
   end
 end
 local held = redis.call('HMGET', KEYS[1], 'limit', 'generation')
 local limit, generation = held[1] or '', held[2] or '0'
 if mine and mine > tonumber(ARGV[2]) then return {'FENCED', '0', whole(others), limit, generation} end
-local granted = tonumber(ARGV[4])
+if rival then return {'OK', '0', whole(others), limit, generation} end
+local granted = tonumber(ARGV[5])
 if limit ~= '' then granted = math.min(granted, math.max(0, tonumber(limit) - others)) end
 if granted == 0 then
   redis.call('HDEL', KEYS[1], 'r:' .. ARGV[1])
 else
-  local stated = ARGV[2] .. ':' .. whole(granted) .. ':' .. whole(now + tonumber(ARGV[5])) .. ':' .. ARGV[3]
-  redis.call('HSET', KEYS[1], 'r:' .. ARGV[1], stated)
+  local ends = whole(now + tonumber(ARGV[6]))
+  local stated = {ARGV[2], ARGV[3], whole(granted), ends, ARGV[4]}
+  redis.call('HSET', KEYS[1], 'r:' .. ARGV[1], table.concat(stated, ':'))
 end
-if limit == '' and not held[2] then redis.call('PEXPIRE', KEYS[1], ARGV[6]) end
+if limit == '' and not held[2] then redis.call('PEXPIRE', KEYS[1], ARGV[7]) end
 return {'OK', whole(granted), whole(others), limit, generation}
 """
 )
@@ -312,15 +336,17 @@ ADD = """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 local old = redis.call('HGET', KEYS[1], ARGV[2])
 if old then
-  if tonumber(string.match(old, '^(%d+)')) >= tonumber(ARGV[3]) then return 0 end
+  local epoch, nonce = string.match(old, '^(%d+) (%S*)')
+  epoch = tonumber(epoch) or 0
+  if epoch > tonumber(ARGV[3]) or (epoch == tonumber(ARGV[3]) and nonce == ARGV[4]) then return 0 end
 else
   local parts = 0
   for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
     if string.sub(field, 1, 5) == 'part:' then parts = parts + 1 end
   end
-  if parts >= tonumber(ARGV[5]) then return 0 end
+  if parts >= tonumber(ARGV[6]) then return 0 end
 end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[4])
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[5])
 return 1
 """
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.loop import Loop
-from radixkv.coordination.protocol import SEGMENT_TOKENS, ReplicaInfo
+from radixkv.coordination.protocol import SEGMENT_TOKENS, ReplicaInfo, Writer
 from radixkv.coordination.reader import Reader
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.store import MAX_PURGES
@@ -134,10 +134,10 @@ class Followed:
         """
         remotes = self.reader.remotes
         if remotes is not self._remotes:
-            before = {(each.info.id, each.info.epoch): each for each in self._members}
+            before = {each.info.writer: each for each in self._members}
             found = [
-                self._member(remote, before.get((name, remote.info.epoch)))
-                for name, remote in remotes.items()
+                self._member(remote, before.get(remote.info.writer))
+                for remote in remotes.values()
                 if remote.info.proven and remote.info.incompatible is None
             ]
             self._is_kept = not found and self.reader.fetched_at < self.reader.failed_at + _KEPT_S
@@ -209,7 +209,7 @@ class Observer(Followed):
         """Fetch the registrations and read all logs now, as far as the store can be reached."""
         with suppress(StoreUnavailable):
             self.reader.refresh()
-            self._generations.follow(self.reader.epochs())
+            self._generations.follow(self.reader.registrations())
 
     def close(self) -> None:
         """End the thread and the connections. Idempotent."""
@@ -221,7 +221,7 @@ class Observer(Followed):
         if self._asked_at != self.reader.fetched_at:
             self._asked_at = self.reader.fetched_at
             with suppress(StoreUnavailable):
-                self._generations.follow(self.reader.epochs())
+                self._generations.follow(self.reader.registrations())
         return pause_s
 
 
@@ -243,7 +243,7 @@ class Beside(Followed):
         if (
             known is None
             or others is not self._others
-            or (known.load, known.epoch) != (info.load, info.epoch)
+            or (known.load, known.writer) != (info.load, info.writer)
         ):
             now = self.clock()
             self._all = [Member(info, float("inf"), None, self._match, now, now, now), *others]
@@ -265,7 +265,7 @@ class Generations:
         self._wanted: set[bytes] = set()
         self._unchecked: list[bytes] = []
         self._cursor = 0
-        self._epochs: frozenset[tuple[str, int]] = frozenset()
+        self._met: frozenset[Writer] = frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -282,12 +282,12 @@ class Generations:
             self._wanted.add(digest)
         return known or 0
 
-    def follow(self, epochs: frozenset[tuple[str, int]]) -> None:
+    def follow(self, registrations: frozenset[Writer]) -> None:
         """Read what was raised since the last time; everything, if replicas have come. Raises StoreUnavailable.
 
         They also come anew where the store has lost something: then generations that only this one has met are void.
         """
-        if epochs - self._epochs:
+        if registrations - self._met:
             self._cursor = 0
             self._wanted |= self._known.keys()
         raised = self._store.purges(self._cursor)
@@ -300,7 +300,7 @@ class Generations:
             if looked is not None:
                 self._known[digest] = looked[0].generation
                 self._wanted.discard(digest)
-        self._epochs = epochs
+        self._met = registrations
         if raised:
             self._cursor = raised[-1][1]
 

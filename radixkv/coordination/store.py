@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from radixkv.coordination.protocol import FleetPin, JobPart, Load, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.coordination.wire import NEVER, Entry, Groups, Raised, Registration
 
 if TYPE_CHECKING:
@@ -41,14 +41,6 @@ MAX_PURGES = 65_536
 ENTRIES_A_READ = 512
 
 Verdict = Literal["OK", "GAP", "LOST", "FENCED"]
-
-
-class Writer(NamedTuple):
-    """One registration, as it signs its writes."""
-
-    replica_id: str
-    epoch: int
-    nonce: str
 
 
 class Standing(NamedTuple):
@@ -99,6 +91,7 @@ class Share(NamedTuple):
 
     replica_id: str
     epoch: int
+    nonce: str
     fingerprint: str
     blocks: int
 
@@ -150,7 +143,8 @@ class Store(Protocol):
         """Register with an epoch greater than ``registration.epoch`` and all before it; its ``value``.
 
         Fences the last registration, drops its lease, load and snapshot, and begins the log anew: a
-        ``clear`` at number 1. No lease yet: that comes with the first beat.
+        ``clear`` at number 1. No lease yet: that comes with the first beat. Its ``replaced_ms`` is what is then left
+        of the last one's lease, or of those before it, but for leases of the same process.
         """
 
     def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
@@ -158,6 +152,8 @@ class Store(Protocol):
 
         ``number`` is greater than that of any beat of this registration, be it one that didn't arrive or was
         lost: so no two beats look alike to who reads them before and after the store has lost some.
+
+        Its ``replaced_ms`` is what is left of it, and never grows.
 
         ``last_seq`` is 0 if the log doesn't begin where the snapshot ends: who reads it from there on lacks something.
         """
@@ -178,7 +174,7 @@ class Store(Protocol):
         """
 
     def leave(self, writer: Writer) -> Standing:
-        """Give the lease back, and be listed no more."""
+        """Give the lease back, and be listed no more than a process may serve that had the id before."""
 
     def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
         """The registrations of these replicas; by default the listed ones, at most 1,024."""
@@ -198,13 +194,15 @@ class Store(Protocol):
     def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
         """State the blocks that a replica wants to hold, absolute; grants what the limit leaves beside the others.
 
-        The grant counts until it is stated again, or ``keep_s`` are over. FENCED by a share of a greater epoch.
+        The grant counts until it is stated again, or ``keep_s`` are over. FENCED by a share of a greater epoch. One of
+        the same epoch and another nonce counts beside, until it is over, and nothing is granted: nobody knows which of
+        the two is the younger.
         """
 
     def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
         """Raise the generation above ``above``, unless it is; what it is then is announced to all, and the answer.
 
-        ``token``: 16 hex digits that no other raise has. Nobody has confirmed it yet.
+        ``token``: see ``wire.new_token``; no other raise has it. Nobody has confirmed it yet.
         """
 
     def confirm(self, tenant: bytes, writer: Writer, raised: Raised) -> bool:
@@ -235,11 +233,14 @@ class Store(Protocol):
     def save_job(self, job: WarmJob) -> WarmJob:
         """Keep a new job for an hour, and at most 4,096; what is kept already if the id is known."""
 
-    def own_job(self, job_id: str, owner: tuple[str, int], expected: tuple[str, int]) -> bool:
-        """Hand a job from one ``(replica, epoch)`` to another, if it is still ``expected`` who owns it."""
+    def own_job(self, job_id: str, owner: Writer, expected: Writer) -> bool:
+        """Hand a job from one registration to another, if it is still ``expected`` who owns it."""
 
-    def add_part(self, job_id: str, owner: tuple[str, int], part: JobPart) -> bool:
-        """Add a part for a replica that has none, or whose part's epoch is older; only for the owner."""
+    def add_part(self, job_id: str, owner: Writer, part: JobPart) -> bool:
+        """Add a part for a replica that has none, or whose part is of another registration; only for the owner.
+
+        Not in the place of one of a greater epoch.
+        """
 
     def save_part(self, job_id: str, part: JobPart) -> bool:
         """Replace the part of that replica; False if there is no such job or part."""

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store, Writer
+from radixkv.coordination.protocol import Writer
+from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store
 from radixkv.coordination.wire import NEVER, Raised, new_token
 from radixkv.errors import ArgumentError, CapacityError, StaleEpoch, StoreUnavailable
 
@@ -51,7 +52,10 @@ class Purge:
     generation: int
     confirmed: tuple[str, ...]
     pending: tuple[str, ...]
-    """Live replicas that haven't confirmed, be it that the store has lost them: the purge waits for these."""
+    """Live replicas that haven't confirmed, be it that the store has lost them: the purge waits for these.
+
+    Also ids that were taken from a process whose lease may still run, whoever has confirmed since.
+    """
     unconfirmed: tuple[str, ...]
     """Replicas whose lease is over, and that never confirmed: cut off, they serve the tenant unless it refuses that."""
     replicated: bool | None = None
@@ -109,7 +113,11 @@ class Tenants:
 
     def generation(self, tenant: str) -> int:
         """The generation of a tenant as known here; local."""
-        return self._generations.get(self._keys.tenant(tenant), _NEVER).raised.generation
+        return self.raised(tenant).generation
+
+    def raised(self, tenant: str) -> Raised:
+        """The last purge of a tenant that was heard of here; local."""
+        return self._generations.get(self._keys.tenant(tenant), _NEVER).raised
 
     def first_met(self, tenant: str) -> int:
         """The generation of a tenant that has something here now; local."""
@@ -204,7 +212,7 @@ class Tenants:
             raise StoreUnavailable("the store does not keep what is written to it")
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
-        """How far the tenant's last purge has come.
+        """How far the last purge has come. An id that was taken over hasn't confirmed while who had it may serve.
 
         ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
         store says of them. Raises StoreUnavailable.
@@ -216,20 +224,21 @@ class Tenants:
         confirmed = facts.confirmed if is_kept and facts.raised.token else {}
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
+        replaced = self._reader.replaced(fetched.seen) if generation else set()
         lists["pending"] += fetched.unread
         for seen in fetched.seen:
             name, nonce = seen.registration.replica_id, seen.registration.nonce
-            if confirmed.get(name) == nonce or generation == 0:
+            if (confirmed.get(name) == nonce and name not in replaced) or generation == 0:
                 lists["confirmed"].append(name)
             else:
-                may_serve = name in alive or self._reader.remaining_s(seen) > 0
+                may_serve = name in alive | replaced or self._reader.remaining_s(seen) > 0
                 lists["pending" if may_serve else "unconfirmed"].append(name)
         epochs = {seen.registration.replica_id: seen.registration.epoch for seen in fetched.seen}
         for name in self._reader.forgotten(epochs).difference(fetched.unread):
             for names in lists.values():
                 names[:] = [each for each in names if each != name]
             lists["pending"].append(name)
-        unlisted = alive - epochs.keys() - set(fetched.unread) - set(lists["pending"])
+        unlisted = (alive | replaced) - epochs.keys() - set(fetched.unread) - set(lists["pending"])
         lists["pending"] += [name for name in unlisted if generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(generation, **sorted_lists, replicated=replicated)
@@ -261,7 +270,8 @@ class Tenants:
                 continue
             raised, nonce = looked
             if raised.generation < mine.raised.generation or digest in unannounced:
-                self._store.raise_generation(digest, mine.raised.generation - 1, new_token())
+                token = new_token(mine.raised.purge)
+                self._store.raise_generation(digest, mine.raised.generation - 1, token)
             elif raised != mine.raised or not mine.is_done:
                 news[digest] = raised
             elif nonce != writer.nonce and raised.generation:
@@ -309,7 +319,7 @@ class Tenants:
         self._store.confirm(digest, writer, raised)
 
     def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
-        share = Share(writer.replica_id, writer.epoch, self._fingerprint, blocks)
+        share = Share(*writer, self._fingerprint, blocks)
         grant = self._store.reserve(self._keys.tenant(tenant), share, keep_s)
         if grant.verdict == "FENCED":
             raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
-from radixkv.coordination.protocol import FleetPin, JobPart, JobState, Load, WarmJob
+from radixkv.coordination.protocol import FleetPin, JobPart, JobState, Load, WarmJob, Writer
 
 DIGESTS_AN_ENTRY: Final = 64
 SNAPSHOT_CHUNK_BYTES = 512 << 10
@@ -32,6 +32,10 @@ MAX_SNAPSHOT_DIGESTS = 4_000_000
 TIERS = ("device", "host", "disk")
 """Where a segment's KV may be, fastest first. What is published is the fastest."""
 OPS = ("store", "remove", "clear", "tier")
+
+PROCESS_DIGITS = 16
+"""How many digits of a nonce are the process's."""
+_RANDOM_BYTES = 8
 
 _MAX_SNAPSHOT_BYTES = MAX_SNAPSHOT_DIGESTS * (DIGEST_BYTES + NAMESPACE_BYTES + 5)
 _MAGIC = b"RKS2"
@@ -88,6 +92,18 @@ class Registration:
     """As stated by the last beat; 0 before the first."""
     beats: int = 0
     """The number of the last one: only a new one extends the lease. 0 before the first, and once it has left."""
+    replaced_ms: int = 0
+    """How long another process, which had the id before, may think that its lease runs; as of the last beat."""
+
+    @property
+    def writer(self) -> Writer:
+        """Who signs so."""
+        return Writer(self.replica_id, self.epoch, self.nonce)
+
+    @property
+    def process(self) -> str:
+        """The part of the nonce that a process keeps when it registers anew."""
+        return self.nonce[:PROCESS_DIGITS]
 
     def difference(self, other: Registration) -> tuple[str, object, object] | None:
         """The setting that keeps the two out of one fleet, with both values, or None."""
@@ -112,6 +128,7 @@ REGISTRATION_FIELDS = (
     "proof",
     "lease_ms",
     "beats",
+    "replaced_ms",
 )
 
 
@@ -144,6 +161,7 @@ def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Regis
         proof=_text(found["proof"] or b""),
         lease_ms=number(found["lease_ms"] or b"0"),
         beats=number(found["beats"] or b"0"),
+        replaced_ms=number(found["replaced_ms"] or b"0"),
     )
 
 
@@ -269,19 +287,22 @@ def job_fields(job: WarmJob) -> dict[str, str]:
     return fields | {PART_PREFIX + part.replica_id: format_part(part) for part in job.parts}
 
 
-def format_owner(owner: tuple[str, int]) -> str:
-    """``epoch replica``."""
-    return f"{owner[1]} {owner[0]}"
+def format_owner(owner: Writer) -> str:
+    """``epoch nonce replica``."""
+    return f"{owner.epoch} {owner.nonce} {owner.replica_id}"
 
 
-def _parse_owner(value: bytes | None) -> tuple[str, int]:
-    epoch, _, replica_id = _text(value).partition(" ")
-    return replica_id, number(epoch.encode())
+def _parse_owner(value: bytes | None) -> Writer:
+    words = _text(value).split(" ")
+    if len(words) != 3:
+        raise WireError("a malformed owner of a job")
+    return Writer(words[2], number(words[0].encode()), words[1])
 
 
 def format_part(part: JobPart) -> str:
-    """``epoch state done cached ms error``."""
-    return f"{part.epoch} {part.state} {part.num_tokens_done} {part.num_tokens_cached} {part.ms} {part.error}"
+    """``epoch nonce state done cached ms error``."""
+    numbers = f"{part.num_tokens_done} {part.num_tokens_cached} {part.ms}"
+    return f"{part.epoch} {part.nonce} {part.state} {numbers} {part.error}"
 
 
 def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
@@ -303,10 +324,10 @@ def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
 
 def _parse_part(replica_id: str, value: bytes) -> JobPart:
     words = _text(value).split(" ")
-    if len(words) != 6 or not is_code(words[5]):
+    if len(words) != 7 or not is_code(words[6]):
         raise WireError(f"a malformed part of replica {replica_id}")
-    epoch, done, cached, ms = (number(words[place].encode()) for place in (0, 2, 3, 4))
-    return JobPart(replica_id, epoch, _job_state(words[1]), done, words[5], cached, ms)
+    epoch, done, cached, ms = (number(words[place].encode()) for place in (0, 3, 4, 5))
+    return JobPart(replica_id, epoch, words[1], _job_state(words[2]), done, words[6], cached, ms)
 
 
 def _job_state(word: str) -> JobState:
@@ -336,9 +357,10 @@ def _text(value: bytes | None) -> str:
         raise WireError("a field that is no text") from None
 
 
-_SHARE = re.compile(rb"([0-9]{1,15}):([0-9]{1,15}):([0-9]{1,15}):(.{1,1024})")
+_SHARE = re.compile(rb"([0-9]{1,15}):([!-9;-~]{1,64}):([0-9]{1,15}):([0-9]{1,15}):(.{1,1024})")
 
-_TOKEN = re.compile(rb"[0-9a-f]{16}")
+_TOKEN = re.compile(rb"[0-9a-f]{32}")
+_PURGE_DIGITS = 16
 _NONCE = re.compile(rb"[!-~]{1,64}")
 
 
@@ -348,18 +370,33 @@ class Raised(NamedTuple):
     generation: int = 0
     """0: nobody has raised it."""
     token: str = ""
-    """16 hex digits, random. Empty: of a form that had none, so that nobody can say whether it was obeyed."""
+    """See ``new_token``. Empty: of a form that had none, so that nobody can say whether it was obeyed."""
+
+    @property
+    def purge(self) -> str:
+        """Which purge it stands for: the same where a lost raise was given back."""
+        return self.token[:_PURGE_DIGITS]
 
 
 NEVER = Raised()
 
-TenantFields = tuple[int | None, Raised, dict[str, tuple[int, int, int, str]], dict[str, str]]
-"""Limit, last raise, ``(epoch, blocks, until in ms, fingerprint)`` of shares, nonces that confirmed; by replica."""
+TenantFields = tuple[int | None, Raised, dict[str, tuple[int, str, int, int, str]], dict[str, str]]
+"""Limit, last raise; by replica: ``(epoch, nonce, blocks, until in ms, fingerprint)``, and the nonce that confirmed."""
 
 
-def new_token() -> str:
-    """For a raise."""
-    return secrets.token_hex(8)
+def new_nonce(process: str) -> str:
+    """For a registration of the process that has drawn ``process``: 32 hex digits, which begin with it."""
+    return process + secrets.token_hex(_RANDOM_BYTES)
+
+
+def new_process() -> str:
+    """What all nonces of a process begin with: 16 hex digits, random."""
+    return secrets.token_hex(_RANDOM_BYTES)
+
+
+def new_token(purge: str = "") -> str:
+    """For a raise: 16 hex digits that stand for a purge, a new one unless given, and 16 for this raise alone."""
+    return (purge or secrets.token_hex(_RANDOM_BYTES)) + secrets.token_hex(_RANDOM_BYTES)
 
 
 def parse_raised(generation: bytes | None, token: bytes | None) -> Raised:
@@ -382,8 +419,9 @@ def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
         stated = _SHARE.fullmatch(value)
         replica_id = name[2:].decode("ascii", "replace")
         if name.startswith(b"r:") and stated:
-            numbers = (int(stated[1]), int(stated[2]), int(stated[3]))
-            shares[replica_id] = (*numbers, stated[4].decode("utf-8", "replace"))
+            epoch, blocks, ends = (int(stated[place]) for place in (1, 3, 4))
+            model = stated[5].decode("utf-8", "replace")
+            shares[replica_id] = epoch, stated[2].decode(), blocks, ends, model
         elif name.startswith(b"c:") and (nonce := parse_nonce(value)):
             confirmed[replica_id] = nonce
     return (

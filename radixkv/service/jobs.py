@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixkv.clock import Clock
-from radixkv.coordination.protocol import JobState, WarmJob
+from radixkv.coordination.protocol import JobState, WarmJob, Writer
 from radixkv.namespaces import Namespace
 from radixkv.service.problems import ApiError
 from radixkv.service.prompts import Ids
@@ -47,7 +47,7 @@ class Job:
         self.request = ""
         self.is_mine = self.is_followed = False
         self.record: WarmJob | None = None
-        self.delivered: set[tuple[str, int]] = set()
+        self.delivered: set[Writer] = set()
         self.num_telling = 0
         self.is_known = asyncio.Event()
         self.changed = asyncio.Event()

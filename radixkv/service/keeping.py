@@ -17,7 +17,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.keys import mac
@@ -53,7 +53,6 @@ class Kept:
     error: str = ""
     failed_at: float = float("-inf")
     task: asyncio.Task[None] | None = None
-    told: set[tuple[str, int]] = field(default_factory=set)
 
 
 class Keeper:
@@ -382,8 +381,7 @@ class Keeper:
         return FleetPin(pin_id, digest, len(ids), wanted)
 
     def _digest(self, namespace: Namespace) -> bytes:
-        generation = self._coordinator.tenants.generation(namespace.tenant)
-        return self._coordinator.keys.namespace(namespace, generation)
+        return self._coordinator.pin_digest(namespace)
 
     def _is_purged(self, mine: Kept) -> bool:
         """Its tenant has forgotten since what it pins."""
@@ -402,7 +400,7 @@ class Keeper:
     def _part(self, mine: Kept) -> JobPart:
         info = self._coordinator.info()
         tokens = mine.fact.num_tokens if mine.state == "done" else 0
-        return JobPart(info.id, info.epoch, mine.state, tokens, mine.error)
+        return JobPart(*info.writer, mine.state, tokens, mine.error)
 
     def _parts(self, fact: FleetPin, mine: Kept | None) -> tuple[JobPart, ...]:
         """The parts, this replica's as it is now."""

@@ -28,7 +28,7 @@ import anyio
 import anyio.to_thread
 
 from radixkv.coordination.keys import mac
-from radixkv.coordination.protocol import NOBODY, JobPart, WarmJob
+from radixkv.coordination.protocol import NOBODY, JobPart, WarmJob, Writer
 from radixkv.errors import ArgumentError, StoreUnavailable
 from radixkv.service.jobs import Job, Stated
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
@@ -191,9 +191,9 @@ class Orders:
             held = undo.enter_context(self._begin(job))
             undo.pop_all()
         if order.where == "all":
-            job.delivered = {(peer.id, peer.epoch) for peer in self._coordinator.peers()}
+            job.delivered = {peer.writer for peer in self._coordinator.peers()}
         elif isinstance(order.where, list):
-            job.delivered = {(name, 0) for name in order.where if name != self._name}
+            job.delivered = {Writer(name, 0, "") for name in order.where if name != self._name}
         self._work(job, held)
         self._service.jobs.run(job, self._watch(job))
         return job.id
@@ -211,9 +211,8 @@ class Orders:
         return self._coordinator.replica_id
 
     @property
-    def _me(self) -> tuple[str, int]:
-        info = self._coordinator.info()
-        return info.id, info.epoch
+    def _me(self) -> Writer:
+        return self._coordinator.info().writer
 
     def asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
         """The replicas that ``where`` means now."""
@@ -336,7 +335,7 @@ class Orders:
         job.record = record
         mine = next((part for part in record.parts if part.replica_id == self._name), None)
         if mine is not None and not job.has_part:
-            if mine.is_open and mine.epoch == self._me[1]:
+            if mine.is_open and mine.writer == self._me:
                 self._begin_late(job)
                 return False
         elif mine is not None and job.stated is not None and self._differs(mine, job.stated):
@@ -349,13 +348,13 @@ class Orders:
         return False
 
     def _differs(self, part: JobPart, stated: Stated) -> bool:
-        return (part.epoch, part.state) != (self._me[1], stated.state)
+        return (part.writer, part.state) != (self._me, stated.state)
 
     async def _owns(self, job: Job, record: WarmJob) -> bool:
         """Whether this replica sees to the job, be it from now on."""
         if record.owner == self._me:
             return True
-        if any((each.id, each.epoch) == record.owner and each.live for each in self._coordinator.replicas()):
+        if any(each.writer == record.owner and each.live for each in self._coordinator.replicas()):
             return False
         return await self.call(self._coordinator.take_job, job.id, job.namespace.tenant) is not None
 
@@ -389,15 +388,15 @@ class Orders:
     def _deliver(self, job: Job, record: WarmJob) -> None:
         """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""
         for part in record.parts:
-            to = part.replica_id, part.epoch
+            to = part.writer
             if part.state == "queued" and part.replica_id != self._name and to not in job.delivered:
                 job.delivered.add(to)
                 job.num_telling += 1
                 self._service.jobs.run(job, self._deliver_part(job, part))
 
     async def _deliver_part(self, job: Job, part: JobPart) -> None:
-        to = part.replica_id, part.epoch
-        peer = next((peer for peer in self._coordinator.peers() if (peer.id, peer.epoch) == to), None)
+        to = part.writer
+        peer = next((peer for peer in self._coordinator.peers() if peer.writer == to), None)
         error = "left" if peer is None else await self._told(job, peer)
         job.num_telling -= 1
         if error is None or not job.num_telling:
@@ -427,9 +426,7 @@ class Orders:
 
     async def _share(self, job: Job, record: WarmJob) -> None:
         """Where somebody may have to stand in, let another replica see to a job that only this one knows."""
-        knowing = {
-            (part.replica_id, part.epoch) for part in record.parts if part.is_open or part.state == "done"
-        }
+        knowing = {part.writer for part in record.parts if part.is_open or part.state == "done"}
         if not record.num_wanted or record.owner != self._me or knowing - {self._me}:
             return
         for peer in self._coordinator.peers():
@@ -445,14 +442,12 @@ class Orders:
 
     def _as_known(self, job: Job) -> WarmJob:
         """A job without the store: this replica's part as it is, others' as last heard until their leases are over."""
-        record, living = job.record, {(each.id, each.epoch) for each in self._coordinator.peers()}
+        record, living = job.record, {each.writer for each in self._coordinator.peers()}
         if record is None:
             others = [JobPart(*each, "failed", error="store_unavailable") for each in sorted(job.delivered)]
             record = WarmJob(job.id, b"", b"", job.num_tokens, tuple(others), num_left_out=job.num_left_out)
         parts = [
-            replace(part, state="lost")
-            if part.is_open and (part.replica_id, part.epoch) not in living
-            else part
+            replace(part, state="lost") if part.is_open and part.writer not in living else part
             for part in record.parts
             if not job.has_part or part.replica_id != self._name
         ]

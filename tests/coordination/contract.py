@@ -20,8 +20,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
 from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.protocol import SEGMENT_TOKENS, WIRE_VERSION
-from radixkv.coordination.store import Writer
+from radixkv.coordination.protocol import SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
 from radixkv.coordination.wire import NEVER, Raised
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 
@@ -103,6 +102,10 @@ class Fleet(ABC):
     @abstractmethod
     def lose(self) -> None:
         """Restart empty."""
+
+    @abstractmethod
+    def forget(self, name: str) -> None:
+        """Lose all that the store has of a replica."""
 
     @abstractmethod
     def remember(self, digest: bytes) -> Callable[[], None]:
@@ -284,7 +287,11 @@ class CoordinatorContract:
         assert theirs.address == "http://127.0.0.1:1/a" and theirs.fingerprint == "fp:elsewhere"
         assert theirs.live and theirs.proven and theirs.incompatible is None and theirs.reachable
         assert 0 < theirs.lease_remaining_s <= fleet.lease_s + 1e-6
-        assert theirs.audience == f"a@{theirs.epoch}" and not theirs.is_self
+        assert (
+            theirs.audience == f"a@{theirs.epoch}.{theirs.nonce}"
+            and len(theirs.nonce) == 32
+            and not theirs.is_self
+        )
 
     def test_without_an_address_nobody_is_reachable(self, fleet: Fleet) -> None:
         a, b = fleet.join("a", address=None), fleet.join("b")
@@ -612,7 +619,7 @@ class CoordinatorContract:
         a, b = fleet.join("a"), fleet.join("b")
         fleet.eventually(lambda: names(a.peers()) == ["b"])
         job = a.create_job(ACME, 1000, ["a", "b"], job_id="1f" * 16, num_wanted=1)
-        assert job.owner == ("a", a.info().epoch) and job.num_wanted == 1 and job.num_missing == 0
+        assert job.owner == a.info().writer and job.num_wanted == 1 and job.num_missing == 0
         a.report_job(job.id, "running", 7)
         again = b.create_job(ACME, 5, ["b"], job_id="1f" * 16)
         assert again.num_tokens == 1000 and again.owner == job.owner and len(again.parts) == 2
@@ -631,7 +638,7 @@ class CoordinatorContract:
         fleet.eventually(lambda: names(b.peers()) == ["c"] and names(c.peers()) == ["b"])
         fleet.eventually(lambda: b.take_job(job.id, "acme"))  # its lease ends in the views a little earlier
         taken = [each.take_job(job.id, "acme") for each in (b, c)]
-        assert taken[0] is not None and taken[0].owner == ("b", b.info().epoch) and taken[1] is None
+        assert taken[0] is not None and taken[0].owner == b.info().writer and taken[1] is None
         assert taken[0].num_missing == 1, "the part of the dead one is lost"
         assert b.extend_job(job.id, "c") and not b.extend_job(job.id, "c")
         assert c.report_job(job.id, "done", 1000) and b.report_job(job.id, "done", 1000)
@@ -900,6 +907,148 @@ class CoordinatorContract:
         b.replica.beat()
         assert a.replica.purge_report("acme").confirmed == ("a", "b")
 
+    def test_a_purge_waits_for_a_process_that_its_id_was_taken_from(self, fleet: Fleet) -> None:
+        """It learns of that with its next beat, and thinks until its lease is over that it knows of every purge."""
+        a, old = by_hand(fleet, "a"), by_hand(fleet, "b")
+        old.warm(ACME, prompt(512))
+        young, late = by_hand(fleet, "b"), by_hand(fleet, "late")
+        a.replica.purge("acme")
+        for each in (young, late):
+            each.replica.heed()
+        assert old.replica.knows_generations and old.purged == []
+        for each in (a, young, late):
+            report = each.replica.purge_report("acme")
+            assert (report.confirmed, report.pending) == (("a", "late"), ("b",))
+        young.replica.leave()
+        for each in (a, late, by_hand(fleet, "later")):
+            assert each.replica.purge_report("acme").pending == ("b",), (
+                "who took it has left, who had it has not"
+            )
+
+    def test_a_purge_is_complete_when_the_lease_of_a_replaced_process_is_over(self, fleet: Fleet) -> None:
+        a, old = Purged(fleet, "a"), Purged(fleet, "b", background=False)
+        fleet.kill(old.replica)
+        young = Purged(fleet, "b")
+        a.replica.purge("acme")
+        young.replica.heed()
+        report = a.replica.purge_report("acme")
+        assert report.pending == ("b",) or not old.replica.knows_generations, "its lease may be over by now"
+        fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
+        assert not old.replica.knows_generations and old.purged == []
+        late = Purged(fleet, "late")
+        fleet.eventually(lambda: late.replica.purge_report("acme").confirmed == ("a", "b", "late"))
+
+    def test_of_several_processes_that_an_id_was_taken_from_the_last_lease_counts(self, fleet: Fleet) -> None:
+        a, first = by_hand(fleet, "a"), by_hand(fleet, "b")
+        second = by_hand(fleet, "b", lease_s=60.0)
+        second.replica.leave()
+        third = by_hand(fleet, "b")
+        a.replica.purge("acme")
+        third.replica.heed()
+        assert first.replica.knows_generations and not second.replica.knows_generations
+        for each in (a, third, by_hand(fleet, "late")):
+            assert "b" in each.replica.purge_report("acme").pending
+        third.replica.register()
+        assert "b" in a.replica.purge_report("acme").pending, "who registers anew says so too"
+
+    def test_who_left_or_registers_anew_is_waited_for_by_no_purge(self, fleet: Fleet) -> None:
+        a, old = by_hand(fleet, "a"), by_hand(fleet, "b")
+        old.replica.leave()
+        young = by_hand(fleet, "b")
+        a.replica.purge("acme")
+        young.replica.heed()
+        assert a.replica.purge_report("acme").confirmed == ("a", "b")
+        young.replica.register()
+        assert a.replica.purge_report("acme").confirmed == ("a", "b"), "the same process, which has obeyed it"
+
+    def test_a_purge_waits_for_who_lost_its_id_in_a_store_that_lost_it(self, fleet: Fleet) -> None:
+        """It came back empty, so that who registers knows of nobody before; who asks does."""
+        a, old = Purged(fleet, "a"), Purged(fleet, "b", lease_s=fleet.brief_s)
+        fleet.eventually(lambda: names(a.replica.peers()) == ["b"])
+        fleet.kill(old.replica)
+        fleet.lose()
+        young = Purged(fleet, "b")
+        fleet.eventually(lambda: young.replica.health().is_ok and works(lambda: a.replica.purge("acme")))
+        fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
+        assert not old.replica.knows_generations and young.replica.info().live
+
+    def test_a_number_that_is_given_twice_is_no_generation_of_the_same_pins(self, fleet: Fleet) -> None:
+        a, tenant = by_hand(fleet, "a"), "acme"
+        never, lose_it = a.replica.pin_digest(ACME), fleet.remember(a.replica.keys.tenant(tenant))
+        a.replica.purge(tenant)
+        first = a.replica.pin_digest(ACME)
+        lose_it()
+        rival = by_hand(fleet, "rival")
+        assert rival.replica.pin_digest(ACME) == never
+        assert rival.replica.purge(tenant).generation == a.replica.tenants.generation(tenant) == 1
+        a.replica.beat()
+        second = a.replica.pin_digest(ACME)
+        assert a.replica.tenants.generation(tenant) == 1 and second == rival.replica.pin_digest(ACME)
+        assert len({never, first, second}) == 3
+        assert a.replica.pin_digest(OTHER) not in (never, first, second)
+
+    def test_pins_outlive_a_store_that_is_given_a_generation_back(self, fleet: Fleet) -> None:
+        """All obey it again, as it could be another purge; whoever tells it anew says which one it was."""
+        a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        b.warm(ACME, prompt(512))
+        lose_it = fleet.remember(a.replica.keys.tenant("acme"))
+        a.replica.purge("acme")
+        b.replica.beat()
+        pinned = b.replica.pin_digest(ACME)
+        lose_it()
+        for each in (a, b, a):
+            each.replica.beat()
+        assert a.replica.pin_digest(ACME) == b.replica.pin_digest(ACME) == pinned
+        assert b.purged == [("acme", 1)] * 2 and a.replica.purge_report("acme").is_complete
+
+    def test_jobs_of_two_processes_with_one_epoch_are_kept_apart(self, fleet: Fleet) -> None:
+        lost, kept = twins(fleet)
+        a = by_hand(fleet, "a").replica
+        job = kept.create_job(ACME, 1000, ["b"], num_wanted=1)
+        assert lost.take_job(job.id, "acme") is None and not lost.end_job(job.id), "its owner lives"
+        assert not lost.extend_job(job.id, "b") and kept.take_job(job.id, "acme") == job
+        assert lost.report_job(job.id, "running", 512)
+        for each in (a, kept):
+            seen = each.job(job.id, "acme")
+            assert seen is not None and [part.state for part in seen.parts] == ["lost"]
+        assert kept.extend_job(job.id, "b") and not kept.extend_job(job.id, "b"), "it is asked anew, once"
+        assert kept.report_job(job.id, "done", 1000)
+        seen = a.job(job.id, "acme")
+        assert seen is not None and seen.parts[0].writer == kept.info().writer
+
+    def test_pins_of_two_processes_with_one_epoch_are_kept_apart(self, fleet: Fleet) -> None:
+        lost, kept = twins(fleet)
+        a = by_hand(fleet, "a").replica
+        pin = FleetPin("1f" * 16, a.pin_digest(ACME), 512, "all")
+        assert a.keep_pin("acme", pin, 600.0)
+        for each, state in ((lost, "lost"), (kept, "done")):
+            assert each.state_pin("acme", pin.id, "done", 512)
+            (seen,) = a.fleet_pins("acme")
+            assert [(part.writer, part.state) for part in seen.parts] == [(each.info().writer, state)]
+
+    def test_shares_of_two_processes_with_one_epoch_add_up(self, fleet: Fleet) -> None:
+        """Nobody can say which of them is fenced: who comes second waits until the other's share is over."""
+        lost, kept = twins(fleet)
+        a = by_hand(fleet, "a").replica
+        a.set_limit("acme", 10)
+        assert lost.reserve("acme", 6).blocks == 6
+        for _ in range(2):
+            second = kept.reserve("acme", 6)
+            assert (second.verdict, second.blocks, second.others, second.limit) == ("OK", 0, 6, 10)
+        assert a.reserve("acme", 9).blocks == 4 and lost.reserve("acme", 5).blocks == 5
+        lost.reserve("acme", 0)
+        assert kept.reserve("acme", 6).blocks == 6
+        waiting = lost.reserve("acme", 6)
+        assert (waiting.verdict, waiting.blocks, waiting.others) == ("OK", 0, 10)
+        with pytest.raises(StaleEpoch):
+            lost.beat()
+
+    def test_a_request_for_one_process_is_for_no_other_of_the_same_epoch(self, fleet: Fleet) -> None:
+        lost, kept = twins(fleet)
+        assert lost.info().audience != kept.info().audience
+        a = by_hand(fleet, "a").replica
+        assert [info.audience for info in a.replicas()[1:]] == [kept.info().audience]
+
     def test_who_cannot_purge_does_not_confirm(self, fleet: Fleet) -> None:
         a, b = Purged(fleet, "a"), fleet.join("b")
         store(b, ACME, prompt(512))
@@ -924,9 +1073,22 @@ def blocks(coordinator: BaseCoordinator, tenant: str) -> int:
     return 0 if grant is None else grant.blocks
 
 
-def by_hand(fleet: Fleet, name: str) -> Purged:
+def by_hand(fleet: Fleet, name: str, lease_s: float = 600.0) -> Purged:
     """One that does nothing by itself, and whose lease isn't over before the test is."""
-    return Purged(fleet, name, background=False, lease_s=600.0)
+    return Purged(fleet, name, background=False, lease_s=lease_s)
+
+
+def twins(fleet: Fleet) -> tuple[BaseCoordinator, BaseCoordinator]:
+    """Two processes of ``b`` with one epoch: the store has lost the first, and its clock went back."""
+    found, ahead = [], int(time.time() * 1000) + 10**9
+    for _ in range(2):
+        fleet.forget("b")
+        found.append(fleet.replica("b", background=False, lease_s=600.0))
+        found[-1]._held = found[-1]._held._replace(epoch=ahead)
+        found[-1].register()
+    lost, kept = found
+    assert lost.info().epoch == kept.info().epoch and lost.info().nonce != kept.info().nonce
+    return lost, kept
 
 
 class Purged:

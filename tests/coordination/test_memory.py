@@ -17,10 +17,9 @@ from radixkv.coordination import Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
-from radixkv.coordination.protocol import WIRE_VERSION, Load
+from radixkv.coordination.protocol import WIRE_VERSION, Load, Writer
 from radixkv.coordination.reader import Reader
 from radixkv.coordination.sources import Generations
-from radixkv.coordination.store import Writer
 from radixkv.coordination.wire import Raised, Registration, new_token
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
@@ -86,6 +85,9 @@ class MemoryFleet(Fleet):
     def lose(self) -> None:
         self.clock.advance(0.01)
         self.store.lose()
+
+    def forget(self, name: str) -> None:
+        self.store.records.pop(name, None)
 
     def remember(self, digest: bytes) -> Callable[[], None]:
         account, announced = deepcopy(self.store.accounts.get(digest)), deepcopy(self.store.announced)
@@ -640,9 +642,9 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
     b.warm(ACME, prompt(512))
     fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
     assert a.replica.purge("acme").pending == ("b",)
-    router.follow(a.replica.reader.epochs())
+    router.follow(a.replica.reader.registrations())
     assert router("acme") == 0
-    router.follow(a.replica.reader.epochs())
+    router.follow(a.replica.reader.registrations())
     assert router("acme") == 1
     if lost != "that it was announced":
         fleet.store.accounts.clear()
@@ -654,13 +656,13 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
         ("b",) if lost == "that it was announced" else ("a", "b"),
     )
     fleet.clock.advance(0.01)
-    router.follow(a.replica.reader.epochs())
+    router.follow(a.replica.reader.registrations())
     fleet.eventually(lambda: b.purged and a.replica.purge_report("acme").is_complete)
     assert hinted(a.replica, ACME, prompt(512)) == {} and b.cache.match(ACME, prompt(512)).num_tokens == 0
     b.warm(ACME, prompt(512))
     fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
     for _ in range(2):
-        router.follow(a.replica.reader.epochs())
+        router.follow(a.replica.reader.registrations())
     generations = {each.replica.tenants.generation("acme") for each in (a, b)}
     assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
 
@@ -682,6 +684,120 @@ def test_a_purge_whose_announcement_alone_was_lost_is_announced_again(fleet: Mem
         fleet.clock.advance(0.01)
         fleet.settle()
     assert len(b.purged) == num_purged, "it is announced once"
+
+
+class Taken:
+    """An id that a second process takes from a first one, and a reader with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.wall, self.now = ManualClock(1000.0), [10_000.0]
+        self.store, self.keys = MemoryStore(self.wall), FleetKeys(SECRET)
+        self.reader = self.another()
+        self.num_beats = 0
+
+    def another(self) -> Reader:
+        return Reader(Settings("a", SECRET, "fp:model", 16), self.keys, self.store, lambda: self.now[0])
+
+    def boot(self, nonce: str) -> Writer:
+        registration = Registration("b", 0, nonce, "", "fp:model", 16, WIRE_VERSION, self.keys.canary)
+        return Writer("b", self.store.boot(registration).value, nonce)
+
+    def beat(self, writer: Writer) -> None:
+        self.num_beats += 1
+        assert self.store.beat(writer, self.num_beats, 10.0, "", Load()).verdict == "OK"
+
+    def replaced(self, reader: Reader | None = None) -> set[str]:
+        return (reader or self.reader).replaced(self.store.fetch(["b"]).seen)
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_ends_no_lease_of_a_replaced_process(seconds: float) -> None:
+    """That of the one who asks: it counts anew, by as much as was left when the id was taken, and once."""
+    taken = Taken()
+    taken.beat(taken.boot("first"))
+    taken.beat(taken.boot("second"))
+    assert taken.replaced() == {"b"}
+    taken.reader.refresh()
+    taken.now[0] += 4.0
+    assert taken.replaced() == {"b"}
+    taken.now[0] += seconds
+    assert taken.replaced() == {"b"}
+    taken.reader.refresh()
+    taken.now[0] += 9.0
+    taken.reader.refresh()
+    assert taken.replaced() == {"b"}
+    taken.now[0] += 2.0
+    taken.reader.refresh()
+    assert taken.replaced() == set()
+    taken.now[0] += seconds
+    assert taken.replaced() == set(), "it was over before"
+    taken.reader.refresh()
+    assert taken.replaced() == set()
+
+
+def test_a_store_whose_clock_jumps_ahead_ends_no_lease_of_a_replaced_process() -> None:
+    """Before the id is taken, so that the store knows of no lease, or behind: who asks has seen the beat."""
+    taken = Taken()
+    taken.beat(taken.boot("first"))
+    taken.reader.refresh()
+    taken.wall.advance(3600.0)
+    second = taken.boot("second")
+    taken.beat(second)
+    assert taken.replaced() == {"b"}
+    taken.reader.refresh()
+    taken.now[0] += 9.0
+    assert taken.replaced() == {"b"}
+    third = taken.boot("third")
+    taken.beat(third)
+    taken.reader.refresh()
+    taken.now[0] += 9.0
+    taken.wall.advance(3600.0)
+    taken.beat(third)
+    assert taken.replaced() == {"b"}, "of several the last"
+    taken.now[0] += 2.0
+    assert taken.replaced() == set() == taken.replaced(taken.another())
+
+
+def test_what_was_left_of_a_replaced_lease_when_it_was_stated_last_is_waited_for_once() -> None:
+    """Who took the id beats no more, so that the store goes on saying what it said last."""
+    taken = Taken()
+    taken.beat(taken.boot("first"))
+    second = taken.boot("second")
+    taken.wall.advance(4.0)
+    taken.beat(second)
+    taken.reader.refresh()
+    taken.now[0] += 5.0
+    taken.reader.refresh()
+    assert taken.replaced() == {"b"}
+    taken.now[0] += 2.0
+    taken.reader.refresh()
+    assert taken.replaced() == set()
+    taken.store.clock = ManualClock(500.0)
+    taken.beat(second)
+    assert taken.store.records["b"].registration.replaced_ms == 6000, (
+        "a clock that goes back makes it no more"
+    )
+
+
+def test_of_two_processes_with_one_epoch_the_one_seen_first_is_replaced() -> None:
+    taken = Taken()
+    first = taken.boot("first")
+    for _ in range(3):
+        taken.beat(first)
+    taken.reader.refresh()
+    taken.store.lose()
+    taken.num_beats = 0
+    second = taken.boot("second")
+    assert second.epoch == first.epoch
+    taken.beat(second)
+    taken.wall.advance(3600.0)
+    (seen,) = taken.store.fetch(["b"]).seen
+    assert seen.remaining_s == 0.0 and taken.reader.remaining_s(seen) == 10.0
+    before = taken.reader.registrations()
+    taken.reader.refresh()
+    assert taken.reader.registrations() - before == {second} and taken.replaced() == {"b"}
+    taken.now[0] += 11.0
+    assert taken.replaced() == set()
 
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])

@@ -26,9 +26,9 @@ from radixkv.clock import Clock
 from radixkv.coordination import Load, Router, Settings, connect
 from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
-from radixkv.coordination.protocol import WIRE_VERSION, FleetPin, JobPart, WarmJob
+from radixkv.coordination.protocol import WIRE_VERSION, FleetPin, JobPart, WarmJob, Writer
 from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore, _greet
-from radixkv.coordination.store import Durable, Share, Writer
+from radixkv.coordination.store import Durable, Share
 from radixkv.coordination.tenants import Purge
 from radixkv.coordination.wire import Entry, Raised, Registration
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
@@ -141,6 +141,11 @@ class RedisFleet(Fleet):
 
     def lose(self) -> None:
         self.server.restart()
+
+    def forget(self, name: str) -> None:
+        self.client.delete(
+            *(f"rk1:{{r:{name}}}:{kind}" for kind in ("meta", "lease", "ev", "snapmeta", "load"))
+        )
 
     def remember(self, digest: bytes) -> Callable[[], None]:
         key, member = f"rk1:{{t:{digest.hex()}}}:q", digest.hex()
@@ -1061,7 +1066,7 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     holdings.store(b"n" * 32, [b"d" * 16])
     tenant, job = (
         b"t" * 32,
-        WarmJob("1" * 32, b"t" * 32, b"n" * 32, 9, (JobPart("a", 1, "queued"),), ("a", 1), 1),
+        WarmJob("1" * 32, b"t" * 32, b"n" * 32, 9, (JobPart(*writer, "queued"),), writer, 1),
     )
     registration = Registration("a", 0, "nonce", "http://h", "fp", 16, WIRE_VERSION, "canary")
     yield lambda: store.boot(registration)
@@ -1074,16 +1079,16 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.read({"a": (0, 0)}, 0.02)
     yield lambda: store.load("a", 1, 0)
     yield lambda: store.set_limit(tenant, 5)
-    yield lambda: store.reserve(tenant, Share("a", 1, "fp", 3), 60.0)
-    yield lambda: store.raise_generation(tenant, 0, "0" * 16)
-    yield lambda: store.confirm(tenant, writer, Raised(1, "0" * 16))
+    yield lambda: store.reserve(tenant, Share(*writer, "fp", 3), 60.0)
+    yield lambda: store.raise_generation(tenant, 0, "0" * 32)
+    yield lambda: store.confirm(tenant, writer, Raised(1, "0" * 32))
     yield lambda: store.tenant(tenant)
     yield lambda: store.purges(0)
     yield lambda: store.generations([tenant], "a")
     yield lambda: store.unannounced({tenant: 1})
     yield lambda: store.save_job(job)
-    yield lambda: store.own_job(job.id, ("b", 1), ("a", 1))
-    yield lambda: store.add_part(job.id, ("a", 1), JobPart("b", 1, "queued"))
+    yield lambda: store.own_job(job.id, Writer("b", 1, "nonce"), writer)
+    yield lambda: store.add_part(job.id, writer, JobPart("b", 1, "nonce", "queued"))
     yield lambda: store.save_part(job.id, job.parts[0])
     yield lambda: store.load_job(job.id)
     yield lambda: store.leave(writer)

@@ -23,9 +23,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from radixkv.clock import ManualClock
 from radixkv.coordination.holdings import Holdings, split
 from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob
+from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.coordination.redis import RedisStore
-from radixkv.coordination.store import Durable, Share, Store, Writer
+from radixkv.coordination.store import Durable, Share, Store
 from radixkv.coordination.wire import OPS, TIERS, Entry, Raised, Registration
 from radixkv.errors import StoreUnavailable
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers
@@ -50,10 +50,12 @@ entries = st.lists(
     min_size=1,
     max_size=4,
 )
+nonces = st.sampled_from(["one", "one", "other"])
 parts = st.builds(
     JobPart,
     names,
     st.integers(1, 3),
+    nonces,
     st.sampled_from(["queued", "running", "done"]),
     st.integers(0, 9),
     st.just(""),
@@ -63,7 +65,9 @@ parts = st.builds(
 pins = st.builds(
     FleetPin, job_ids, st.just(b"n" * 32), st.integers(0, 9), st.sampled_from(["all", "2", "=a,b"])
 )
-owners = st.sampled_from([("a", 1), ("a", 1), ("b", 2), NOBODY])
+owners = st.sampled_from(
+    [*[Writer("a", 1, "one")] * 2, Writer("a", 1, "other"), Writer("b", 2, "one"), NOBODY]
+)
 faults = st.sampled_from([None, None, None, "before", "after", "drop"])
 
 
@@ -81,7 +85,7 @@ def readable(store: Store) -> dict[str, Any]:
     return {
         "listed": {seen.registration.replica_id for seen in store.fetch().seen},
         "replicas": {
-            seen.registration.replica_id: (seen.registration, seen.remaining_s > 0, seen.load)
+            seen.registration.replica_id: (untimed(seen.registration), seen.remaining_s > 0, seen.load)
             for seen in everybody
         },
         "logs": store.read({"a": (0, 0), "b": (0, 0)}),
@@ -94,6 +98,11 @@ def readable(store: Store) -> dict[str, Any]:
         "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
         "pins": [pinned(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
     }
+
+
+def untimed(registration: Registration) -> Registration:
+    """Whether it has replaced somebody, and not for how long: real time passes in one store alone."""
+    return replace(registration, replaced_ms=min(registration.replaced_ms, 1))
 
 
 def snapshot(store: Store, registration: Registration) -> Any:
@@ -138,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         self.writers: dict[str, list[Writer]] = {"a": [], "b": []}
         self.num_boots = self.num_beats = self.num_raises = 0
         for name in self.writers:
-            self.boot(name, None)
+            self.boot(name, 0, None)
 
     def both(
         self,
@@ -183,10 +192,10 @@ class Machine(RuleBasedStateMachine):
         record = self.memory.records.get(name)
         return 0 if record is None else record.registration.last_seq
 
-    @rule(name=names, fault=faults)
-    def boot(self, name: str, fault: str | None) -> None:
+    @rule(name=names, process=st.integers(0, 2), fault=faults)
+    def boot(self, name: str, process: int, fault: str | None) -> None:
         self.num_boots += 1
-        nonce = f"{self.num_boots:032x}"
+        nonce = f"{process:016x}{self.num_boots:016x}"
         registration = Registration(
             name, EPOCHS_FROM, nonce, "http://h", "fp", 16, WIRE_VERSION, "canary", 0, ""
         )
@@ -253,7 +262,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         tenant=tenants,
         share=st.builds(
-            Share, names, st.integers(1, 3), st.sampled_from(["fp", "fp", "fq:x"]), st.integers(0, 9)
+            Share, names, st.integers(1, 3), nonces, st.sampled_from(["fp", "fp", "fq:x"]), st.integers(0, 9)
         ),
         fault=faults,
     )
@@ -262,7 +271,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tenant=tenants, name=names, blocks=st.integers(1, 9))
     def reserve_for_a_moment(self, tenant: bytes, name: str, blocks: int) -> None:
-        self.both(lambda store: store.reserve(tenant, Share(name, 3, "fp", blocks), 0.001), None)
+        self.both(lambda store: store.reserve(tenant, Share(name, 3, "one", "fp", blocks), 0.001), None)
         self.clock.advance(0.003)
         time.sleep(0.003)
 
@@ -274,7 +283,7 @@ class Machine(RuleBasedStateMachine):
             store.announced = announced
 
         self.num_raises += 1
-        token = f"{self.num_raises:016x}"
+        token = f"{self.num_raises:032x}"
         self.both(lambda store: store.raise_generation(tenant, above, token), fault, silence)
 
     @rule(
@@ -287,7 +296,7 @@ class Machine(RuleBasedStateMachine):
     )
     def confirm(self, tenant: bytes, name: str, age: int, off: int, older: int, fault: str | None) -> None:
         writer, (generation, token) = self.writer(name, age), self.memory.tenant(tenant).raised
-        token = f"{int(token, 16) - older:016x}" if token else token
+        token = f"{int(token, 16) - older:032x}" if token else token
         raised = Raised(generation + off, token)
         self.both(lambda store: store.confirm(tenant, writer, raised), fault)
 

@@ -11,10 +11,10 @@ from xxhash import xxh3_128_hexdigest
 
 from radixkv.coordination import wire
 from radixkv.coordination.holdings import split
-from radixkv.coordination.protocol import JobPart, WarmJob
+from radixkv.coordination.protocol import JobPart, WarmJob, Writer
 from radixkv.coordination.wire import Raised, Registration, WireError
 
-REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4)
+REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7)
 
 digests = st.binary(min_size=16, max_size=16)
 namespaces = st.binary(min_size=32, max_size=32)
@@ -143,12 +143,14 @@ def test_malformed_entries_are_refused(changes: dict[str, bytes]) -> None:
 
 def test_registrations_go_around() -> None:
     fields = wire.registration_fields(REGISTRATION) | {"epoch": "7", "last_seq": "3", "proof": "proof"}
-    fields |= {"lease_ms": "1500", "beats": "4"}
+    fields |= {"lease_ms": "1500", "beats": "4", "replaced_ms": "7"}
     values = [fields[name].encode() for name in wire.REGISTRATION_FIELDS]
     assert wire.parse_registration("a", values) == REGISTRATION
-    unheard = wire.parse_registration("a", [*values[:-3], None, None, None])
-    assert (unheard.proof, unheard.lease_ms, unheard.beats) == ("", 0, 0), "before the first beat"
-    for index in range(len(values) - 3):
+    unheard = wire.parse_registration("a", [*values[:-4], None, None, None, None])
+    assert (unheard.proof, unheard.lease_ms, unheard.beats, unheard.replaced_ms) == ("", 0, 0, 0), (
+        "before the first beat"
+    )
+    for index in range(len(values) - 4):
         for bad in (None, b"\xff", b"9" * 300):
             with pytest.raises(WireError):
                 wire.parse_registration("a", [*values[:index], bad, *values[index + 1 :]])
@@ -172,6 +174,7 @@ job_parts = st.builds(
     JobPart,
     st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True),
     st.integers(0, 10**14),
+    st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
     st.sampled_from(["queued", "running", "done", "failed"]),
     st.integers(0, 10**14),
     st.from_regex(r"[a-z_]{0,64}", fullmatch=True),
@@ -183,7 +186,7 @@ job_parts = st.builds(
 @given(st.lists(job_parts, max_size=4, unique_by=lambda part: part.replica_id))
 def test_jobs_go_around(parts: list[JobPart]) -> None:
     named = tuple(sorted(parts, key=lambda part: part.replica_id))
-    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, named, ("owner-1", 9), 3, 7, "ab" * 32)
+    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, named, Writer("owner-1", 9, "ab12"), 3, 7, "ab" * 32)
     fields = {name.encode(): value.encode() for name, value in wire.job_fields(job).items()}
     assert wire.parse_job("1f", fields) == job
 
@@ -197,16 +200,19 @@ def test_jobs_go_around(parts: list[JobPart]) -> None:
         (b"owner", b"me"),
         (b"part:a", b"7 done 1"),
         (b"left_out", b"-1"),
-        (b"part:a", b"7 done 1 0 0"),
-        (b"part:a", b"7 lost? 1 0 0 "),
-        (b"part:a", b"x done 1 0 0 "),
-        (b"part:a", b"7 done 1 -1 0 "),
-        (b"part:a", b"7 done 1 0 x "),
-        (b"part:a", b"7 done 1 0 0 Not-a-code"),
+        (b"part:a", b"7 nonce done 1 0 0"),
+        (b"part:a", b"7 nonce lost? 1 0 0 "),
+        (b"part:a", b"x nonce done 1 0 0 "),
+        (b"part:a", b"7 nonce done 1 -1 0 "),
+        (b"part:a", b"7 nonce done 1 0 x "),
+        (b"part:a", b"7 nonce done 1 0 0 Not-a-code"),
+        (b"part:a", b"7 done 1 0 0 "),
+        (b"owner", b"7 a"),
+        (b"owner", b"x nonce a"),
     ],
 )
 def test_malformed_jobs_are_refused(name: bytes, value: bytes) -> None:
-    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, (JobPart("a", 7, "done", 1),))
+    job = WarmJob("1f", b"t" * 32, b"n" * 32, 5, (JobPart("a", 7, "nonce", "done", 1),))
     fields = {key.encode(): text.encode() for key, text in wire.job_fields(job).items()}
     with pytest.raises(WireError):
         wire.parse_job("1f", fields | {name: value})
@@ -219,16 +225,17 @@ def test_a_tenant_is_read_as_far_as_it_has_the_form() -> None:
     fields = {
         b"limit": b"10",
         b"generation": b"3",
-        b"r:a": b"7:5:99:fp:model",
-        b"r:b": b"7:5",
+        b"r:a": b"7:ab12:5:99:fp:model",
+        b"r:b": b"7:ab12:5",
+        b"r:c": b"7:5:99:fp:model",
         b"c:a": b"ab12",
         b"c:b": b"a nonce",
         b"x": b"7",
     }
-    shares, confirmed = {"a": (7, 5, 99, "fp:model")}, {"a": "ab12"}
+    shares, confirmed = {"a": (7, "ab12", 5, 99, "fp:model")}, {"a": "ab12"}
     assert wire.parse_tenant(fields) == (10, Raised(3), shares, confirmed), "of before there were tokens"
-    for token, kept in ((b"0123456789abcdef", "0123456789abcdef"), (b"0123", ""), (b"\xff" * 16, "")):
+    for token, kept in ((b"0123456789abcdef" * 2, "0123456789abcdef" * 2), (b"0123", ""), (b"\xff" * 32, "")):
         assert wire.parse_tenant(fields | {b"token": token}) == (10, Raised(3, kept), shares, confirmed)
     assert wire.parse_tenant({}) == (None, Raised(), {}, {})
-    malformed = {b"limit": b"many", b"generation": b"x", b"token": b"0123456789abcdef"}
+    malformed = {b"limit": b"many", b"generation": b"x", b"token": b"0123456789abcdef" * 2}
     assert wire.parse_tenant(malformed) == (None, Raised(), {}, {})

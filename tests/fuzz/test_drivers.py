@@ -72,7 +72,8 @@ def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
         with (tmp_path / f"{replica}.1.history").open("a") as file:
             file.write(
                 json.dumps(
-                    {"t": 0, "event": "served", "tenant": "serves", "wrong": 0, "cached": 512, "epoch": 5}
+                    {"t": 0, "event": "served", "tenant": "serves", "wrong": 0, "cached": 512}
+                    | {"epoch": 5, "knew": False}
                     | facts
                 )
                 + "\n"
@@ -90,8 +91,12 @@ def test_histories_tell_what_was_wrong(tmp_path: Path) -> None:
     told("b", began=4.0, oldest=3.5, wrong=1)
     found, _ = history.wrongs(tmp_path, [purge])
     assert len(found) == 2 and found[0].startswith("purged KV") and found[1].startswith("wrong KV")
-    told("b", tenant="refuses", began=4.0, oldest=0.5)
-    told("b", tenant="refuses", began=9.0, oldest=0.5)
+    told("a", began=4.0, oldest=0.5, epoch=4, knew=True)
+    assert len(history.wrongs(tmp_path, [purge])[0]) == 3, (
+        "it thought that nothing could be purged without it"
+    )
+    told("b", tenant="refuses", began=4.0, oldest=0.5, knew=True)
+    told("b", tenant="refuses", began=9.0, oldest=0.5, knew=True)
     forgotten = history.Purged("refuses", 1.0, 3.0, {"a": 5}, 8.0)
     assert len(history.wrongs(tmp_path, [forgotten])[0]) == 2, "one of these, and the wrong KV"
 

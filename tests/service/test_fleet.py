@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from radixkv.coordination.signing import sign_request
+from radixkv.coordination.wire import new_token
 from radixkv.errors import ConfigError
 from radixkv.service.fleet import WARM_PATH
 from tests.redis_server import RedisServer
@@ -306,3 +307,23 @@ def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join)
     again = post(two, "/v1/pins", body).json()
     assert again["id"] != pinned["id"] and [each["state"] for each in again["replicas"]] == ["done", "done"]
     assert matched(one) == matched(two) == 256
+
+
+def test_pins_end_with_a_purge_whose_number_another_had(join: Join) -> None:
+    """Redis has lost the purge that they were made after, and another was given its number."""
+    one, two = join("one", **BRISK), join("two", **BRISK)
+    eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
+    for each in (one, two):
+        assert each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 64}).status_code == 200
+    purge = "/v1/tenants/acme/purge"
+    assert answered(lambda: one.operator.post(purge)).json()["generation"] == 1
+    eventually(lambda: answered(lambda: one.operator.get(purge)).json()["complete"], "nobody is pending")
+    pinned = post(one, "/v1/pins", {"token_ids": IDS[:256], "ttl_s": 600, "replicas": "all"}).json()
+    assert [each["state"] for each in pinned["replicas"]] == ["done", "done"]
+    coordinator = one.service.fleet.coordinator
+    key = f"rk1:{{t:{coordinator.keys.tenant('acme').hex()}}}:q"
+    coordinator.store.connection.of("HSET", key, "token", new_token())
+    for each in (one, two):
+        eventually(lambda each=each: each.acme.get("/v1/pins").json() == {"pins": []}, "they have ended")
+        eventually(lambda each=each: each.service.cache.tenant_stats("acme").pinned_blocks == 0, "here too")
+    assert coordinator.tenants.generation("acme") == 1

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from radixkv.coordination import JobPart, WarmJob
+from radixkv.coordination.protocol import Writer
 from radixkv.service.core import Limits
 from radixkv.service.jobs import Job
 from tests.service.running import DEADLINE_S, Running, eventually, model_held, sent, service_in_thread
@@ -327,12 +328,12 @@ def test_nobody_stands_in_for_three_that_died_or_after_a_purge(live: Running) ->
     job = Job("0" * 32, namespace, np.arange(5, 21, dtype=np.uint32), 0)
 
     def spare(*parts: JobPart) -> int:
-        record = WarmJob(job.id, b"", b"", 16, parts, ("one", 1), num_wanted=1)
+        record = WarmJob(job.id, b"", b"", 16, parts, Writer("one", 1, "nonce"), num_wanted=1)
         return len(live.service.orders._spare(job, record))
 
-    lost = [JobPart(name, 1, "lost") for name in "abc"]
+    lost = [JobPart(name, 1, "nonce", "lost") for name in "abc"]
     assert spare(*lost[:2]) == 1 and spare(*lost) == 0
-    assert spare(JobPart("a", 1, "failed", error="no_capacity")) == 1
-    assert spare(JobPart("a", 1, "failed", error="conflict")) == 0
+    assert spare(JobPart("a", 1, "nonce", "failed", error="no_capacity")) == 1
+    assert spare(JobPart("a", 1, "nonce", "failed", error="conflict")) == 0
     own = live.service.fleet.coordinator.replica_id
-    assert spare(JobPart(own, 1, "failed", error="busy")) == 0, "who failed isn't asked again"
+    assert spare(JobPart(own, 1, "nonce", "failed", error="busy")) == 0, "who failed isn't asked again"
