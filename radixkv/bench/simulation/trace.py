@@ -18,7 +18,8 @@ id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
                     (0 to 100), priority_duration_s (seconds that it holds) …; strings, numbers and booleans, null
                     for what it didn't know
 
-Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. Several files make one trace, merged by time.
+Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. A field that is null is left out. Several files
+make one trace, merged by time.
 
 In memory a trace is columns. A block's id stands for its *path*: the block, all before it, and the tenant. So
 equal ids mean equal prefixes, whatever the hashes of the file were chained over. Partial blocks at the end of a
@@ -273,7 +274,7 @@ class _Reader:
 
     def read(self, path: Path, tenant: str) -> Iterator[Request]:
         try:
-            with path.open(encoding="utf-8") as lines:
+            with path.open(encoding="utf-8-sig") as lines:
                 for number, text in enumerate(lines, 1):
                     if text.strip():
                         yield self._request(_parse(f"{path} line {number}", text), tenant)
@@ -354,4 +355,4 @@ def _parse(place: str, text: str) -> _Line:
         raise ConfigError(place, text.strip()[:80], f"JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ConfigError(place, text.strip()[:80], "a JSON object")
-    return _Line(place, fields)
+    return _Line(place, {name: value for name, value in fields.items() if value is not None})
