@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isnan
 from typing import Any
 
 import click
@@ -33,6 +34,17 @@ class NewFile(click.Path):
             said = f"File {path!r} can't be written: '{folder}' is no directory that can be written to."
             self.fail(said, param, ctx)
         return path
+
+
+class Number(click.FloatRange):
+    """A number within bounds; ``FloatRange`` alone lets NaN through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if isnan(number):
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return number
 
 
 def client_options(command: Command) -> Command:
