@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -19,7 +20,7 @@ from click.core import ParameterSource
 
 from radixkv import COMPILED, __version__
 from radixkv.cli_client import keys, purge, stats, warm
-from radixkv.cli_output import NewFile
+from radixkv.cli_output import NewFile, Number
 from radixkv.cli_output import json_option as _json_option
 from radixkv.cli_output import print_json as _print_json
 from radixkv.cli_output import progress as _progress
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         name = error.setting if isinstance(error, ConfigError) else error.argument
         value = "not set" if error.value is None else shown(error.value)
         code = _complain(f"{name}: {value} is not allowed; allowed: {error.allowed}", 2)
-    except RadixKVError as error:
+    except (RadixKVError, OSError) as error:  # OSError: output that can't be written
         code = _complain(str(error), 1)
     except (click.Abort, KeyboardInterrupt):
         code = _complain("stopped", 130)
@@ -364,16 +365,21 @@ def _phases() -> Iterator[Callable[[str, int, int], None]]:
 
 # simulate -------------------------------------------------------------------------------------------------------------
 
+_MOST = 1e15
+"""Of blocks and seconds."""
 
-def _amount(setting: str, text: str, units: Mapping[str, float]) -> float:
-    """A number with a unit at its end, such as 30m or 5k."""
-    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "")
+
+def _amount(setting: str, text: str, units: Mapping[str, int]) -> Decimal:
+    """A number with a unit at its end, such as 30m or 5k, in capitals too."""
+    unit = text[-1:].lower()
+    number, times = (text[:-1], units[unit]) if unit in units else (text, 1)
     try:
-        amount = float(number) * units.get(unit, 1.0)
-    except ValueError:
-        amount = float("nan")
-    if not 0 <= amount < float("inf"):
-        allowed = f"a number ≥ 0, with {' or '.join(units)} behind it if wanted"
+        amount = Decimal(number) * times
+        is_allowed = 0 <= amount <= _MOST
+    except ArithmeticError:
+        is_allowed = False
+    if not is_allowed:
+        allowed = f"a number from 0 to {_MOST:g}, with {' or '.join(units)} behind it if wanted"
         raise ConfigError(setting, text, allowed)
     return amount
 
@@ -382,7 +388,7 @@ def _capacities(text: str) -> list[int]:
     """``1k,2500,10k`` as blocks."""
     found = []
     for part in text.split(","):
-        amount = _amount("--capacity", part.strip(), {"k": 1e3, "M": 1e6})
+        amount = _amount("--capacity", part.strip(), {"k": 1_000, "m": 1_000_000})
         if amount != int(amount):
             raise ConfigError("--capacity", part, "whole numbers of blocks")
         found.append(int(amount))
@@ -391,7 +397,7 @@ def _capacities(text: str) -> list[int]:
 
 def _seconds(setting: str, text: str) -> float:
     """``30m`` as seconds."""
-    return _amount(setting, text, {"s": 1.0, "m": 60.0, "h": 3600.0})
+    return float(_amount(setting, text, {"s": 1, "m": 60, "h": 3_600}))
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -477,9 +483,7 @@ def simulate(
 @click.option(
     "--block-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a block."
 )
-@click.option(
-    "--tokens-per-s", type=click.FloatRange(0, min_open=True), help="Requests last, at this speed.  [no]"
-)
+@click.option("--tokens-per-s", type=Number(0, min_open=True), help="Requests last, at this speed.  [no]")
 @click.option(
     "--labels/--no-labels", default=True, show_default=True, help="What a service would know of a request."
 )

@@ -13,9 +13,9 @@ don't bind. It is the bound for policies that decline to keep (``admit``): exact
 answers. Where an answer comes later than its prompt, blocks of it may be kept although what stands before them wasn't.
 No cache can do that, so there it is a bound, and not always reached.
 
-One reservation about the first: an answer that comes out the same again uses its blocks without gaining tokens, and the rule counts
-that as a use. Where all answers are new when they are generated, as in every trace without equal requests, the
-result is exact.
+One reservation about the first: an answer that comes out the same again uses its blocks without gaining tokens, and
+the rule counts that as a use. Where all answers are new when they are generated, as in every trace without equal
+requests, the result is exact.
 
 Cost: O(uses × log uses), O(uses) memory.
 """
