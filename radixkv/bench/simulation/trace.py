@@ -163,6 +163,16 @@ def read(
     return build(requests, reader.block_tokens or block_tokens)
 
 
+def stream(path: Path, block_tokens: int) -> Iterator[Request]:
+    """The requests of one file with blocks of that size, as they stand there, partial blocks at their ends included.
+
+    Raises ConfigError for a line that can't be read, when it comes to it.
+    """
+    reader = _Reader(block_tokens, keep_tails=True)
+    reader.block_tokens = block_tokens
+    return reader.read(path, "default")
+
+
 def _only(requests: list[Request], tenants: Sequence[str]) -> list[Request]:
     known = sorted({request.tenant for request in requests})
     for tenant in tenants:
@@ -344,7 +354,7 @@ class _Reader:
             self.block_tokens = block_tokens
         if block_tokens != self.block_tokens:
             raise line.bad(
-                name, f"blocks of {self.block_tokens} tokens, as before; these have {block_tokens}"
+                name, f"blocks of {self.block_tokens} tokens, as elsewhere; these have {block_tokens}"
             )
 
 
