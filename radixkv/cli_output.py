@@ -78,6 +78,33 @@ def progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(done - bar.pos)
 
 
+@contextmanager
+def counter(what: str) -> Iterator[Callable[[int], None]]:
+    """A running count on stderr, if that is a terminal, for work whose length isn't known."""
+    shown = sys.stderr.isatty()
+
+    def count(done: int) -> None:
+        if shown:
+            click.echo(f"\r{done} {what}", err=True, nl=False)
+
+    yield count
+    if shown:
+        click.echo(err=True)
+
+
+def print_result(result: dict[str, Any], table: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+    """A result as JSON, or as the text that ``table`` makes of it."""
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(table(result))
+
+
+def listed(text: str | None) -> list[str] | None:
+    """``a, b`` as its parts."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """Text: the first column to the left, the others to the right."""
     cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
