@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,9 +46,10 @@ class Settings:
         checked_secret(self.fleet_secret)
         if not isinstance(self.fingerprint, str) or not 0 < len(self.fingerprint) <= _MAX_TEXT:
             raise ConfigError("fingerprint", self.fingerprint, f"1 to {_MAX_TEXT} characters")
-        if not isinstance(self.lease_s, int | float) or not 0.05 <= self.lease_s <= 3600:
-            raise ConfigError("lease_s", self.lease_s, "0.05 to 3600 seconds")
+        check_number("lease_s", self.lease_s, 0.05, 3600, "0.05 to 3600 seconds")
         check_address(self.address)
+        if not isinstance(self.background, bool):
+            raise ConfigError("background", self.background, "True or False")
         for name in ("block_size", "queue_records", "queue_bytes", "view_digests", "snapshot_entries"):
             check_count(name, getattr(self, name))
 
@@ -60,8 +61,15 @@ class Settings:
 
 def check_count(name: str, value: Any) -> None:
     """Raises ConfigError unless a setting is an integer, at least 1."""
-    if not isinstance(value, Integral) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigError(name, value, "an integer, at least 1")
+
+
+def check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
+    """Raises ConfigError unless a setting is a number from ``low`` to ``high``."""
+    number: Any = value
+    if not isinstance(value, Real) or isinstance(value, bool) or not low <= number <= high:
+        raise ConfigError(name, value, allowed)
 
 
 def check_address(address: object) -> None:

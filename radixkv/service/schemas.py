@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from radixkv.coordination.costs import CostName
+from radixkv.coordination.costs import MAX_TEMPERATURE, CostName
 from radixkv.errors import ArgumentError, shown
 from radixkv.namespaces import Tenant
 from radixkv.pins import MAX_TTL_S
@@ -155,7 +155,9 @@ class RouteRequest(PromptFields):
     """A prompt that is to be sent to a replica."""
 
     cost: CostName | None = Field(None, description="what ranks the replicas; null: the server's")
-    temperature: float | None = Field(None, ge=0.0, description="0: the best first; above, by chance")
+    temperature: float | None = Field(
+        None, ge=0.0, le=MAX_TEMPERATURE, description="0: the best first; above, by chance"
+    )
     limit: int | None = Field(None, ge=1, description="most candidates in the answer")
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
         None, description="fingerprint; needed where replicas serve several"

@@ -22,7 +22,7 @@ from typing import cast, get_args
 from urllib.parse import urlsplit
 
 from radixkv.config import Scrub, policy_names
-from radixkv.coordination.costs import COSTS
+from radixkv.coordination.costs import COSTS, MAX_TEMPERATURE
 from radixkv.coordination.settings import REDIS_SCHEMES, without_password
 from radixkv.errors import ConfigError
 from radixkv.service.limits import Limits
@@ -189,7 +189,7 @@ class RouteSettings:
             keys=reader.path("keys", directory=False),
             model=reader.path("model", directory=True),
             cost=reader.choice("cost", tuple(COSTS)),
-            temperature=reader.number("temperature", 0.0, 1e6),
+            temperature=reader.number("temperature", 0.0, MAX_TEMPERATURE),
             max_segments=reader.integer("max-segments", 1, 10**9),
             tls=reader.tls(),
             limits=reader.limits(),
