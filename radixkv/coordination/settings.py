@@ -12,7 +12,8 @@ from radixkv.coordination.keys import checked_secret
 from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 
-_REPLICA_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+REPLICA_ID = "[A-Za-z0-9._-]{1,64}"
+"""What names a replica, as a regular expression."""
 _PASSWORD = re.compile(r"(password=)[^&#]*")
 _MAX_TEXT = 256
 
@@ -41,7 +42,7 @@ class Settings:
     """A snapshot is written, and the log trimmed behind the one before, after so many entries."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.replica_id, str) or not _REPLICA_ID.fullmatch(self.replica_id):
+        if not isinstance(self.replica_id, str) or not re.fullmatch(REPLICA_ID, self.replica_id):
             raise ConfigError("replica", self.replica_id, "1 to 64 characters of A-Z a-z 0-9 . _ -")
         checked_secret(self.fleet_secret)
         if not isinstance(self.fingerprint, str) or not 0 < len(self.fingerprint) <= _MAX_TEXT:
