@@ -12,14 +12,16 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
 from radixkv import COMPILED, __version__
+from radixkv.cli_bench import bench
 from radixkv.cli_client import keys, purge, stats, warm
-from radixkv.cli_output import NewFile
+from radixkv.cli_output import NewFile, Number, counter, listed, print_result
 from radixkv.cli_output import json_option as _json_option
 from radixkv.cli_output import print_json as _print_json
 from radixkv.cli_output import progress as _progress
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         name = error.setting if isinstance(error, ConfigError) else error.argument
         value = "not set" if error.value is None else shown(error.value)
         code = _complain(f"{name}: {value} is not allowed; allowed: {error.allowed}", 2)
-    except RadixKVError as error:
+    except (RadixKVError, OSError) as error:  # OSError: output that can't be written
         code = _complain(str(error), 1)
     except (click.Abort, KeyboardInterrupt):
         code = _complain("stopped", 130)
@@ -68,7 +70,7 @@ def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
-for _command in (warm, stats, keys, purge):
+for _command in (warm, stats, keys, purge, bench):
     commands.add_command(_command)
 
 
@@ -364,16 +366,21 @@ def _phases() -> Iterator[Callable[[str, int, int], None]]:
 
 # simulate -------------------------------------------------------------------------------------------------------------
 
+_MOST = 1e15
+"""Of blocks and seconds."""
 
-def _amount(setting: str, text: str, units: Mapping[str, float]) -> float:
-    """A number with a unit at its end, such as 30m or 5k."""
-    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "")
+
+def _amount(setting: str, text: str, units: Mapping[str, int]) -> Decimal:
+    """A number with a unit at its end, such as 30m or 5k, in capitals too."""
+    unit = text[-1:].lower()
+    number, times = (text[:-1], units[unit]) if unit in units else (text, 1)
     try:
-        amount = float(number) * units.get(unit, 1.0)
-    except ValueError:
-        amount = float("nan")
-    if not 0 <= amount < float("inf"):
-        allowed = f"a number ≥ 0, with {' or '.join(units)} behind it if wanted"
+        amount = Decimal(number) * times
+        is_allowed = 0 <= amount <= _MOST
+    except ArithmeticError:
+        is_allowed = False
+    if not is_allowed:
+        allowed = f"a number from 0 to {_MOST:g}, with {' or '.join(units)} behind it if wanted"
         raise ConfigError(setting, text, allowed)
     return amount
 
@@ -382,7 +389,7 @@ def _capacities(text: str) -> list[int]:
     """``1k,2500,10k`` as blocks."""
     found = []
     for part in text.split(","):
-        amount = _amount("--capacity", part.strip(), {"k": 1e3, "M": 1e6})
+        amount = _amount("--capacity", part.strip(), {"k": 1_000, "m": 1_000_000})
         if amount != int(amount):
             raise ConfigError("--capacity", part, "whole numbers of blocks")
         found.append(int(amount))
@@ -391,11 +398,7 @@ def _capacities(text: str) -> list[int]:
 
 def _seconds(setting: str, text: str) -> float:
     """``30m`` as seconds."""
-    return _amount(setting, text, {"s": 1.0, "m": 60.0, "h": 3600.0})
-
-
-def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",")]
+    return float(_amount(setting, text, {"s": 1, "m": 60, "h": 3_600}))
 
 
 @commands.command()
@@ -445,7 +448,7 @@ def simulate(
     from radixkv.bench.simulation import picture, profiles, report
 
     model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
-    given = {"policies": _names(policy), "capacities": _capacities(capacity), "tenants": _names(tenants)}
+    given = {"policies": listed(policy), "capacities": _capacities(capacity), "tenants": listed(tenants)}
     for option, path, library in (("--html", html, "plotly"), ("--svg", svg, "matplotlib")):
         if path is not None:
             report.require(option, library)
@@ -462,7 +465,7 @@ def simulate(
         Path(html).write_text(report.render(result), encoding="utf-8")
     if svg is not None:
         Path(svg).write_text(picture.draw(result), encoding="utf-8")
-    _print_result(result, simulator.table, as_json)
+    print_result(result, simulator.table, as_json)
 
 
 @commands.command()
@@ -477,9 +480,7 @@ def simulate(
 @click.option(
     "--block-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a block."
 )
-@click.option(
-    "--tokens-per-s", type=click.FloatRange(0, min_open=True), help="Requests last, at this speed.  [no]"
-)
+@click.option("--tokens-per-s", type=Number(0, min_open=True), help="Requests last, at this speed.  [no]")
 @click.option(
     "--labels/--no-labels", default=True, show_default=True, help="What a service would know of a request."
 )
@@ -504,222 +505,12 @@ def workload(
     parts = generator.parse_mix(
         mix or generator.DEFAULT_MIX, duration_s, lambda text: _seconds("--mix", text)
     )
-    with click.open_file(output or "-", "w", encoding="utf-8") as file, _counter("requests") as progress:
+    with click.open_file(output or "-", "w", encoding="utf-8") as file, counter("requests") as progress:
         for number, call in enumerate(generator.generate(parts, seed=seed, block_tokens=block_tokens), 1):
             line = generator.line(call, block_tokens, labels=labels, tokens_per_s=tokens_per_s)
             click.echo(line, file=file)
             if number % 1_000 == 0:
                 progress(number)
-
-
-# bench ----------------------------------------------------------------------------------------------------------------
-
-
-@commands.group()
-def bench() -> None:
-    """Measure on this machine."""
-
-
-@bench.command("ttft")
-@click.option("--url", envvar="RADIXKV_URL", help="A running service.  [a demo service of its own]")
-@click.option("--key", envvar="RADIXKV_KEY", help="Key of a tenant.")
-@click.option("--tokens", type=click.IntRange(1), default=1500, show_default=True, help="Prompt length.")
-@click.option("--pairs", type=click.IntRange(1), default=5, show_default=True)
-@_json_option
-def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_json: bool) -> None:
-    """Time to first token, cold against warmed."""
-    from radixkv.bench import ttft
-    from radixkv.service.client import Client
-
-    with ExitStack() as stack:
-        if url is None:
-            from radixkv.service.local import demo_service
-
-            url = stack.enter_context(demo_service())
-        client = stack.enter_context(Client(url, key))
-        advance = stack.enter_context(_progress(pairs, "measuring"))
-        result = ttft.run(client, tokens=tokens, pairs=pairs, progress=lambda done, _: advance(done))
-    _print_result(result, ttft.table, as_json)
-
-
-@bench.command("index")
-@click.option(
-    "--workload", type=click.Choice(["chat", "trace", "thin", "unique"]), default="chat", show_default=True
-)
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
-)
-@click.option("--limit", type=click.IntRange(1), help="Most requests.")
-@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--policy", default="lru", show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option(
-    "--figures/--no-figures", default=True, show_default=True, help="Single calls, growth and shapes too."
-)
-@_json_option
-def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any) -> None:
-    """What the index costs a request, beside floors that do less."""
-    from pathlib import Path
-
-    from radixkv.bench import index
-    from radixkv.bench.figures import Sizes
-
-    sizes = Sizes() if figures else None
-    with _counter("requests") as progress:
-        result = index.run(trace=Path(trace) if trace else None, figures=sizes, progress=progress, **options)
-    _print_result(result, index.table, as_json)
-
-
-@bench.command("policies")
-@click.option(
-    "--workload", type=click.Choice(["chat", "trace", "thin", "unique"]), default="chat", show_default=True
-)
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
-)
-@click.option("--policy", "policies", default="all", show_default=True, help="all, or some, between commas.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--limit", type=click.IntRange(1), help="Most requests of a round.")
-@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@_json_option
-def bench_policies(trace: str | None, policies: str, as_json: bool, **options: Any) -> None:
-    """What each eviction policy costs a request, as a multiple of LRU."""
-    from pathlib import Path
-
-    from radixkv.bench import policies as comparison
-
-    path = Path(trace) if trace else None
-    with _counter("requests") as progress:
-        result = comparison.run(
-            policies=_names(policies) or ("all",), trace=path, progress=progress, **options
-        )
-    _print_result(result, comparison.table, as_json)
-
-
-@bench.command("concurrency")
-@click.option("--num-blocks", type=click.IntRange(2), default=200_000, show_default=True)
-@click.option(
-    "--evict-blocks",
-    type=click.IntRange(1),
-    default=40_000,
-    show_default=True,
-    help="Blocks of each eviction.",
-)
-@click.option("--matches", type=click.IntRange(1), default=200_000, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@_json_option
-def bench_concurrency(as_json: bool, **options: Any) -> None:
-    """How long a match takes while another thread evicts and commits."""
-    from radixkv.bench import concurrency
-
-    with _progress(2 * len(concurrency.BESIDE), "measuring") as advance:
-        result = concurrency.run(progress=advance, **options)
-    _print_result(result, concurrency.table, as_json)
-
-
-@bench.command("fork")
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--block-size", type=click.IntRange(2), default=16, show_default=True)
-@click.option("--num-pairs", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
-@click.option("--num-rows", type=click.IntRange(1), help="Valid rows of each tail.  [drawn]")
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
-@click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@_json_option
-def bench_fork(as_json: bool, **options: Any) -> None:
-    """What a fork's copies cost."""
-    from radixkv.bench import fork
-
-    with _progress(len(options["num_pairs"]), "measuring") as advance:
-        result = fork.run(progress=lambda done, _: advance(done), **options)
-    _print_result(result, _fork_table, as_json)
-
-
-@bench.command("kernels")
-@click.option("--device", help="[the GPU if there is one, otherwise cpu]")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16", show_default=True
-)
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(2), default=128, show_default=True)
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--num-blocks", type=click.IntRange(1), default=1000, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@_json_option
-def bench_kernels(as_json: bool, **options: Any) -> None:
-    """Whether the kernels are right, and on a GPU how fast."""
-    from radixkv.bench import kernels
-
-    _print_result(kernels.run(**options), _kernels_table, as_json)
-
-
-@bench.command("replicas")
-@click.option("--figure", "groups", multiple=True, help="Only this group of figures; may be repeated.  [all]")
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL).  [generated]"
-)
-@click.option("--requests", type=click.IntRange(1), default=4_000, show_default=True, help="Of the trace.")
-@click.option("--segments", type=click.IntRange(2), default=100_000, show_default=True, help="A replica.")
-@click.option("--num-blocks", type=click.IntRange(2), default=5_000, show_default=True, help="A replica.")
-@click.option(
-    "--fleet", "fleets", type=click.IntRange(1), multiple=True, default=(8, 64, 1_000), show_default=True
-)
-@click.option("--redis", help="URL of a Redis to use.  [one of its own]")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@_json_option
-def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """What routing costs, and what it gains."""
-    from pathlib import Path
-
-    from radixkv.bench import replicas
-
-    def progress(what: str) -> None:
-        if sys.stderr.isatty():
-            click.echo(what, err=True)
-
-    chosen = replicas.Options(trace=Path(trace) if trace else None, progress=progress, **options)
-    _print_result(replicas.run(chosen, groups), replicas.table, as_json)
-
-
-def _fork_table(result: dict[str, Any]) -> str:
-    head = f"{result['device']}, {result['path']}, copy {result['copy_bytes_per_s'] / 1e9:.1f} GB/s"
-    return "\n".join([head, _table(result["results"], tuple(result["results"][0]))])
-
-
-def _kernels_table(result: dict[str, Any]) -> str:
-    head = f"{result['device']}, {result['path']}; as the reference: {', '.join(result['checked'])}"
-    rows = result["results"]
-    return "\n".join([head, _table(rows, tuple(rows[0])) if rows else result["note"]])
-
-
-@contextmanager
-def _counter(what: str) -> Iterator[Callable[[int], None]]:
-    """A running count on stderr, if that is a terminal, for work whose length isn't known."""
-    shown = sys.stderr.isatty()
-
-    def count(done: int) -> None:
-        if shown:
-            click.echo(f"\r{done} {what}", err=True, nl=False)
-
-    yield count
-    if shown:
-        click.echo(err=True)
-
-
-def _print_result(result: dict[str, Any], table: Callable[[dict[str, Any]], str], as_json: bool) -> None:
-    if as_json:
-        _print_json(result)
-    else:
-        click.echo(table(result))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 import click
 
-from radixkv.cli_output import client_options, json_option, print_json, progress, table
+from radixkv.cli_output import Number, client_options, json_option, print_json, progress, table
+from radixkv.pins import MAX_TTL_S
 
 _LOOK_AGAIN_S = 0.2
 
@@ -25,7 +26,13 @@ _LOOK_AGAIN_S = 0.2
     show_default=True,
     help="self, all, how many (the best, with others in the place of those that fail), or names: a,b.",
 )
-@click.option("--pin", "pin_s", type=float, metavar="SECONDS", help="Keep them resident there so long.")
+@click.option(
+    "--pin",
+    "pin_s",
+    type=Number(0, MAX_TTL_S, min_open=True),
+    metavar="SECONDS",
+    help="Keep them resident there so long.",
+)
 @json_option
 def warm(
     files: tuple[str, ...],
@@ -49,7 +56,8 @@ def warm(
             result = client.warm(fields, lambda share, index=index: advance(int(1000 * (index + share))))  # type: ignore[misc]
             rows.append({"source": source.name, **result})
             if pin_s is not None:
-                rows[-1]["pin"] = client.call("POST", "/v1/pins", {**fields, "ttl_s": pin_s})["id"]
+                pin = client.call("POST", "/v1/pins", {**fields, "ttl_s": pin_s})
+                rows[-1] |= {"pin": pin["id"], "pinned": pin["replicas"] or []}
     if as_json:
         print_json(rows)
     else:
@@ -58,9 +66,13 @@ def warm(
         click.echo(table(rows, columns))
         if where != "self":
             click.echo("\n".join(_outcomes(rows)))
-    num_failed = sum(_num_failed(row["replicas"], where) for row in rows)
-    if num_failed:
-        raise click.ClickException(f"{num_failed} warms on replicas failed")
+    failed = {
+        what: sum(_num_failed(row.get(field, []), where) for row in rows)
+        for what, field in (("warms", "replicas"), ("pins", "pinned"))
+    }
+    if any(failed.values()):
+        said = " and ".join(f"{number} {what}" for what, number in failed.items() if number)
+        raise click.ClickException(f"{said} on replicas failed")
 
 
 def _where(text: str) -> str | int | list[str]:
@@ -75,16 +87,24 @@ def _where(text: str) -> str | int | list[str]:
 def _num_failed(replicas: list[dict[str, Any]], where: str | int | list[str]) -> int:
     """Of a number of replicas that was asked for, those are missing that nobody stood in for."""
     num_done = len([each for each in replicas if each["state"] == "done"])
-    return max(0, (where if isinstance(where, int) else len(replicas)) - num_done)
+    num_wanted = where if isinstance(where, int) and replicas else len(replicas)
+    return max(0, num_wanted - num_done)
 
 
 def _outcomes(rows: list[dict[str, Any]]) -> list[str]:
-    return [
+    warmed = [
         f"{row['source']} on {each['replica']}: {each['state']}, "
         + (each["error"] or f"{each['tokens']} tokens, {each['computed']} computed")
         for row in rows
         for each in row.get("replicas", ())
     ]
+    unpinned = [
+        f"{row['source']} on {each['replica']}: not pinned, {each['error']}"
+        for row in rows
+        for each in row.get("pinned", ())
+        if each["state"] != "done"
+    ]
+    return warmed + unpinned
 
 
 @click.command()
@@ -167,7 +187,7 @@ def revoke_key(key_id: str, url: str, key: str | None) -> None:
 @client_options
 @click.option(
     "--timeout",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=60.0,
     show_default=True,
     help="Seconds to wait for the replicas.",

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isnan
 from typing import Any
 
 import click
@@ -33,6 +34,17 @@ class NewFile(click.Path):
             said = f"File {path!r} can't be written: '{folder}' is no directory that can be written to."
             self.fail(said, param, ctx)
         return path
+
+
+class Number(click.FloatRange):
+    """A number within bounds; ``FloatRange`` alone lets NaN through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if isnan(number):
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return number
 
 
 def client_options(command: Command) -> Command:
@@ -64,6 +76,33 @@ def progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
         length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()
     ) as bar:
         yield lambda done: bar.update(done - bar.pos)
+
+
+@contextmanager
+def counter(what: str) -> Iterator[Callable[[int], None]]:
+    """A running count on stderr, if that is a terminal, for work whose length isn't known."""
+    shown = sys.stderr.isatty()
+
+    def count(done: int) -> None:
+        if shown:
+            click.echo(f"\r{done} {what}", err=True, nl=False)
+
+    yield count
+    if shown:
+        click.echo(err=True)
+
+
+def print_result(result: dict[str, Any], table: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+    """A result as JSON, or as the text that ``table`` makes of it."""
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(table(result))
+
+
+def listed(text: str | None) -> list[str] | None:
+    """``a, b`` as its parts."""
+    return None if text is None else [name.strip() for name in text.split(",")]
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

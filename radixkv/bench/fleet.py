@@ -8,10 +8,9 @@ A replica computes ``PREFILL_TOKENS_S`` tokens a second of what its cache doesn'
 ``TOKEN_S`` seconds to each running sequence, whose blocks it keeps meanwhile. What was stored or evicted
 reaches the router ``PUBLISH_S`` later; loads as of the last second, as over a store.
 
-Requests come from a trace file of JSON lines (``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids`` of
-512 tokens, chained), or from a generator of the same shape: 38 % of the requests continue a conversation after
-a gap of two minutes in the median, prompts have 12,000 tokens in the mean and 7,000 in the median, and all begin
-with the same 512.
+Requests come from a trace (``simulation.trace``, blocks of 512 tokens), or from a generator of the same shape: 38 % of
+the requests continue a conversation after a gap of two minutes in the median, prompts have 12,000 tokens in the mean
+and 7,000 in the median, and all begin with the same 512.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from radixkv.coordination.protocol import WIRE_VERSION
 from radixkv.coordination.publisher import Publisher
 from radixkv.coordination.sources import Member
 from radixkv.coordination.view import RemoteLog, View
-from radixkv.errors import OutOfBlocks
+from radixkv.errors import ConfigError, OutOfBlocks
 from radixkv.namespaces import Namespace
 from radixkv.sequence import Sequence as Leased
 
@@ -228,11 +227,11 @@ class Simulation:
         self._num_events = 0
         self._generated = dict.fromkeys(self._by_name, 0)
         self._rank_ns: list[int] = []
-        self._cost = cost
+        self._cost, self._num_blocks = cost, num_blocks
         self._hear()
 
     def run(self, requests: Iterable[TraceLine], progress: Callable[[int], None] | None = None) -> Outcome:
-        """All of the requests, to their end."""
+        """All of the requests, to their end. Raises ConfigError for a prompt that no replica has room for."""
         started = time.perf_counter()
         for number, request in enumerate(requests):
             self._until(request.at_s)
@@ -258,6 +257,10 @@ class Simulation:
         if self.clock() >= self._heard_at + HEARD_EVERY_S:
             self._hear()
         key = self._prompts.key(request)
+        num_blocks = -(-len(key) // (4 * BLOCK_SIZE))
+        if num_blocks > self._num_blocks:  # it would wait for ever
+            allowed = f"room for every prompt; one takes {num_blocks} blocks of {BLOCK_SIZE} tokens"
+            raise ConfigError("--num-blocks", self._num_blocks, allowed)
         start = time.process_time_ns()
         chosen = self.router.rank(_NAMESPACE, key, limit=1)[0].replica.id
         self._rank_ns.append(time.process_time_ns() - start)

@@ -229,6 +229,9 @@ def cluster(options: Options) -> list[Figure]:
     """Hit rate and balance of a simulated fleet, and how cost grows with it."""
     linear = _simulate(options, 8, "linear", options.requests)
     turns = _simulate(options, 8, "round_robin", options.requests)
+    if not turns.hit_rate:
+        given = "generated" if options.trace is None else str(options.trace)
+        raise ConfigError("--trace", given, "requests that hit something under round robin too")
     figures = [
         Figure("cluster hit rate, linear ÷ round robin", linear.hit_rate / turns.hit_rate, "×", 1.8, False),
         Figure("cluster hit rate, linear", linear.hit_rate, "share of tokens"),

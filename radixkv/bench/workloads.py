@@ -10,19 +10,19 @@ Ids are drawn below 128,000. Every workload is a generator: the ids of one reque
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.bench.simulation.trace import MOONCAKE_BLOCK_TOKENS, stream
 from radixkv.errors import ConfigError
 
 VOCABULARY = 128_000
-SEGMENT_TOKENS = 512
+SEGMENT_TOKENS = MOONCAKE_BLOCK_TOKENS
 """Tokens that a hash id of a trace stands for."""
 
 Ids = NDArray[np.int64]
@@ -84,23 +84,21 @@ def unique(seed: int, requests: int = 700) -> Iterator[Request]:
 
 
 def trace_lines(path: Path, limit: int) -> Iterator[TraceLine]:
-    """The first ``limit`` requests of a file of JSON lines. Raises ConfigError, naming the line."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(islice(lines, limit), 1):
-            try:
-                yield _trace_line(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                allowed = "JSON with timestamp, hash_ids (integers), input_length and output_length (≥ 0)"
-                raise ConfigError(
-                    f"--trace line {number}", f"{type(error).__name__}: {error}", allowed
-                ) from error
+    """The first ``limit`` requests of a trace whose hashes are integers, in a format of ``simulation.trace``.
 
-
-def _trace_line(record: Any) -> TraceLine:
-    hash_ids, sizes = record["hash_ids"], (record["input_length"], record["output_length"])
-    if type(hash_ids) is not list or not all(type(each) is int and each >= 0 for each in (*hash_ids, *sizes)):
-        raise ValueError("a value that is no number of its kind")
-    return TraceLine(record["timestamp"] / 1000, hash_ids, *sizes)
+    Raises ConfigError: for a line that can't be read, naming it, and if there is no request.
+    """
+    number = 0
+    for number, request in enumerate(islice(stream(path, SEGMENT_TOKENS), limit), 1):
+        size = min(request.prompt_tokens, len(request.blocks) * SEGMENT_TOKENS)
+        hash_ids = [each for each in request.blocks if isinstance(each, int) and each >= 0]
+        if not size or len(hash_ids) < len(request.blocks):
+            raise ConfigError(
+                f"{path} request {number}", hash_ids[:3], "a prompt, of hashes that are integers ≥ 0"
+            )
+        yield TraceLine(request.time_s, hash_ids[: request.num_prompt_blocks], size, request.output_tokens)
+    if not number:
+        raise ConfigError("--trace", str(path), "a file with at least one request")
 
 
 def trace_file(seed: int, path: Path, limit: int) -> Iterator[Request]:

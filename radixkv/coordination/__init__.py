@@ -79,9 +79,13 @@ def connect(
         background=background,
     )
     if url is None:
-        from radixkv.coordination.memory import MemoryCoordinator
+        from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
 
+        if not isinstance(store, MemoryStore | None):
+            raise ConfigError("store", store, "a MemoryStore, or None")
         return MemoryCoordinator(settings, store)
+    if store is not None:
+        raise ConfigError("store", store, "None where there is a URL")
     try:
         from radixkv.coordination.redis import RedisCoordinator
     except ModuleNotFoundError as error:

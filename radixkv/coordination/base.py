@@ -45,6 +45,7 @@ from radixkv.coordination.store import Durable, Grant, Standing, Store
 from radixkv.coordination.tenants import OnPurge, Purge, Tenants
 from radixkv.coordination.wire import Entry, Registration, new_nonce, new_process
 from radixkv.errors import (
+    ArgumentError,
     ConfigError,
     CoordinationError,
     StaleEpoch,
@@ -267,6 +268,8 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def report_load(self, load: Load) -> None:
         """State the load that the next beat carries."""
+        if not isinstance(load, Load):
+            raise ArgumentError("load", load, "a Load")
         self._load = load
 
     # ---- tenants of the fleet

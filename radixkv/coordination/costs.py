@@ -26,6 +26,8 @@ Floats = NDArray[np.float64]
 MATCH_SHARE = 0.3
 LOAD_ABOVE = 64
 LOAD_TIMES = 1.5
+MAX_TEMPERATURE = 1e6
+"""At which all are as likely as each other."""
 
 
 class Facts(NamedTuple):

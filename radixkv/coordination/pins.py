@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.coordination.keys import mac
 from radixkv.coordination.protocol import JOB_STATES, FleetPin, JobPart, JobState, ReplicaInfo
+from radixkv.coordination.settings import REPLICA_ID
 from radixkv.coordination.wire import is_code, is_pin_id
 from radixkv.errors import ArgumentError
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
 
 MAX_PIN_S = 366 * 86_400.0
-_WANTED = re.compile(r"all|[1-9][0-9]{0,3}|=[A-Za-z0-9._-]{1,64}(,[A-Za-z0-9._-]{1,64})*")
+_WANTED = re.compile(f"all|[1-9][0-9]{{0,3}}|={REPLICA_ID}(,{REPLICA_ID})*")
 
 
 class FleetPins(ABC):

@@ -98,8 +98,8 @@ class Load:
     def __post_init__(self) -> None:
         for name in ("queued_prefill_tokens", "decode_blocks", "resident_blocks"):
             value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 0:
-                raise ArgumentError(name, value, "an integer ≥ 0")
+            if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**53:
+                raise ArgumentError(name, value, f"an integer from 0 to {2**53 - 1}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class Coordinator(Protocol):
         """
 
     def report_load(self, load: Load) -> None:
-        """State the load that the next beat carries."""
+        """State the load that the next beat carries. Raises ArgumentError."""
 
     def create_job(
         self,

@@ -32,6 +32,8 @@ _FETCH_S = 1.0
 """A new replica is seen after this long at the latest, or a beat's time if that is shorter."""
 _MIN_FETCH_S = 0.05
 _READS_A_POLL = 64
+_SILENT_S = 0.5
+"""After so long without an answer to a fetch the store counts as lost, well before the client gives it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,7 @@ class Reader:
     """Keeps ``remotes``, which is replaced, never changed. One poll at a time; the rest from any thread.
 
     any_block_size: follow replicas of any block size, not of the settings' alone. ``fetched_at``: when the
-    registrations were last read; ``is_lost``: the store didn't answer the last time; ``failed_at``: nor then, and
-    ``failure`` says why.
+    registrations were last read; ``failed_at``: when the store didn't answer, and ``failure`` says why.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Reader:
         self._replaced: dict[str, _Replaced] = {}
         self.fetched_at = float("-inf")
         self.failed_at = float("-inf")
-        self.is_lost = False
+        self._has_failed = False
+        self._asked_at = float("inf")
         self.failure = ""
         self._settings = settings
         self._keys = keys
@@ -126,6 +128,11 @@ class Reader:
         self._tried_at = self._fetch_at = float("-inf")
         self._failures = 0
         self._lock = threading.Lock()
+
+    @property
+    def is_lost(self) -> bool:
+        """The store didn't answer the last time, or lets wait for an answer too long; local."""
+        return self._has_failed or self._clock() > self._asked_at + _SILENT_S
 
     def step(self) -> float:
         """What the reader's thread repeats."""
@@ -157,7 +164,7 @@ class Reader:
             try:
                 yield
             except StoreUnavailable as error:
-                self.is_lost, self.failed_at, self.failure = True, self._clock(), str(error)
+                self._has_failed, self.failed_at, self.failure = True, self._clock(), str(error)
                 raise
             finally:
                 self.view.flush()
@@ -245,7 +252,11 @@ class Reader:
         self._tried_at = before
         self._fetch_at = before + min(self._settings.beat_s, _FETCH_S)
         old = self.remotes
-        fetched, after = self._store.fetch(), self._clock()
+        self._asked_at = before
+        try:
+            fetched, after = self._store.fetch(), self._clock()
+        finally:
+            self._asked_at = float("inf")
         self.fetched_at = before
         self._keep_sighted(fetched, before)
         self._fetch_at = before + self._pause_s(fetched.seen)
@@ -262,7 +273,7 @@ class Reader:
             if not self._read(0.0):
                 self._catch_up()
                 break
-        self.is_lost = False
+        self._has_failed = False
 
     def _is_turned(self, now: float) -> bool:
         """Whether the clock has jumped since the last look, or nobody has looked for two leases: times say nothing."""
@@ -360,7 +371,7 @@ class Reader:
         if not logs:
             return False
         news = self._store.read({name: (log.epoch, log.seq) for name, log in logs.items()}, block_s)
-        self.is_lost = False
+        self._has_failed = False
         for name, entries in news.items():
             for logged in entries:
                 if not self._take(name, logs[name], logged):

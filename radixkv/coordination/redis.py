@@ -48,7 +48,7 @@ from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.protocol import FleetPin, JobPart, Load, ReplicaInfo, WarmJob, Writer
-from radixkv.coordination.settings import Settings, check_published_block_size, without_password
+from radixkv.coordination.settings import REPLICA_ID, Settings, check_published_block_size, without_password
 from radixkv.coordination.store import (
     JOB_TTL_S,
     LISTED_S,
@@ -111,7 +111,7 @@ _RETENTION_MS = RETENTION_S * 1000
 _SNAPSHOT_TRIES = 3
 _TENANTS_A_CALL = 1_024
 _ENTRY_ID = re.compile(rb"([0-9]{1,15})-([0-9]{1,15})")
-_REPLICA_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_REPLICA_ID = re.compile(REPLICA_ID.encode())
 _URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
 _FORMS = (
     "redis://[user:password@]host[:port][/db], rediss://… (TLS), unix:///path, redis+cluster://host:port,host:port "

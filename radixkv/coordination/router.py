@@ -23,16 +23,17 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from radixkv import tokens
-from radixkv.coordination.costs import BASELINES, COSTS, CostName, Facts, Floats
+from radixkv.coordination.costs import BASELINES, COSTS, MAX_TEMPERATURE, CostName, Facts, Floats
 from radixkv.coordination.keys import DIGEST_BYTES
 from radixkv.coordination.protocol import SEGMENT_TOKENS, Load, ReplicaInfo
-from radixkv.coordination.settings import check_count
+from radixkv.coordination.settings import check_count, check_number
 from radixkv.coordination.sources import Member, Observer, Source
 from radixkv.coordination.wire import TIERS
 from radixkv.errors import ArgumentError, ConfigError
@@ -41,11 +42,14 @@ from radixkv.tokens import TOKEN_BYTES
 
 TIER_WEIGHTS: Mapping[str, float] = {"device": 1.0, "host": 0.75, "disk": 0.25}
 PREDICT_S = 5.0
+MAX_PREDICT_S = 3600.0
 _LOAD_AGE_S = 1.0
 """A load is measured up to this long before the beat that brings it."""
 _MAX_PREDICTED = 262_144
 """Placements in the predicted index: segments, each counted once for every replica that it was sent to."""
 _PLACEMENT_BYTES, _SENT_BYTES = 400, 130
+_COLD = 1e-9
+"""A temperature up to which chance decides nothing but ties."""
 _TICKS = 500
 """What is sent to one replica within this part of ``predict_s`` is kept as one number."""
 
@@ -68,8 +72,8 @@ class Candidate(NamedTuple):
 class Router:
     """Ranks replicas for prompts. Thread-safe.
 
-    cost: a name of ``costs.COSTS``. temperature: 0 for the best first. tier_weights: what a token held in a
-    tier is worth beside one on the device. Raises ConfigError.
+    cost: a name of ``costs.COSTS``. temperature: 0 for the best first, at most 1e6. tier_weights: what a token
+    held in a tier is worth beside one on the device. Raises ConfigError.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Router:
         self.temperature = _checked_temperature(temperature)
         self._weights = _checked_weights(tier_weights)
         self._predicted = Predicted(predict_s)
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(_checked_seed(seed))
         self._lock = threading.Lock()
         self._roster = _Roster(())
         self._turn = 0
@@ -151,8 +155,7 @@ class Router:
         """
         name = self.cost if cost is None else _checked_cost(cost)
         heat = self.temperature if temperature is None else _checked_temperature(temperature)
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ArgumentError("limit", limit, "an integer, at least 1, or None")
+        most = None if limit is None else _checked_limit(limit)
         _check_namespace(namespace)
         key = tokens.encode(token_ids)
         now = self.source.clock()
@@ -167,7 +170,7 @@ class Router:
         if ignore_load:
             roster, known = roster.unloaded(), known.unloaded()
             name = "random" if name == "round_robin" else name
-        return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, limit)
+        return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, most)
 
     def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
         """Say that a prompt was sent to a replica, for the predicted index; one that isn't known is no error.
@@ -175,6 +178,8 @@ class Router:
         Raises TokenError, ArgumentError. O(tokens).
         """
         _check_namespace(namespace)
+        if not isinstance(replica_id, str):
+            raise ArgumentError("replica_id", replica_id, "the id of a replica, a string")
         key, now = tokens.encode(token_ids), self.source.clock()
         member = next((each for each in self.source.members() if each.info.id == replica_id), None)
         if member is None:
@@ -265,9 +270,9 @@ class Router:
         with self._lock:
             chance = self._random.random(len(costs))
         spread = float(costs.max() - costs.min())
-        if heat > 0 and spread > 0:
+        if heat > _COLD and spread > 0:
             gumbel = -np.log(-np.log(np.maximum(chance, np.finfo(float).tiny)))
-            return np.argsort(costs / (heat * spread) - gumbel)
+            return np.argsort((costs - costs.min()) / spread / heat - gumbel)
         return np.lexsort((chance, costs))
 
 
@@ -324,8 +329,7 @@ class Predicted:
     """
 
     def __init__(self, keep_s: float) -> None:
-        if not isinstance(keep_s, int | float) or not 0 <= keep_s < float("inf"):
-            raise ConfigError("predict_s", keep_s, "0 seconds or more")
+        check_number("predict_s", keep_s, 0, MAX_PREDICT_S, f"0 to {MAX_PREDICT_S:.0f} seconds")
         self._keep_s = float(keep_s)
         self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
         self._num_held = 0
@@ -432,18 +436,32 @@ def _checked_cost(cost: str) -> CostName:
     raise ConfigError("cost", cost, f"one of {', '.join(COSTS)}")
 
 
-def _checked_temperature(temperature: object) -> float:
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise ConfigError("temperature", temperature, "0 or more")
+def _checked_temperature(temperature: Any) -> float:
+    check_number("temperature", temperature, 0, MAX_TEMPERATURE, f"a number from 0 to {MAX_TEMPERATURE:g}")
     return float(temperature)
 
 
+def _checked_seed(seed: Any) -> int | None:
+    if seed is None:
+        return None
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or int(seed) < 0:
+        raise ConfigError("seed", seed, "an integer ≥ 0, or None")
+    return int(seed)
+
+
+def _checked_limit(limit: Any) -> int:
+    if not isinstance(limit, Integral) or isinstance(limit, bool) or int(limit) < 1:
+        raise ArgumentError("limit", limit, "an integer, at least 1, or None")
+    return int(limit)
+
+
 def _checked_weights(weights: object) -> Floats:
-    known = weights if isinstance(weights, Mapping) else {}
-    are_shares = all(isinstance(each, int | float) and 0 <= each <= 1 for each in known.values())
-    if set(known) != set(TIERS) or not are_shares:
-        raise ConfigError("tier_weights", weights, f"0 to 1 for each of {', '.join(TIERS)}")
-    return np.array([known[tier] for tier in TIERS], np.float64)
+    allowed = f"0 to 1 for each of {', '.join(TIERS)}"
+    if not isinstance(weights, Mapping) or set(weights) != set(TIERS):
+        raise ConfigError("tier_weights", weights, allowed)
+    for weight in weights.values():
+        check_number("tier_weights", weight, 0, 1, allowed)
+    return np.array([weights[tier] for tier in TIERS], np.float64)
 
 
 def _check_namespace(namespace: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,7 +12,8 @@ from radixkv.coordination.keys import checked_secret
 from radixkv.coordination.protocol import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 
-_REPLICA_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+REPLICA_ID = "[A-Za-z0-9._-]{1,64}"
+"""What names a replica, as a regular expression."""
 _PASSWORD = re.compile(r"(password=)[^&#]*")
 _MAX_TEXT = 256
 
@@ -41,14 +42,15 @@ class Settings:
     """A snapshot is written, and the log trimmed behind the one before, after so many entries."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.replica_id, str) or not _REPLICA_ID.fullmatch(self.replica_id):
+        if not isinstance(self.replica_id, str) or not re.fullmatch(REPLICA_ID, self.replica_id):
             raise ConfigError("replica", self.replica_id, "1 to 64 characters of A-Z a-z 0-9 . _ -")
         checked_secret(self.fleet_secret)
         if not isinstance(self.fingerprint, str) or not 0 < len(self.fingerprint) <= _MAX_TEXT:
             raise ConfigError("fingerprint", self.fingerprint, f"1 to {_MAX_TEXT} characters")
-        if not isinstance(self.lease_s, int | float) or not 0.05 <= self.lease_s <= 3600:
-            raise ConfigError("lease_s", self.lease_s, "0.05 to 3600 seconds")
+        check_number("lease_s", self.lease_s, 0.05, 3600, "0.05 to 3600 seconds")
         check_address(self.address)
+        if not isinstance(self.background, bool):
+            raise ConfigError("background", self.background, "True or False")
         for name in ("block_size", "queue_records", "queue_bytes", "view_digests", "snapshot_entries"):
             check_count(name, getattr(self, name))
 
@@ -60,8 +62,15 @@ class Settings:
 
 def check_count(name: str, value: Any) -> None:
     """Raises ConfigError unless a setting is an integer, at least 1."""
-    if not isinstance(value, Integral) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigError(name, value, "an integer, at least 1")
+
+
+def check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
+    """Raises ConfigError unless a setting is a number from ``low`` to ``high``."""
+    number: Any = value
+    if not isinstance(value, Real) or isinstance(value, bool) or not low <= number <= high:
+        raise ConfigError(name, value, allowed)
 
 
 def check_address(address: object) -> None:

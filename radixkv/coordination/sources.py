@@ -124,7 +124,7 @@ class Followed:
 
     @property
     def is_lost(self) -> bool:
-        """The store didn't answer the last time, or came back without knowing any replica."""
+        """The store didn't answer the last time, nor does it now, or came back without knowing any replica."""
         return self.reader.is_lost or self._is_kept
 
     def members(self) -> Sequence[Member]:

@@ -21,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from radixkv.coordination.costs import CostName
+from radixkv.coordination.costs import MAX_TEMPERATURE, CostName
+from radixkv.coordination.settings import REPLICA_ID
 from radixkv.errors import ArgumentError, shown
 from radixkv.namespaces import Tenant
 from radixkv.pins import MAX_TTL_S
@@ -93,18 +94,24 @@ class LookupRequest(PromptFields):
     """What to look up."""
 
 
-def _place_form(value: Any) -> str:
+def _place_form(value: Any) -> str | None:
     if isinstance(value, list):
         return "names"
-    return "count" if isinstance(value, int) and not isinstance(value, bool) else "place"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "count"
+    return "place" if value in ("self", "all") else None
 
 
-ReplicaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+ReplicaName = Annotated[str, Field(pattern=f"^{REPLICA_ID}$")]
 Where = Annotated[
     Annotated[Literal["self", "all"], Tag("place")]
     | Annotated[int, Field(ge=1, le=1024), Tag("count")]
     | Annotated[list[ReplicaName], Field(min_length=1, max_length=MAX_NAMED_REPLICAS), Tag("names")],
-    Discriminator(_place_form),
+    Discriminator(
+        _place_form,
+        custom_error_type="where",
+        custom_error_message="Input should be 'self', 'all', a number of replicas or a list of their names",
+    ),
 ]
 
 
@@ -155,7 +162,9 @@ class RouteRequest(PromptFields):
     """A prompt that is to be sent to a replica."""
 
     cost: CostName | None = Field(None, description="what ranks the replicas; null: the server's")
-    temperature: float | None = Field(None, ge=0.0, description="0: the best first; above, by chance")
+    temperature: float | None = Field(
+        None, ge=0.0, le=MAX_TEMPERATURE, description="0: the best first; above, by chance"
+    )
     limit: int | None = Field(None, ge=1, description="most candidates in the answer")
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
         None, description="fingerprint; needed where replicas serve several"

@@ -22,8 +22,8 @@ from typing import cast, get_args
 from urllib.parse import urlsplit
 
 from radixkv.config import Scrub, policy_names
-from radixkv.coordination.costs import COSTS
-from radixkv.coordination.settings import REDIS_SCHEMES, without_password
+from radixkv.coordination.costs import COSTS, MAX_TEMPERATURE
+from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID, without_password
 from radixkv.errors import ConfigError
 from radixkv.service.limits import Limits
 
@@ -67,7 +67,6 @@ _OPTIONAL = (
 )
 SETTINGS = (*DEFAULTS, *_OPTIONAL)
 MIN_SECRET_BYTES = 16
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _DTYPES = ("float32", "bfloat16", "float16")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -189,7 +188,7 @@ class RouteSettings:
             keys=reader.path("keys", directory=False),
             model=reader.path("model", directory=True),
             cost=reader.choice("cost", tuple(COSTS)),
-            temperature=reader.number("temperature", 0.0, 1e6),
+            temperature=reader.number("temperature", 0.0, MAX_TEMPERATURE),
             max_segments=reader.integer("max-segments", 1, 10**9),
             tls=reader.tls(),
             limits=reader.limits(),
@@ -322,7 +321,7 @@ class _Reader:
         text = self.text("replica")
         if text is None:
             return f"replica-{secrets.token_hex(4)}"
-        if not _NAME.match(text):
+        if not re.fullmatch(REPLICA_ID, text):
             raise self.refuse("replica", "1 to 64 letters, digits, dots, dashes or underscores")
         return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -76,3 +77,26 @@ def test_a_trace_file_is_read_and_a_bad_line_named(tmp_path: Path) -> None:
     assert len(fleet.Prompts(0).key(request)) == 4 * 700
     with pytest.raises(ConfigError, match="line 2"):
         list(workloads.trace_lines(path, 10))
+    plain = {"time": 3, "tokens": 700, "output_tokens": 500, "block_tokens": 512, "hashes": [7, 8]}
+    path.write_text(json.dumps(plain) + "\n")
+    assert list(workloads.trace_lines(path, 10)) == [workloads.TraceLine(3.0, [7, 8], 700, 500)]
+    for wrong in ({"hashes": ["a", "b"]}, {"hashes": [-1, 8]}, {"tokens": 0}, {"block_tokens": 16}):
+        path.write_text(json.dumps({**plain, **wrong}) + "\n")
+        with pytest.raises(ConfigError, match=r"(request|line) 1"):
+            list(workloads.trace_lines(path, 10))
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="at least one request"):
+        list(workloads.trace_lines(path, 10))
+
+
+def test_a_trace_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": at, "input_length": 512, "output_length": 5, "hash_ids": [at]} for at in range(9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = replicas.Options(trace=path, num_blocks=100, fleets=(), requests=9)
+    with pytest.raises(ConfigError, match="requests that hit something"):
+        replicas.run(options, ["cluster"])
+    with pytest.raises(
+        ConfigError, match="--num-blocks=1 is not allowed: room for every prompt; one takes 2"
+    ):
+        replicas.run(replace(options, num_blocks=1), ["cluster"])

@@ -444,6 +444,7 @@ def test_a_thread_that_dies_of_a_bug_shows_in_the_health() -> None:
         ({"block_size": 24, "store": MemoryStore()}, "block_size"),
         ({"lease_s": 0.0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
+        ({"background": "no"}, "background"),
         ({"address": "127.0.0.1:8400"}, "address"),
         ({"address": "http://user:password@host"}, "address"),
         ({"address": "http://host/?query"}, "address"),
@@ -860,6 +861,7 @@ def away(after: int) -> list[tuple[bytes, int]]:
     [
         ("replica_id", None), ("fingerprint", 5), ("block_size", "16"), ("block_size", 16.0), ("lease_s", "9"),
         ("lease_s", float("nan")), ("address", 5), ("fleet_secret", "a text of sixteen characters"),
+        ("block_size", True), ("lease_s", True), ("lease_s", 10**400),
     ],
 )  # fmt: skip
 def test_settings_of_another_type_are_named(fleet: MemoryFleet, name: str, value: object) -> None:
@@ -873,11 +875,24 @@ def test_arguments_of_another_type_are_named(fleet: MemoryFleet) -> None:
         ("tenant", lambda: a.purge(5)), ("tenant", lambda: a.purge("")), ("tenant", lambda: a.reserve(None, 1)),
         ("blocks", lambda: a.reserve("acme", 1.5)), ("blocks", lambda: a.set_limit("acme", "9")),
         ("queued_prefill_tokens", lambda: Load(1.5)), ("decode_blocks", lambda: Load(0, "9")),  # type: ignore[arg-type]
+        ("queued_prefill_tokens", lambda: Load(2**53)), ("resident_blocks", lambda: Load(0, 0, True)),
+        ("load", lambda: a.report_load(None)), ("load", lambda: a.report_load(5)),
     ]  # fmt: skip
     for name, call in calls:
         with pytest.raises(ArgumentError, match=name):
             call()
     assert not fleet.store.accounts and not fleet.store.announced
+    a.report_load(Load(2**53 - 1))
+    fleet.settle()
+    assert fleet.store.records["a"].load == Load(2**53 - 1)
+
+
+def test_a_store_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="store=5 is not allowed: a MemoryStore, or None"):
+        alone(store=5)
+    with pytest.raises(ConfigError, match="None where there is a URL"):
+        connect("redis://127.0.0.1:1", replica_id="a", fleet_secret=SECRET, fingerprint="fp", block_size=16,
+                store=MemoryStore())  # fmt: skip
 
 
 def test_what_is_asked_too_early_says_nothing_of_the_store(fleet: MemoryFleet) -> None:

@@ -179,6 +179,30 @@ def test_without_the_store_it_falls_back_to_load(fleet: Fleet) -> None:
     assert fleet.best(ids) == "a" and not fleet.source.is_lost
 
 
+def test_a_store_that_stands_still_is_lost_before_its_client_gives_it_up(fleet: Fleet) -> None:
+    """So there is no moment, between the end of the last lease and the client's timeout, at which nobody is ranked."""
+    fleet.settle()
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Paused(MemoryStore):
+        def fetch(self, replica_ids: Any = None) -> Any:
+            asked.set()
+            assert go_on.wait(60)
+            return super().fetch(replica_ids)
+
+    fleet.store.__class__ = Paused
+    polling = threading.Thread(target=fleet.source.poll)
+    polling.start()
+    assert asked.wait(60)
+    fleet.clock.advance(LEASE_S - 1)
+    assert fleet.source.is_lost and fleet.router.rank(ACME, prompt(512)) and not fleet.router.is_blind
+    fleet.clock.advance(1.1)
+    assert len(fleet.router.rank(ACME, prompt(512))) == 3 and fleet.router.is_blind
+    go_on.set()
+    polling.join()
+    assert not fleet.source.is_lost and fleet.router.rank(ACME, prompt(512)) == []
+
+
 def test_a_lost_store_is_lost_though_nobody_is_known(fleet: Fleet) -> None:
     store = MemoryStore(fleet.clock)
     store.is_reachable = False
@@ -393,6 +417,29 @@ def test_settings_that_cannot_work_are_named(fleet: Fleet) -> None:
         Router(fleet.source, tier_weights={"device": 1.0})
     with pytest.raises(ConfigError, match="predict_s"):
         Router(fleet.source, predict_s=-1)
+    for wrong in (
+        {"temperature": True}, {"temperature": 10**400}, {"predict_s": True}, {"predict_s": 10**400}, {"seed": -1},
+        {"seed": True}, {"seed": "x"}, {"tier_weights": {"device": True, "host": 1, "disk": 0}},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Router(fleet.source, **wrong)  # type: ignore[arg-type]
+
+
+def test_numbers_of_any_type_are_numbers(fleet: Fleet) -> None:
+    fleet.settle()
+    router = Router(
+        fleet.source,
+        temperature=np.float32(0.5),
+        predict_s=np.int64(3),
+        seed=np.int64(3),  # type: ignore[arg-type]
+    )
+    assert len(router.rank(ACME, prompt(16), temperature=np.int64(1), limit=np.int64(2))) == 2  # type: ignore[arg-type]
+    with np.errstate(all="raise"):
+        for heat in (1e-320, 1e-8, 1e6):
+            fleet.load("a", queued=2**53 - 1)
+            fleet.settle()
+            found = [each.replica.id for each in router.rank(ACME, prompt(512), temperature=heat)]
+            assert sorted(found) == ["a", "b", "c"] and (heat > 1 or found[-1] == "a")
 
 
 def facts(prompt: int, *rows: tuple[float, float, float], turn: int = 0) -> Facts:
@@ -480,11 +527,19 @@ def test_a_router_that_cannot_be_made_leaves_nothing_behind() -> None:
 
 def test_questions_that_are_none(fleet: Fleet) -> None:
     fleet.settle()
-    for options in ({"limit": "2"}, {"limit": 1.5}, {"namespace": "acme"}, {"namespace": None}):
+    for options in (
+        {"limit": "2"},
+        {"limit": 1.5},
+        {"limit": True},
+        {"namespace": "acme"},
+        {"namespace": None},
+    ):
         with pytest.raises(ArgumentError, match=next(iter(options))):
             fleet.router.rank(**{"namespace": ACME, "token_ids": [1, 2], **options})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="temperature='hot'"):
         fleet.router.rank(ACME, [1, 2], temperature="hot")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="namespace"):
         fleet.router.routed("acme", [1, 2], "a")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="replica_id"):
+        fleet.router.routed(ACME, [1, 2], None)  # type: ignore[arg-type]
     assert len(fleet.router.rank(ACME, [])) == 3, "no prompt is one that nobody holds"

@@ -138,5 +138,9 @@ def test_on_the_command_line(service: Running, tmp_path: Path) -> None:
     assert [each["id"] for each in service.acme.get("/v1/pins").json()["pins"]] == [row["pin"]]
     table = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "600"])
     assert table.stdout.split("\n")[0].split()[-1] == "pin"
-    refused = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", "-1"])
-    assert refused.exit_code and "ttl_s" in str(refused.exception)
+    other = {"token_ids": [*range(900, 964)]}
+    path.write_text(json.dumps(other) + "\n")
+    for wrong in ("-1", "0", "nan", "inf", "x"):
+        refused = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", wrong])
+        assert refused.exit_code == 2 and "'--pin'" in refused.stderr and wrong in refused.stderr
+    assert service.acme.post("/v1/lookup", json=other).json()["matched_tokens"] == 0, "nothing was warmed"

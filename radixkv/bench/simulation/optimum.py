@@ -9,11 +9,13 @@ through, and which blocks are leased, and which requests find no room at all, de
 *Without bypass* (``optimum``) a request's blocks are all resident while it runs, as in a live cache: what is evicted
 for them are blocks that nobody leases. *With bypass* (``optimum_bypass``) a request may run outside of the cache:
 its blocks are kept only if their next use comes earlier than that of others, no request is refused, and leases
-don't bind. It is the bound for policies that decline to keep (``admit``).
+don't bind. It is the bound for policies that decline to keep (``admit``): exact where requests take no time or have no
+answers. Where an answer comes later than its prompt, blocks of it may be kept although what stands before them wasn't.
+No cache can do that, so there it is a bound, and not always reached.
 
-One reservation: an answer that comes out the same again uses its blocks without gaining tokens, and the rule counts
-that as a use. Where all answers are new when they are generated, as in every trace without equal requests, the
-result is exact.
+One reservation about the first: an answer that comes out the same again uses its blocks without gaining tokens, and
+the rule counts that as a use. Where all answers are new when they are generated, as in every trace without equal
+requests, the result is exact.
 
 Cost: O(uses × log uses), O(uses) memory.
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,10 +92,13 @@ class _Belady:
     first, then the deepest first; so the heap holds small integers, valid while they are their block's ``entry``.
     """
 
+    keeps_for_answers: ClassVar[bool] = True
+    """An answer that comes out the same again is a use of its blocks."""
+
     def __init__(self, trace: Trace, capacity: int, steps: list[Step]) -> None:
         self.capacity, self.steps = capacity, steps
         self.blocks: list[int] = trace.blocks.tolist()
-        order = _farthest_first(trace, steps)
+        order = _farthest_first(trace, steps, self.keeps_for_answers)
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
         self.rank: list[int] = rank.tolist()
@@ -183,6 +188,13 @@ class _Optimum(_Belady):
 class _Bypass(_Belady):
     """With bypass: of what is resident and what was just computed, the blocks with the nearest next uses stay."""
 
+    keeps_for_answers = False
+
+    def matched(self, step: Step) -> int:
+        """Resident blocks of the path, each by itself: an answer's may be there without those before them."""
+        resident = self.resident
+        return sum(resident[block] for block in self.blocks[step.low : step.high])
+
     def step(self, step: Step) -> None:
         """Keep everything, then the best of it."""
         for use in range(step.low, step.high):
@@ -195,7 +207,7 @@ class _Bypass(_Belady):
             self.evict()
 
 
-def _farthest_first(trace: Trace, steps: list[Step]) -> NDArray[np.int64]:
+def _farthest_first(trace: Trace, steps: list[Step], keeps_for_answers: bool) -> NDArray[np.int64]:
     """All uses, those first whose block is next used farthest ahead, or never; among equals the deepest."""
     never = len(steps)
     step_of = np.full(len(trace.blocks), never, np.int64)
@@ -205,5 +217,8 @@ def _farthest_first(trace: Trace, steps: list[Step]) -> NDArray[np.int64]:
     after = np.full(len(by_block), never, np.int64)
     same = trace.blocks[by_block[1:]] == trace.blocks[by_block[:-1]]
     after[by_block[:-1][same]] = step_of[by_block[1:][same]]
+    if not keeps_for_answers:
+        ends = np.array([*(step.ends for step in steps), False])
+        after[ends[after]] = never
     depth = np.arange(len(trace.blocks)) - np.repeat(trace.starts[:-1], np.diff(trace.starts))
     return np.lexsort((-depth, -after))

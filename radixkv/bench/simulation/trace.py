@@ -18,7 +18,8 @@ id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
                     (0 to 100), priority_duration_s (seconds that it holds) …; strings, numbers and booleans, null
                     for what it didn't know
 
-Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. Several files make one trace, merged by time.
+Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. A field that is null is left out. Several files
+make one trace, merged by time.
 
 In memory a trace is columns. A block's id stands for its *path*: the block, all before it, and the tenant. So
 equal ids mean equal prefixes, whatever the hashes of the file were chained over. Partial blocks at the end of a
@@ -162,6 +163,16 @@ def read(
     return build(requests, reader.block_tokens or block_tokens)
 
 
+def stream(path: Path, block_tokens: int) -> Iterator[Request]:
+    """The requests of one file with blocks of that size, as they stand there, partial blocks at their ends included.
+
+    Raises ConfigError for a line that can't be read, when it comes to it.
+    """
+    reader = _Reader(block_tokens, keep_tails=True)
+    reader.block_tokens = block_tokens
+    return reader.read(path, "default")
+
+
 def _only(requests: list[Request], tenants: Sequence[str]) -> list[Request]:
     known = sorted({request.tenant for request in requests})
     for tenant in tenants:
@@ -273,7 +284,7 @@ class _Reader:
 
     def read(self, path: Path, tenant: str) -> Iterator[Request]:
         try:
-            with path.open(encoding="utf-8") as lines:
+            with path.open(encoding="utf-8-sig") as lines:
                 for number, text in enumerate(lines, 1):
                     if text.strip():
                         yield self._request(_parse(f"{path} line {number}", text), tenant)
@@ -343,7 +354,7 @@ class _Reader:
             self.block_tokens = block_tokens
         if block_tokens != self.block_tokens:
             raise line.bad(
-                name, f"blocks of {self.block_tokens} tokens, as before; these have {block_tokens}"
+                name, f"blocks of {self.block_tokens} tokens, as elsewhere; these have {block_tokens}"
             )
 
 
@@ -354,4 +365,4 @@ def _parse(place: str, text: str) -> _Line:
         raise ConfigError(place, text.strip()[:80], f"JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ConfigError(place, text.strip()[:80], "a JSON object")
-    return _Line(place, fields)
+    return _Line(place, {name: value for name, value in fields.items() if value is not None})

@@ -89,6 +89,15 @@ def test_no_policy_beats_it(policy: str) -> None:
             assert ours.refused == best.refused, (seed, capacity)
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4])
+def test_bounds_exhaustive_search_with_bypass_where_answers_come_late(capacity: int) -> None:
+    for seed in range(40):
+        trace = small(seed)
+        found = optimum(trace, capacity, bypass=True)
+        assert int(found.hit_blocks.sum()) >= exhaustive(trace, capacity, bypass=True), seed
+        assert (found.hit_blocks <= trace.num_prompt_blocks).all()
+
+
 def test_bypass_is_never_worse_when_nothing_lasts() -> None:
     for seed in range(60):
         trace = small(seed, requests=40, lasting=False)

@@ -226,6 +226,11 @@ def test_the_command(trace: Path, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!doctype html>") and picture.read_text().endswith("</svg>\n")
 
 
+def test_capacities_are_exact_and_take_capitals(trace: Path) -> None:
+    done = command("simulate", str(trace), "--policy", "lru", "--capacity", "16.1k, 2K,0.001M,1e2", "--json")
+    assert [row["capacity"] for row in json.loads(done.stdout)["results"]] == [100, 1_000, 2_000, 16_100]
+
+
 def test_the_text(result: dict[str, Any]) -> None:
     text = table(result)
     assert "token hit rate, %" in text and "tenant globex" in text
@@ -247,7 +252,9 @@ def test_a_trace_may_come_by_a_pipe(trace: Path) -> None:
         (("--capacity", "1x"), "--capacity: '1x' is not allowed"),
         (("--capacity", "1.5"), "--capacity: '1.5' is not allowed"),
         (("--capacity", "nan"), "--capacity"),
-        (("--capacity", "1e99"), "--capacity"),
+        (("--capacity", "1e99"), "--capacity: '1e99' is not allowed"),
+        (("--capacity", "1e999999999999"), "--capacity: '1e999999999999' is not allowed"),
+        (("--capacity", "1k,,2k"), "--capacity: '' is not allowed"),
         (("--score-from", "soon"), "--score-from: 'soon' is not allowed"),
         (("--profile", "gpt"), "llama-3-8b"),
         (("--tflops", "0"), "--tflops"),
@@ -267,6 +274,9 @@ def test_complaints_about_files(tmp_path: Path) -> None:
     assert "--mix" in complaint(command("workload", "--mix", "talk=1"))
     assert "--duration" in complaint(command("workload", "--duration", "-1m"))
     assert "--duration: 0.0 is not allowed" in complaint(command("workload", "--duration", "0"))
+    assert "'--tokens-per-s': 'nan'" in complaint(command("workload", "--tokens-per-s", "nan"))
+    full = complaint(command("workload", "--duration", "1m", "--output", "/dev/full"), code=1)
+    assert "No space left on device" in full
     assert "the end of the trace, 60 s" in complaint(
         command("workload", "--mix", "rag=1@2m", "--duration", "1m")
     )

@@ -52,6 +52,17 @@ def test_the_plain_format(tmp_path: Path) -> None:
     assert trace.labels == ({"turn": 1}, None)
 
 
+def test_what_is_null_is_left_out(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("tenant", "duration_s", "output_tokens", "labels", "hash_ids", "token_ids"))
+    path = write(tmp_path / "trace.jsonl", {**LINE, **nothing})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    trace = read([path])
+    assert trace.tenants == ("default",) and trace.labels == (None,) and trace.prompt_tokens.tolist() == [40]
+    write(path, {**LINE, "tokens": None})
+    with pytest.raises(ConfigError, match="line 1: tokens=None"):
+        read([path])
+
+
 def test_token_ids_are_cut_into_blocks(tmp_path: Path) -> None:
     path = write(
         tmp_path / "trace.jsonl",
