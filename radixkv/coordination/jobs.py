@@ -17,19 +17,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from radixkv.coordination import protocol
 from radixkv.coordination.protocol import JOB_STATES, NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
 from radixkv.coordination.store import MAX_PARTS, Store
 from radixkv.coordination.wire import is_code
 from radixkv.errors import ArgumentError, StoreUnavailable
+from radixkv.namespaces import Namespace
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
     from radixkv.coordination.reader import Reader
     from radixkv.coordination.tenants import Tenants
-    from radixkv.namespaces import Namespace
 
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"([0-9a-f]{64})?")
+
+
+def _is_job_id(job_id: object) -> bool:
+    return isinstance(job_id, str) and _JOB_ID.fullmatch(job_id) is not None
 
 
 class WarmJobs(ABC):
@@ -66,12 +71,15 @@ class WarmJobs(ABC):
     ) -> WarmJob:
         """Record a warm job with a part, queued, for each replica. See the protocol."""
         for name, value in (("num_tokens", num_tokens), ("num_left_out", num_left_out)):
-            if value < 0:
-                raise ArgumentError(name, value, "an integer ≥ 0")
-        if job_id is not None and not _JOB_ID.fullmatch(job_id):
+            protocol.check_amount(name, value)
+        if not isinstance(namespace, Namespace):
+            raise ArgumentError("namespace", namespace, "a Namespace")
+        if job_id is not None and not _is_job_id(job_id):
             raise ArgumentError("job_id", job_id, "32 hex digits")
-        if not _DIGEST.fullmatch(request):
+        if not isinstance(request, str) or not _DIGEST.fullmatch(request):
             raise ArgumentError("request", request, "64 hex digits")
+        if isinstance(replica_ids, str) or not isinstance(replica_ids, Sequence):
+            raise ArgumentError("replica_ids", replica_ids, "a list of names")
         if len(set(replica_ids)) > MAX_PARTS:
             raise ArgumentError("replica_ids", len(set(replica_ids)), f"at most {MAX_PARTS} replicas")
         asked = self._asked(replica_ids)
@@ -112,7 +120,7 @@ class WarmJobs(ABC):
 
     def forget_job(self, job_id: str) -> None:
         """Nobody asks for the job any more. Raises StoreUnavailable."""
-        if _JOB_ID.fullmatch(job_id):
+        if _is_job_id(job_id):
             self.store.drop_job(job_id)
 
     def extend_job(self, job_id: str, replica_id: str) -> bool:
@@ -135,11 +143,10 @@ class WarmJobs(ABC):
             raise ArgumentError("state", state, ", ".join(sorted(JOB_STATES)))
         numbers = {"num_tokens_done": num_tokens_done, "num_tokens_cached": num_tokens_cached, "ms": ms}
         for name, value in numbers.items():
-            if value < 0:
-                raise ArgumentError(name, value, "an integer ≥ 0")
+            protocol.check_amount(name, value)
         if not is_code(error):
             raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
-        if not _JOB_ID.fullmatch(job_id):
+        if not _is_job_id(job_id):
             return False
         part = JobPart(*self._mine, state, num_tokens_done, error, num_tokens_cached, ms)
         return self.store.save_part(job_id, part)
@@ -150,7 +157,7 @@ class WarmJobs(ABC):
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
         """The job, or None if there is none of that tenant."""
-        job = self.store.load_job(job_id) if _JOB_ID.fullmatch(job_id) else None
+        job = self.store.load_job(job_id) if _is_job_id(job_id) else None
         if job is None or job.tenant_digest != self.keys.tenant(tenant):
             return None
         is_seen_to = job.num_wanted > 0 and job.owner != NOBODY

@@ -87,6 +87,12 @@ NOBODY = Writer("", 0, "")
 """The owner of a job that was given up: no further replica will be asked."""
 
 
+def check_amount(name: str, value: object) -> None:
+    """Raises ArgumentError unless it is an integer, ≥ 0, that every store can keep."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**53:
+        raise ArgumentError(name, value, f"an integer from 0 to {2**53 - 1}")
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What routing costs need to know of a replica; absolute values, sent with each beat."""
@@ -97,9 +103,7 @@ class Load:
 
     def __post_init__(self) -> None:
         for name in ("queued_prefill_tokens", "decode_blocks", "resident_blocks"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**53:
-                raise ArgumentError(name, value, f"an integer from 0 to {2**53 - 1}")
+            check_amount(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

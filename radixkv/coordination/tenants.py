@@ -332,5 +332,5 @@ def _check_tenant(tenant: object) -> None:
 
 
 def _check_blocks(blocks: object) -> None:
-    if not isinstance(blocks, int) or not 0 <= blocks <= _MAX_BLOCKS:
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= _MAX_BLOCKS:
         raise ArgumentError("blocks", blocks, f"an integer from 0 to {_MAX_BLOCKS}")

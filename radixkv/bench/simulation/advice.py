@@ -47,7 +47,12 @@ def size(num_blocks: float, result: Mapping[str, Any]) -> str:
 
 
 def _less_memory(lru: Row, best: Row, result: Mapping[str, Any]) -> str | None:
+    """None where LRU itself has that rate with less, which is said there."""
     saved, capacity = best["memory_saved"], lru["capacity"]
+    if not _rate(lru):
+        return _instead_of_nothing(best, size(capacity, result)) if _rate(best) else None
+    if lru["memory_saved"] >= _WORTH_SAYING:
+        return None
     if saved is None or saved < _WORTH_SAYING:
         return f"At {size(capacity, result)} no policy that was tried beats LRU's {_percent(_rate(lru))}."
     needed = best["capacity_for_lru_rate"]
@@ -59,6 +64,10 @@ def _less_memory(lru: Row, best: Row, result: Mapping[str, Any]) -> str | None:
         f"{size(needed, result)} for {_percent(_rate(lru))}{guess}. "
         f"With all of it, {_percent(_rate(best))}."
     )
+
+
+def _instead_of_nothing(best: Row, capacity: str) -> str:
+    return f"At {capacity}, LRU hits nothing, and {best['policy']} {_percent(_rate(best))}."
 
 
 def _best_overall(online: list[Row]) -> list[str]:

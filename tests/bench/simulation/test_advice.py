@@ -10,6 +10,7 @@ from radixkv.bench.simulation.advice import advise
 SIZES = (1_000, 2_000, 4_000)
 LRU = {1_000: 0.10, 2_000: 0.20, 4_000: 0.25}
 OPTIMUM = dict.fromkeys(SIZES, 0.30)
+SAME = {size: float(size) for size in SIZES}
 
 
 def rows(policy: str, rates: dict[int, float], needed: Mapping[int, float | None]) -> list[dict[str, Any]]:
@@ -27,11 +28,15 @@ def rows(policy: str, rates: dict[int, float], needed: Mapping[int, float | None
     ]
 
 
-def said(*online: dict[str, Any], endless: float = 0.3) -> str:
-    same = {size: float(size) for size in SIZES}
+def said(
+    *online: dict[str, Any],
+    endless: float = 0.3,
+    lru: Mapping[int, float] = LRU,
+    same: Mapping[int, float] = SAME,
+) -> str:
     result = {
         "results": list(online),
-        "baselines": [*rows("lru", LRU, same), *rows("optimum", OPTIMUM, same)],
+        "baselines": [*rows("lru", dict(lru), same), *rows("optimum", OPTIMUM, same)],
         "block_bytes": 2**26,
         "endless_token_hit_rate": endless,
         "different_blocks": 9_000,
@@ -50,6 +55,21 @@ def test_less_memory_for_the_same_hit_rate() -> None:
     assert "700 blocks (47 GB) for 10.0 %, a guess: nothing below 1,000 was run." in text
     assert "good closes most of the gap: 31.7 % on average." in text
     assert "In its worst stretch, 0–1,200 s at 4,000 blocks, it lies 2.0 points below LRU." in text
+
+
+def test_what_lru_has_with_less_is_no_merit_of_another() -> None:
+    good = rows("good", {1_000: 0.15, 2_000: 0.25, 4_000: 0.26}, {1_000: 700, 2_000: 1_400, 4_000: 1_400})
+    flat = {1_000: 0.10, 2_000: 0.20, 4_000: 0.20}
+    text = said(*good, lru=flat, same={1_000: 1_000, 2_000: 2_000, 4_000: 2_000})
+    assert "At 2,000 blocks (134 GB), good has the same hit rate as LRU with 30 % less" in text
+    assert "At 4,000 blocks" not in text
+
+
+def test_lru_that_hits_nothing_is_not_beaten_by_no_memory() -> None:
+    good = rows("good", {1_000: 0.15, 2_000: 0.0, 4_000: 0.26}, {1_000: 0, 2_000: 0, 4_000: 1_400})
+    text = said(*good, lru={1_000: 0.0, 2_000: 0.0, 4_000: 0.25}, same={1_000: 0, 2_000: 0, 4_000: 4_000})
+    assert "At 1,000 blocks (67 GB), LRU hits nothing, and good 15.0 %." in text
+    assert "At 2,000 blocks" not in text and "100 % less" not in text and "0 blocks (0" not in text
 
 
 def test_the_best_at_each_capacity_is_named() -> None:
