@@ -195,6 +195,9 @@ class Evictor:
         inserted, size = tree.tenant.on_inserted, self._segment_blocks
         assert inserted is not None
         above = None if parent is tree.root else parent
+        if deepest.parent is parent:  # as it mostly is
+            inserted(deepest, deepest.num_blocks, deepest.depth, hints, ghost_keys, above)
+            return
         told = before = parent.depth // size
         for node in path_between(parent, deepest):
             passed = node.depth // size

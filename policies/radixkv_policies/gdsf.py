@@ -54,7 +54,6 @@ class GDSF(LeafPolicy[Costed]):
 
     profile: ClassVar[PrefillProfile] = LLAMA_8B
     uses_ghost_keys: ClassVar[bool] = True
-    ranks_by_depth: ClassVar[bool] = True
 
     def begin(self) -> None:
         super().begin()
@@ -76,15 +75,23 @@ class GDSF(LeafPolicy[Costed]):
         return piece.num_uses
 
     def entered(self, node: Handle, piece: Costed, depth: int) -> None:
-        piece.rank = piece.inflation + piece.num_uses * (1 + self._per_block * depth)
-        self._leaves.add(node, piece.rank, piece.stamp)
+        self._leaves.add(node, self._ranked(piece, depth), piece.stamp)
 
     def left(self, node: Handle, piece: Costed) -> None:
         self._leaves.discard(node)
 
     def trimmed(self, node: Handle, num_blocks: int) -> None:
-        self._inflation = max(self._inflation, self._states[node].pieces[-1].rank)
+        state = self._states[node]
+        piece = state.pieces[-1]
+        if piece.rank > self._inflation:
+            self._inflation = piece.rank
         super().trimmed(node, num_blocks)
+        if num_blocks and state.pieces[-1] is piece and piece.num_blocks:
+            self._leaves.lower(node, self._ranked(piece, state.depth))
+
+    def _ranked(self, piece: Costed, depth: int) -> float:
+        piece.rank = rank = piece.inflation + piece.num_uses * (1 + self._per_block * depth)
+        return rank
 
     def victim(self) -> Handle | None:
         return self._leaves.first()

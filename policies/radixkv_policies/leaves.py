@@ -12,8 +12,8 @@ So a leaf ranks by its last piece, and loses no more than that before it is rank
 remembers may outlive its eviction: ``memory`` of it goes to the ``Ghosts``, under the keys of its segments, and comes
 back in ``made``. Blocks that a request adds to its own leaf join its last piece, as long as nobody else used that.
 
-``LeafHeap`` is an order over leaves by a key that doesn't change while a leaf is in it, ``LeafQueue`` one by stamps,
-most of which come in order.
+``LeafHeap`` is an order over leaves by a key that doesn't grow while a leaf is in it, ``LeafQueue`` one by keys most
+of which come in order.
 
 State a node: about 300 bytes with one piece, and what a subclass adds. Cost: O(1) a hook, O(pieces) for ``touched``
 and ``split``, and what a subclass adds.
@@ -22,6 +22,7 @@ and ``split``, and what a subclass adds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from radixkv_policies._mypyc import mypyc_attr
@@ -37,6 +38,7 @@ GHOSTS_PER_SEGMENT: Final = 4
 """And so many for each segment that the cache can hold, if that is more."""
 
 
+@mypyc_attr(acyclic=True)
 class _Run:
     """Segments that went together, shallowest first. ``size``: how many of them are remembered, the first ones."""
 
@@ -548,6 +550,15 @@ class LeafHeap:
         self._places[node].node = None
         del self._places[node]
 
+    def lower(self, node: Handle, key: float) -> None:
+        """A leaf that is in it has a smaller key, or the same. O(1) if it is the first."""
+        place = self._places[node]
+        if place is self._heap.places[0]:
+            place.key = key
+        else:
+            self.discard(node)
+            self.add(node, key, place.second)
+
     def first(self) -> Handle | None:
         """The leaf that comes first, or None."""
         place = self._heap.first()
@@ -560,19 +571,19 @@ class LeafHeap:
 
 
 class LeafQueue:
-    """Leaves by stamp, the oldest first. O(1) for those that come in order, O(log n) amortised for the others.
+    """Leaves by ``(key, stamp)``, the smallest first. O(1) for those that come in order, O(log n) amortised for others.
 
-    A leaf comes with the stamp of its last use or of its insertion, so most are the youngest and stand in a row; a
-    parent that became a leaf is older, and goes to a heap beside it. Stamps are above 0.
+    A leaf's key is of its last use or of its insertion, so most are the youngest and stand in a row; a parent that
+    became a leaf is older, and goes to a heap beside it.
     """
 
-    __slots__ = ("_at", "_late", "_places", "_row", "_serial", "_youngest")
+    __slots__ = ("_at", "_last", "_late", "_places", "_row", "_serial")
 
     def __init__(self) -> None:
         self._places: dict[Handle, Place] = {}
         self._row: list[Place] = []
         self._at = 0  # those before it have left the row
-        self._youngest = 0  # of the row
+        self._last = Place(None, -inf, 0.0, 0)  # of the row
         self._late = Heap([])
         self._serial = 0
 
@@ -582,12 +593,12 @@ class LeafQueue:
     def __contains__(self, node: Handle) -> bool:
         return node in self._places
 
-    def add(self, node: Handle, stamp: int) -> None:
-        """A leaf that isn't in it."""
+    def add(self, node: Handle, key: float, stamp: float = 0.0, now: float = inf) -> None:
+        """A leaf that isn't in it. now: the key of newcomers; a leaf with a greater one is kept beside the row."""
         self._serial += 1
-        self._places[node] = place = Place(node, stamp, 0.0, self._serial)
-        if stamp > self._youngest:
-            self._youngest = stamp
+        self._places[node] = place = Place(node, key, stamp, self._serial)
+        if key <= now and self._last.is_before(place):
+            self._last = place
             self._row.append(place)
         else:
             self._late.push(place)
@@ -610,4 +621,4 @@ class LeafQueue:
         if at == len(row):
             return None if late is None else late.node
         oldest = row[at]
-        return oldest.node if late is None or oldest.key <= late.key else late.node
+        return oldest.node if late is None or oldest.is_before(late) else late.node

@@ -24,7 +24,7 @@ from math import exp, inf, log
 from typing import ClassVar, Final
 
 from radixkv_policies._mypyc import mypyc_attr
-from radixkv_policies.leaves import LeafHeap, LeafPolicy, Piece
+from radixkv_policies.leaves import LeafPolicy, LeafQueue, Piece
 from radixkv_policies.policy import Handle
 
 FIRST_GAP_S: Final = 120.0
@@ -89,7 +89,7 @@ class LRFU(LeafPolicy[Decayed]):
 
     def begin(self) -> None:
         super().begin()
-        self._leaves = LeafHeap()
+        self._leaves = LeafQueue()
         self._half_life = HalfLife()
         self._virtual, self._virtual_at = 0.0, self._clock()
 
@@ -135,7 +135,7 @@ class LRFU(LeafPolicy[Decayed]):
         return piece.score, piece.ended_s
 
     def entered(self, node: Handle, piece: Decayed, depth: int) -> None:
-        self._leaves.add(node, piece.score, piece.stamp)
+        self._leaves.add(node, piece.score, piece.stamp, self._virtual)
 
     def left(self, node: Handle, piece: Decayed) -> None:
         self._leaves.discard(node)
