@@ -21,7 +21,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from itertools import count
 from typing import ClassVar, Final
 
 import numpy as np
@@ -93,7 +92,7 @@ class Learned(LeafPolicy[Returning]):
         self._leaf_of: dict[Facts, Handle] = {}  # the evictable leaf that ends with what a request used last
         self.moved: list[Returning] = []  # what the request that was opened last superseded
         self._undescribed: deque[tuple[int, _Key]] = deque()
-        self._numbers = count()
+        self._num_ended = 0  # uses so far
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._num_blocks = places_in_blocks(_TOKENS, self._block_tokens)
         self._last_facts: Facts | None = None
@@ -153,7 +152,8 @@ class Learned(LeafPolicy[Returning]):
         group = piece.group = self._group_of(piece)
         if facts is not self._last_facts or group != self._last_group or now_s != self._last_s:
             self._last_facts, self._last_group, self._last_s = facts, group, now_s
-            self._last_number = next(self._numbers)
+            self._last_number = self._num_ended
+            self._num_ended += 1
         piece.number = self._last_number
         self._model.log.append((piece.number, now_s, group, piece.num_blocks / self._segment_blocks))
 
@@ -247,7 +247,8 @@ class Learned(LeafPolicy[Returning]):
         """The class of what a request used; ``place``: of its number of uses."""
         labels = facts.labels
         turn, new = _place(_TURNS, facts.turn), _place(self._new_blocks, facts.num_new)
-        length, pause = _place(self._num_blocks, facts.end), bisect_left(_PAUSES_S, facts.gap_s)
+        length = _place(self._num_blocks, facts.end)
+        pause = bisect_left(_PAUSES_S, facts.gap_s) if facts.gap_s > 0.0 else 0
         places = ((((place << 4 | turn) << 4 | new) << 4 | length) << 4 | pause) << 1 | facts.superseded
         if not labels:
             group = self._groups.get(places)
@@ -337,7 +338,9 @@ class Leaves:
     def add(self, node: Handle, group: int, ended_s: float, now_s: float) -> None:
         """A leaf that isn't in it."""
         self._serial += 1
-        rank: float = self._rank.item(group, bisect_right(_EDGES_S, now_s - ended_s) - 1)
+        age_s = now_s - ended_s
+        age = 0 if age_s < _EDGES_S[1] else bisect_right(_EDGES_S, age_s) - 1  # most have just come
+        rank: float = self._rank.item(group, age)
         place = self._places[node] = Ranked(node, rank, ended_s, self._serial, group)
         if len(self._heap.places) > 2 * len(self._places) + 64:
             for each in self._heap.places:
