@@ -55,9 +55,9 @@ LEVEL_RIDGE: Final = 0.1
 """How strongly the level of a bin is held to the prior's."""
 
 LEVEL_TIE: Final = 10.0
-"""How strongly it is held as far from the prior's as the levels of the bins before and after it: an age that nothing has
-reached yet is judged by the ages before it. When each was held to the prior's alone, what had waited long ranked above
-what comes, where little returned: a cache that was full for the first time gave up what was new.
+"""How strongly it is held as far from the prior's as the levels of the bins beside it: an age that nothing has reached
+yet is judged by those before it. When each bin was held to the prior alone, what had waited long ranked above what
+comes, where little returned: a cache that was full for the first time gave up what was new.
 """
 
 OLDEST_Z: Final = 0.9
