@@ -43,7 +43,7 @@ MAX_SHADOW: Final = 1_024
 
 HALF_LIFE_S: Final = 600.0
 MARGIN: Final = 1.5
-MIN_GAIN: Final = 0.03
+MIN_GAIN: Final = 0.01
 
 MAX_LOSS: Final = 0.002
 """Of all uses, over the whole run: how far shadows may fall behind that of ``lru``."""

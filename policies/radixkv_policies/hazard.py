@@ -51,8 +51,14 @@ RIDGE: Final = 400.0
 tell less than so many that are independent.
 """
 
-LEVEL_RIDGE: Final = 2.0
+LEVEL_RIDGE: Final = 0.1
 """How strongly the level of a bin is held to the prior's."""
+
+LEVEL_TIE: Final = 10.0
+"""How strongly it is held as far from the prior's as the levels of the bins beside it: an age that nothing has reached
+yet is judged by those before it. When each bin was held to the prior alone, what had waited long ranked above what
+comes, where little returned: a cache that was full for the first time gave up what was new.
+"""
 
 OLDEST_Z: Final = 0.9
 """From this log age on, 315 s, features tell the same of each bin: of older ages there is too little evidence for more,
@@ -85,7 +91,7 @@ class HazardModel:
         self._rows = _Rows()
         self._counted_s = 0.0
         self._basis = _basis()
-        self._prior = _prior_logits()
+        self._prior, self._ties = _prior_logits(), _ties()
         self._level, self._weights = self._prior.copy(), np.zeros((NUM_FEATURES, 3))
         self.rank = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
 
@@ -141,10 +147,12 @@ class HazardModel:
             flat, NUM_BINS
         )
         curve[:NUM_BINS, NUM_BINS:] = curve[NUM_BINS:, :NUM_BINS].T
-        ridge = np.repeat((LEVEL_RIDGE, RIDGE), (NUM_BINS, flat))
-        curve[np.diag_indices(NUM_BINS + flat)] += ridge + np.append(weight.sum(axis=0), np.zeros(flat))
-        held = np.append(self._level - self._prior, self._weights)
-        slope = np.append(excess.sum(axis=0), _product(features, excess) @ basis) - ridge * held
+        curve[np.diag_indices(NUM_BINS + flat)] += np.append(weight.sum(axis=0), np.full(flat, RIDGE))
+        curve[:NUM_BINS, :NUM_BINS] += self._ties
+        slope = np.append(
+            excess.sum(axis=0) - (self._ties * (self._level - self._prior)).sum(axis=1),
+            _product(features, excess) @ basis - RIDGE * self._weights,
+        )
         step = _solved(curve, slope)
         step *= MAX_STEP / max(float(np.abs(step).max()), MAX_STEP)
         self._level = self._level + step[:NUM_BINS]
@@ -275,6 +283,12 @@ def _basis() -> Floats:
     """ψ of each bin, ``[NUM_BINS, 3]``; of older ones than ``OLDEST_Z`` the same."""
     z = np.minimum(np.linspace(-1.7, 1.7, NUM_BINS), OLDEST_Z)
     return np.stack((np.ones(NUM_BINS), z, z * z - 1), axis=1)
+
+
+def _ties() -> Floats:
+    """The curvature by which levels are held to the prior's, and to each other: ``[NUM_BINS, NUM_BINS]``."""
+    apart = np.diff(np.eye(NUM_BINS), axis=0)
+    return LEVEL_RIDGE * np.eye(NUM_BINS) + LEVEL_TIE * _product(apart, apart)
 
 
 def _prior_logits() -> Floats:

@@ -192,6 +192,19 @@ def test_the_model_settles_however_far_it_has_to_go() -> None:
     assert misplaced < 0.01 * model.at_risk.sum()
 
 
+def test_an_age_that_nothing_has_reached_is_judged_by_those_before_it() -> None:
+    """Nothing returns within a minute: what waits longer than any did is worth a small part of what it was at first."""
+    model = HazardModel()
+    group = model.add_class()
+    model.describe(group, [0.0] * NUM_FEATURES)
+    minute = int(np.searchsorted(EDGES_S, 60.0))
+    model.at_risk[group, :minute] = 20_000.0
+    for _ in range(20):
+        model.update(0.0, fit=True)
+    ranks, at_first = model.rank[group, minute:-1], HazardModel().rank[0, minute:-1]
+    assert (ranks < 0.1 * at_first).all()
+
+
 def test_a_step_solves_its_equations() -> None:
     """As LAPACK does, which would take all cores for it."""
     rng = np.random.default_rng(2)
