@@ -7,11 +7,16 @@ answered). A label that no policy knows is carried and ignored.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 Label = str | int | float | bool
 """The value of a label."""
+
+MAX_DURATION_S = 1e12
+"""How long a priority may hold, if it ends at all."""
 
 DEFAULT_PRIORITY = 35
 """The priority of what was given none; TensorRT-LLM's."""
@@ -81,5 +86,10 @@ def _check_priority(priority: object) -> None:
 def _check_duration(duration_s: object) -> None:
     if duration_s is None:
         return
-    if isinstance(duration_s, bool) or not isinstance(duration_s, (int, float)) or not duration_s > 0:
-        raise ValueError(f"duration_s={duration_s!r} is not allowed: seconds > 0, or None for ever")
+    if (
+        isinstance(duration_s, bool)
+        or not isinstance(duration_s, (int, float))
+        or not (0 < duration_s <= MAX_DURATION_S or duration_s == inf)
+    ):
+        allowed = f"seconds > 0, at most {MAX_DURATION_S:.0e}, or None for ever"
+        raise ValueError(f"duration_s={reprlib.repr(duration_s)} is not allowed: {allowed}")

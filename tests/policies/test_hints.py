@@ -27,6 +27,7 @@ from radixkv_policies import RequestHints, TokenRange
         (lambda: RequestHints(priority="high"), "priority='high' is not allowed"),
         (lambda: RequestHints(duration_s="1"), "duration_s='1' is not allowed: seconds > 0"),
         (lambda: RequestHints(duration_s=float("nan")), "duration_s=nan is not allowed"),
+        (lambda: RequestHints(duration_s=10**400), r"duration_s=1000.*000 is not allowed: .* at most 1e\+12"),
         (lambda: RequestHints(labels=[("type", "chat")]), r"labels=\[.*\] is not allowed: a mapping"),
         (lambda: RequestHints(labels=None), "labels=None is not allowed"),
         (lambda: RequestHints(ranges=((0, 4, 5),)), "is not allowed: a tuple of TokenRange"),
