@@ -230,7 +230,7 @@ def pack_snapshot(groups: Iterable[tuple[bytes, str, AbstractSet[bytes]]]) -> Sn
     room = MAX_SNAPSHOT_DIGESTS
     parts = [_MAGIC]
     for namespace, tier, held in groups:
-        digests = list(islice(held, room))
+        digests = held if len(held) <= room else list(islice(held, room))
         room -= len(digests)
         if digests:
             parts.append(_GROUP.pack(namespace, TIERS.index(tier), len(digests)) + b"".join(digests))
