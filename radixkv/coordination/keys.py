@@ -78,8 +78,8 @@ def checked_secret(secret: object) -> bytes:
 def mac(secret: bytes, label: str, *fields: str | int | bytes) -> bytes:
     """HMAC-SHA256 over the framed label and fields: 32 bytes.
 
-    Not by ``hmac.digest``, which lets the interpreter's lock go for its microsecond: beside a busy thread it takes 5 ms
-    to get it back, and the publisher took a second to meet 64 tenants.
+    Not by ``hmac.digest``, which lets the interpreter's lock go for its microsecond: beside a busy thread it takes
+    milliseconds to get it back, at each of several digests for every tenant that the publisher meets.
     """
     return hmac.new(secret, frame(label, *fields), "sha256").digest()
 
