@@ -113,9 +113,9 @@ class TenantStats:
 class Journal(Protocol):
     """Hears what becomes resident and what leaves, at a coarse grain.
 
-    Called under the cache's lock: an implementation may only append to a queue. Ranges are in tokens and are
-    reported only if they contain a multiple of ``grain_tokens`` (itself a multiple of the block size): the
-    segment that ends at token ``e`` is resident from a ``stored`` with ``start < e ≤ stop`` until a ``removed``
+    Called under the cache's lock: an implementation waits for nothing and takes a microsecond or so, for an append to
+    a queue and at most a pass over a short key. Ranges are in tokens and are reported only if they contain a multiple
+    of ``grain_tokens`` (itself a multiple of the block size): the segment that ends at token ``e`` is resident from a ``stored`` with ``start < e ≤ stop`` until a ``removed``
     with ``start < e ≤ stop``, or a ``cleared``. ``key`` begins with the key (uint32 bytes, see ``tokens``) of the
     ids ``[0, stop)``, and is at most twice as long: it is what the cache has already, and nothing is copied for it.
     """

@@ -101,7 +101,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
         self._registered = False
         self._dirty = False
         self._process = new_process()
-        self._held = Writer(settings.replica_id, 0, "")
+        self._writer = Writer(settings.replica_id, 0, "")
         self._seq = self._num_beats = 0
         self._proof = ""
         self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
@@ -171,7 +171,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
             if self._registered and self._state != "fenced":
                 try:
                     with self._storing():
-                        self.store.leave(self._writer())
+                        self.store.leave(self._writer)
                 except StoreUnavailable:
                     pass
             self._registered = False
@@ -225,11 +225,11 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def info(self) -> ReplicaInfo:
         """This replica; local."""
-        remaining_s, held = max(0.0, self._lease_until - self.clock()), self._held
+        remaining_s, writer = max(0.0, self._lease_until - self.clock()), self._writer
         return ReplicaInfo(
             id=self.replica_id,
-            epoch=held.epoch,
-            nonce=held.nonce,
+            epoch=writer.epoch,
+            nonce=writer.nonce,
             address=self._address,
             fingerprint=self.settings.fingerprint,
             block_size=self.settings.block_size,
@@ -289,14 +289,14 @@ class BaseCoordinator(WarmJobs, FleetPins):
         with self._writing, self._storing():
             self._require_registration()
             raised = self._counted(self.tenants.raise_generation(tenant))
-            self.tenants.follow_own(self._writer(), tenant, raised)
+            self.tenants.follow_own(self._writer, tenant, raised)
             return self._reported(tenant, raised.replicated)
 
     def heed(self) -> None:
         """Obey and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
         with self._writing, self._storing():
             self._require_registration()
-            self.tenants.follow(self._writer(), is_new=False)
+            self.tenants.follow(self._writer, is_new=False)
 
     def purge_report(self, tenant: str) -> Purge:
         """How far the tenant's last purge has come. Raises StoreUnavailable."""
@@ -315,7 +315,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
         """State how many blocks this replica wants to hold of a tenant's quota. See the protocol."""
         with self._writing, self._storing():
             self._require_registration()
-            return self.tenants.reserve(self._writer(), tenant, blocks, self.settings.lease_s)
+            return self.tenants.reserve(self._writer, tenant, blocks, self.settings.lease_s)
 
     def _counted(self, written: Durable) -> Durable:
         self._num_unreplicated += written.replicated is False
@@ -422,11 +422,11 @@ class BaseCoordinator(WarmJobs, FleetPins):
         """Fence whoever had the id before. Its log begins with a clear, at 1."""
         nonce = new_nonce(self._process)
         booted = self._counted(self.store.boot(self._registration(self._epoch, nonce)))
-        self._held = Writer(self.replica_id, booted.value, nonce)
+        self._writer = Writer(self.replica_id, booted.value, nonce)
         self._seq = 1
         self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
         self._is_new_epoch = True
-        self._proof = self.keys.proof(*self._held, self._address or "")
+        self._proof = self.keys.proof(*self._writer, self._address or "")
         self._registered = True
         self._dirty = self._dirty or self._publisher.mirror.num_digests > 0
 
@@ -434,7 +434,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
         before = self.clock()
         self._num_beats += 1
         standing = self.store.beat(
-            self._writer(), self._num_beats, self.settings.lease_s, self._proof, self._load
+            self._writer, self._num_beats, self.settings.lease_s, self._proof, self._load
         )
         self._obey(standing)
         if standing.verdict == "OK":
@@ -443,18 +443,15 @@ class BaseCoordinator(WarmJobs, FleetPins):
             self._dirty = self._dirty or standing.last_seq != self._seq
             others = self.reader.registrations()
             has_come = self._is_new_epoch or bool(others - self._met)
-            raised = self.tenants.restore(self._writer(), everything=has_come)
-            self.tenants.follow(self._writer(), is_new=self._is_new_epoch, raised=raised)
+            raised = self.tenants.restore(self._writer, everything=has_come)
+            self.tenants.follow(self._writer, is_new=self._is_new_epoch, raised=raised)
             self._is_new_epoch, self._met = False, others
             self._heard_until = before + self.settings.lease_s
-            self.tenants.restate(self._writer(), self.settings.lease_s)
-
-    def _writer(self) -> Writer:
-        return self._held
+            self.tenants.restate(self._writer, self.settings.lease_s)
 
     @property
     def _epoch(self) -> int:
-        return self._held.epoch
+        return self._writer.epoch
 
     def _heal(self) -> None:
         """Register again if the store forgot it, replace the holdings if the log can't be trusted."""
@@ -470,7 +467,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
     def _send_holdings(self) -> None:
         """Let the mirror take the place of all that was written."""
         seq, self._seq = self._seq, self._seq + 2  # which it takes
-        standing = self.store.snapshot(self._writer(), seq, 0, self._publisher.mirror, anew=True)
+        standing = self.store.snapshot(self._writer, seq, 0, self._publisher.mirror, anew=True)
         self._obey(standing)
         if standing.verdict == "OK":
             self._seq = self._snapshot_seq = standing.last_seq
@@ -487,7 +484,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
             return
         keep_from, kept_bytes = self._snapshot_seq + 1, self._log_bytes
         mirror = self._publisher.mirror
-        standing = self.store.snapshot(self._writer(), self._seq, keep_from, mirror, anew=False)
+        standing = self.store.snapshot(self._writer, self._seq, keep_from, mirror, anew=False)
         self._obey(standing)
         if standing.verdict == "OK":
             self._snapshot_seq = self._seq
@@ -539,7 +536,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
             return
         self._dirty = True
         first_seq, self._seq = self._seq + 1, self._seq + len(entries)
-        standing = self.store.append(self._writer(), first_seq, entries)
+        standing = self.store.append(self._writer, first_seq, entries)
         self._dirty = False
         self._obey(standing)
         if standing.verdict == "OK":

@@ -494,7 +494,7 @@ class MemoryCoordinator(BaseCoordinator):
         return self.reader.known()
 
     def _living(self, replica_ids: Sequence[str]) -> set[Writer]:
-        return {self._writer()} if self._is_alone else super()._living(replica_ids)
+        return {self._writer} if self._is_alone else super()._living(replica_ids)
 
 
 def _advance(record: Record, seq: int) -> Standing:

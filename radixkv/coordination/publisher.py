@@ -3,9 +3,9 @@
     cache, under its lock ──append──▶ queue (bounded) ──drain(), another thread──▶ digests ──▶ mirror
                                                                                          └──▶ entries to write
 
-Under the cache's lock a record costs an append: no lock, no keyed digest, no thread woken unless the publisher
-sleeps. Of a short key the chain is hashed there and then, while the processor still has it at hand, and the key is
-not kept: a queue full of keys makes caller and publisher read and write cold memory, which costs both of them more.
+Under the cache's lock a record of a long key costs an append: no lock, no keyed digest, no thread woken unless the
+publisher sleeps. Of a short key the chain is hashed there and then, while the processor still has it at hand, and
+the key is not kept: a queue full of keys makes caller and publisher read and write cold memory, which costs more.
 Everything else happens in ``drain``, on the publisher's thread. A queue that is full drops all it
 holds and all that follows until the next ``drain``, which says so: then nothing that was published can be
 relied on, the mirror is emptied, and ``rebuild`` fills it from the cache itself. A lost ``stored`` would only

@@ -1084,7 +1084,7 @@ def twins(fleet: Fleet) -> tuple[BaseCoordinator, BaseCoordinator]:
     for _ in range(2):
         fleet.forget("b")
         found.append(fleet.replica("b", background=False, lease_s=600.0))
-        found[-1]._held = found[-1]._held._replace(epoch=ahead)
+        found[-1]._writer = found[-1]._writer._replace(epoch=ahead)
         found[-1].register()
     lost, kept = found
     assert lost.info().epoch == kept.info().epoch and lost.info().nonce != kept.info().nonce
