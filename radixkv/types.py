@@ -115,9 +115,10 @@ class Journal(Protocol):
 
     Called under the cache's lock: an implementation waits for nothing and takes a microsecond or so, for an append to
     a queue and at most a pass over a short key. Ranges are in tokens and are reported only if they contain a multiple
-    of ``grain_tokens`` (itself a multiple of the block size): the segment that ends at token ``e`` is resident from a ``stored`` with ``start < e ≤ stop`` until a ``removed``
-    with ``start < e ≤ stop``, or a ``cleared``. ``key`` begins with the key (uint32 bytes, see ``tokens``) of the
-    ids ``[0, stop)``, and is at most twice as long: it is what the cache has already, and nothing is copied for it.
+    of ``grain_tokens`` (itself a multiple of the block size): the segment that ends at token ``e`` is resident from a
+    ``stored`` with ``start < e ≤ stop`` until a ``removed`` with ``start < e ≤ stop``, or a ``cleared``. ``key`` begins
+    with the key (uint32 bytes, see ``tokens``) of the ids ``[0, stop)``, and is at most twice as long: it is what the
+    cache has already, and nothing is copied for it.
     """
 
     grain_tokens: int
