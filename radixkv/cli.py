@@ -439,8 +439,9 @@ def simulate(
 ) -> None:
     """Which hit rate would which policy have had on TRACEs, at which capacity?
 
-    A TRACE is a file of JSON lines: Mooncake's format, or what `radixkv serve --record` and `radixkv workload` write.
-    Several are merged by time. The optimum is that of an offline oracle, with and without bypass.
+    A TRACE is a file of JSON lines: Mooncake's or Bailian's format, or what `radixkv serve --record` and
+    `radixkv workload` write. Several are merged by time. The optimum is that of an offline oracle, with and without
+    bypass.
     """
     from pathlib import Path
 

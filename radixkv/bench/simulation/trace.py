@@ -1,7 +1,11 @@
-"""Traces: what was asked of a cache, when and by whom. Two formats of JSON lines, told apart by their fields.
+"""Traces: what was asked of a cache, when and by whom. Three formats of JSON lines, told apart by their fields.
 
 **Mooncake's** (FAST'25): ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one chained
 id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
+
+**Bailian's** (ATC'25): ``chat_id``, ``timestamp`` (s), ``input_length``, ``output_length``, ``hash_ids`` (an id for
+each ``block_tokens`` = 16 tokens of the prompt); ``parent_chat_id`` (-1: none), ``type`` and ``turn`` become labels,
+with the first chat of a conversation as its ``session``.
 
 **Plain**, one object a line, what ``radixkv serve --record`` and ``radixkv workload`` write:
 
@@ -18,8 +22,8 @@ id for each ``block_tokens`` = 512 tokens of the prompt, the last one partial).
                     (0 to 100), priority_duration_s (seconds that it holds) …; strings, numbers and booleans, null
                     for what it didn't know
 
-Mooncake lines may have ``tenant``, ``duration_s`` and ``labels`` too. A field that is null is left out. Several files
-make one trace, merged by time.
+Mooncake's and Bailian's lines may have ``tenant``, ``duration_s`` and ``labels`` too. A field that is null is left out.
+Several files make one trace, merged by time.
 
 In memory a trace is columns. A block's id stands for its *path*: the block, all before it, and the tenant. So
 equal ids mean equal prefixes, whatever the hashes of the file were chained over. Partial blocks at the end of a
@@ -46,6 +50,9 @@ from radixkv_policies import RequestHints
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens that one of Mooncake's hash ids stands for."""
+
+BAILIAN_BLOCK_TOKENS = 16
+"""Tokens that one of Bailian's hash ids stands for."""
 
 MAX_BLOCKS = 2**32 - 1
 """Different blocks in a trace: ids are uint32, and the last one is not given out."""
@@ -249,11 +256,12 @@ class _Line:
             raise self.bad(name, "a string of at least one character")
         return value
 
-    def labels(self) -> Labels | None:
+    def labels(self, others: Labels) -> Labels | None:
+        """What ``labels`` say, and ``others`` where they say nothing."""
         value = self._fields.get("labels")
         if value is not None and not isinstance(value, dict):
             raise self.bad("labels", "an object")
-        known = {name: label for name, label in (value or {}).items() if label is not None}
+        known = {**others, **{name: label for name, label in (value or {}).items() if label is not None}}
         try:
             hints_of(known)
         except ValueError as error:
@@ -281,8 +289,10 @@ class _Reader:
     def __init__(self, block_tokens: int, keep_tails: bool) -> None:
         self.block_tokens: int | None = None
         self._cut_tokens, self._keep_tails = block_tokens, keep_tails
+        self._sessions: dict[int, int] = {}  # the first chat of each chat's conversation, in Bailian's files
 
     def read(self, path: Path, tenant: str) -> Iterator[Request]:
+        self._sessions = {}
         try:
             with path.open(encoding="utf-8-sig") as lines:
                 for number, text in enumerate(lines, 1):
@@ -293,14 +303,17 @@ class _Reader:
 
     def _request(self, line: _Line, tenant: str) -> Request:
         parse: Callable[[_Line], tuple[float, Sequence[int | str | bytes], int, int]]
-        if "hash_ids" in line:
+        labels: Labels = {}
+        if "hash_ids" in line and "chat_id" in line:
+            parse, labels = self._bailian, self._labels_of_chat(line)
+        elif "hash_ids" in line:
             parse = self._mooncake
         elif "hashes" in line:
             parse = self._hashed
         elif "token_ids" in line:
             parse = self._tokens
         else:
-            raise line.bad("hashes", "hash_ids (Mooncake), hashes or token_ids")
+            raise line.bad("hashes", "hash_ids (Mooncake, Bailian), hashes or token_ids")
         time_s, blocks, prompt, output = parse(line)
         assert self.block_tokens is not None
         num_prompt_blocks = self._num_blocks(prompt)
@@ -312,7 +325,7 @@ class _Reader:
             prompt,
             output,
             line.number("duration_s", 0.0),
-            line.labels(),
+            line.labels(labels),
         )
 
     def _num_blocks(self, tokens: int) -> int:
@@ -321,19 +334,34 @@ class _Reader:
         return -(-tokens // self.block_tokens) if self._keep_tails else tokens // self.block_tokens
 
     def _mooncake(self, line: _Line) -> tuple[float, Sequence[int | str | bytes], int, int]:
-        self._agree(line, "hash_ids", MOONCAKE_BLOCK_TOKENS)
+        return line.number("timestamp") / 1e3, *self._hash_ids(line, MOONCAKE_BLOCK_TOKENS)
+
+    def _bailian(self, line: _Line) -> tuple[float, Sequence[int | str | bytes], int, int]:
+        return line.number("timestamp"), *self._hash_ids(line, BAILIAN_BLOCK_TOKENS)
+
+    def _labels_of_chat(self, line: _Line) -> Labels:
+        chat, parent = line.count("chat_id"), line.count("parent_chat_id", -1, low=-1)
+        session = chat if parent < 0 else self._sessions.get(parent, parent)
+        self._sessions[chat] = session
+        labels: dict[str, str | int] = {"session": session}
+        if "type" in line:
+            labels["type"] = line.text("type", "")
+        if "turn" in line:
+            labels["turn"] = line.count("turn")
+        return labels
+
+    def _hash_ids(self, line: _Line, block_tokens: int) -> tuple[Sequence[int | str | bytes], int, int]:
+        self._agree(line, "hash_ids", block_tokens)
         prompt = line.count("input_length")
         kept = self._num_blocks(prompt)
         hashes, output = line.hashes("hash_ids", kept), line.count("output_length", 0)
-        most = (prompt + output) // MOONCAKE_BLOCK_TOKENS + 2
+        most = (prompt + output) // block_tokens + 2
         if (
             len(hashes) > most
         ):  # blocks of another size, of which the first few would be taken for the whole prompt
-            allowed = (
-                f"an id for each {MOONCAKE_BLOCK_TOKENS} tokens, at most {most} here; there are {len(hashes)}"
-            )
+            allowed = f"an id for each {block_tokens} tokens, at most {most} here; there are {len(hashes)}"
             raise line.bad("hash_ids", allowed)
-        return line.number("timestamp") / 1e3, hashes[:kept], prompt, output
+        return hashes[:kept], prompt, output
 
     def _hashed(self, line: _Line) -> tuple[float, Sequence[int | str | bytes], int, int]:
         self._agree(line, "block_tokens", line.count("block_tokens", low=1))

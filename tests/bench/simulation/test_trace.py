@@ -1,4 +1,4 @@
-"""Both formats are read, equal prefixes are equal ids, and what can't be read is named."""
+"""All formats are read, equal prefixes are equal ids, and what can't be read is named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from radixkv.errors import ConfigError
 from tests.bench.simulation.traces import mooncake, write
 
 LINE = {"time": 0, "tokens": 40, "block_tokens": 16, "hashes": ["a", "b"]}
+CHAT = {"chat_id": 4, "timestamp": 0, "input_length": 40, "output_length": 9, "hash_ids": [1, 2, 3]}
 
 
 def test_mooncakes_format(tmp_path: Path) -> None:
@@ -28,6 +29,31 @@ def test_mooncakes_format(tmp_path: Path) -> None:
     assert trace.blocks.tolist() == [0, 0, 1], "partial blocks at the end are dropped"
     assert trace.tenants == ("default",)
     assert read([path], keep_tails=True).blocks.tolist() == [0, 1, 0, 2, 3]
+
+
+def test_bailians_format(tmp_path: Path) -> None:
+    known = {"type": "text", "turn": 1, "parent_chat_id": -1}
+    longer = {"input_length": 60, "hash_ids": [1, 2, 3, 4], "labels": {"turn": 7, "tool_pending": True}}
+    path = write(
+        tmp_path / "trace.jsonl",
+        {**CHAT, **known},
+        {**CHAT, **known, **longer, "chat_id": 9, "parent_chat_id": 4, "timestamp": 61.5, "turn": 2},
+        {**CHAT, "chat_id": 12, "parent_chat_id": 9, "timestamp": 70},
+        {**CHAT, "chat_id": 13, "parent_chat_id": 2, "timestamp": 71, "tenant": "acme"},
+    )
+    trace = read([path])
+    assert trace.block_tokens == 16 and trace.times.tolist() == [0.0, 61.5, 70.0, 71.0]
+    assert trace.prompt_tokens.tolist() == [40, 60, 40, 40]
+    assert trace.blocks.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4], "partial blocks are dropped, tenants apart"
+    assert trace.labels == (
+        {"session": 4, "type": "text", "turn": 1},
+        {"session": 4, "type": "text", "turn": 7, "tool_pending": True},
+        {"session": 4},
+        {"session": 2},
+    )
+    again = read([path, write(tmp_path / "other.jsonl", {**CHAT, "chat_id": 20, "parent_chat_id": 9})])
+    assert again.labels[1] == {"session": 9}, "another file's chats are others"
+    assert read([write(tmp_path / "plain.jsonl", {**LINE, "chat_id": 3})]).labels == (None,)
 
 
 def test_the_plain_format(tmp_path: Path) -> None:
@@ -118,6 +144,12 @@ def test_several_files_are_several_tenants(tmp_path: Path) -> None:
         ({**LINE, "block_tokens": 32}, "blocks of 16 tokens"),
         ({"timestamp": 0, "input_length": 512, "output_length": 0, "hash_ids": [1]}, "blocks of 16 tokens"),
         ({"time": 0, "token_ids": [1, -2]}, "index 1"),
+        ({**CHAT, "chat_id": "a"}, "line 2: chat_id"),
+        ({**CHAT, "parent_chat_id": -2}, "line 2: parent_chat_id"),
+        ({**CHAT, "type": 3}, "line 2: type"),
+        ({**CHAT, "turn": -1}, "line 2: turn"),
+        ({**CHAT, "hash_ids": [1]}, "line 2: hash_ids"),
+        ({**CHAT, "hash_ids": [*range(9)]}, "an id for each 16 tokens, at most 5 here; there are 9"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], said: str) -> None:
