@@ -115,18 +115,18 @@ def quantisers() -> Iterator[Configuration]:
         form = Quantized(pool, scheme)
         name = f"{scheme}{'-native' * is_native}/{pool.geometry.head_dim}"
         sides = (
-            ("quantize", quantize_triton.quantize_kernel, quantize_triton.quantizing_constants),
-            ("dequantize", quantize_triton.dequantize_kernel, quantize_triton.constants),
+            (quantize_triton.quantizing_constants, quantize_triton.quantizing_warps),
+            (quantize_triton.constants, quantize_triton.dequantizing_warps),
         )
-        for verb, kernel, constants in sides:
+        for verb, (constants, warps) in zip(("quantize", "dequantize"), sides, strict=True):
+            kernel = getattr(quantize_triton, f"{verb}_kernel")
             fixed = constants(form, is_native=is_native)
-            warps = quantize_triton.num_warps(form)
             targets = (
                 None
                 if scheme != "fp8"
                 else [target for target in TARGETS if (target in HAVE_E4M3) == is_native]
             )
-            yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps, None, targets)
+            yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps(form), None, targets)
 
 
 def reorders() -> Iterator[Configuration]:
@@ -168,14 +168,15 @@ def reorders() -> Iterator[Configuration]:
 def compiled(configuration: Configuration, target: tuple[str, str | int, int], num_warps: int) -> Any:
     """The kernel as a launch with 16-byte aligned pointers would compile it."""
     arguments, constants = configuration.arguments, configuration.constants
-    pointers = [index for index, kind in enumerate(arguments.values()) if kind.startswith("*")]
+    pointers = [index for index, kind in enumerate(arguments.values()) if kind[0] == "*"]
     source = ASTSource(
         fn=configuration.kernel,
         signature={**arguments, **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
         attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
     )
-    return triton.compile(source, target=GPUTarget(*target), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget(*target), options=options)
 
 
 def cuda_resources(cubin: bytes) -> dict[str, int] | None:
