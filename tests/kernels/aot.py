@@ -33,7 +33,7 @@ class Configuration(NamedTuple):
 
     name: str
     kernel: Any
-    arguments: dict[str, str]
+    arguments: dict[str, str | tuple[str, ...]]
     constants: dict[str, object]
     num_warps: int
     wide_bytes: int | None
@@ -79,11 +79,12 @@ def copies(chunks: list[int]) -> Iterator[Configuration]:
             strides = {"read_planes": shape.READ_PLANE, "write_planes": shape.WRITE_PLANE}
             planes = {name: "i64" if stride else "*i64" for name, stride in strides.items()}
             few, many = copy_triton.copy_few_kernel, copy_triton.copy_kernel
-            pairs = {name: "i32" for name in few.arg_names[2:] if name.islower()}
             table = {"pairs": "*i32", "num_chunks": "i32"}
             kinds = [("copy", many, planes | table)]
             if layout in ("llama-3-8b", "hnd", "rows-of-3-bytes"):
-                kinds.append(("few", few, planes | pairs))
+                for num_pairs in copy_triton.FEW:
+                    columns = dict.fromkeys(("sources", "targets", "num_rows"), ("i32",) * num_pairs)
+                    kinds.append((f"few/{num_pairs}", few, planes | columns))
             for name, kernel, arguments in kinds:
                 yield Configuration(
                     f"{name}/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide
