@@ -34,9 +34,11 @@ from radixkv_kernels.pool import Geometry, Pool
 
 CHUNK = 1024
 """4 KiB: one pair is spread over a whole GPU. Larger chunks were no faster for many pairs either."""
-MAX_NUM_WARPS = 4
-FEW = (8, 32)
-"""Up to so many pairs are arguments of a launch: a kernel for a beam step's, and one for a batch's."""
+MAX_NUM_WARPS = 2
+"""64 bytes a thread. With 4 warps, half of which have nothing to do for a single row, 512 such rows take 5 % longer."""
+FEW = {8: MAX_NUM_WARPS, 32: 4}
+"""Up to so many pairs are arguments of a launch, a beam step's or a batch's: a kernel each, of so many warps at most.
+96 numbers are more than an MI300's scalar registers hold beside what 2 warps need there."""
 MAX_NUM_LANES = 65535
 """Of the second dimension of a grid."""
 TYPES = {
@@ -71,10 +73,9 @@ class CopyShape(NamedTuple):
     WRITE_ALIGNMENT: int
     CHUNK: int
 
-    @property
-    def num_warps(self) -> int:
+    def num_warps(self, most: int = MAX_NUM_WARPS) -> int:
         """As many as have 16 bytes a thread: more would narrow the loads of a short lane."""
-        return min(MAX_NUM_WARPS, max(1, self.CHUNK // 128))
+        return min(most, max(1, self.CHUNK // 128))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -263,13 +264,14 @@ class Copier:
         self._lanes_per_pair = shape.NUM_PLANES * shape.NUM_LANES
         constants = shape._asdict()
         self._few = {
-            num: launch.Launcher(copy_few_kernel, constants, num_warps=shape.num_warps) for num in FEW
+            num: launch.Launcher(copy_few_kernel, constants, num_warps=shape.num_warps(most))
+            for num, most in FEW.items()
         }
-        self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps)
+        self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps())
 
     def may_copy_few(self, num_pairs: int) -> bool:
         """Whether so many are few, and their lanes not too many for a dimension of the grid."""
-        return num_pairs <= FEW[-1] and self._lanes_per_pair <= MAX_NUM_LANES
+        return num_pairs <= max(FEW) and self._lanes_per_pair <= MAX_NUM_LANES
 
     def copy_few(self, pairs: BlockPairs) -> None:
         """Enqueues the copies of pairs of which it ``may_copy_few``: one launch, of which they are arguments."""

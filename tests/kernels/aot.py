@@ -80,15 +80,13 @@ def copies(chunks: list[int]) -> Iterator[Configuration]:
             planes = {name: "i64" if stride else "*i64" for name, stride in strides.items()}
             few, many = copy_triton.copy_few_kernel, copy_triton.copy_kernel
             table = {"pairs": "*i32", "num_chunks": "i32"}
-            kinds = [("copy", many, planes | table)]
+            kinds = [("copy", many, planes | table, shape.num_warps())]
             if layout in ("llama-3-8b", "hnd", "rows-of-3-bytes"):
-                for num_pairs in copy_triton.FEW:
+                for num_pairs, most in copy_triton.FEW.items():
                     columns = dict.fromkeys(("sources", "targets", "num_rows"), ("i32",) * num_pairs)
-                    kinds.append((f"few/{num_pairs}", few, planes | columns))
-            for name, kernel, arguments in kinds:
-                yield Configuration(
-                    f"{name}/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide
-                )
+                    kinds.append((f"few/{num_pairs}", few, planes | columns, shape.num_warps(most)))
+            for name, kernel, arguments, warps in kinds:
+                yield Configuration(f"{name}/{layout}/{chunk}", kernel, arguments, constants, warps, wide)
 
 
 def scrubs() -> Iterator[Configuration]:
@@ -99,7 +97,7 @@ def scrubs() -> Iterator[Configuration]:
             constants = dict(zip(kernel.arg_names[2:], scrub_triton.constants(pool), strict=True))
             wide = 4 * shape.CHUNK if is_wide else None
             arguments = {"planes": "*i64", "block_ids": "*i32"}
-            yield Configuration(f"scrub/{layout}", kernel, arguments, constants, shape.num_warps, wide)
+            yield Configuration(f"scrub/{layout}", kernel, arguments, constants, shape.num_warps(), wide)
 
 
 def quantisers() -> Iterator[Configuration]:

@@ -138,8 +138,8 @@ def every_call(storage: torch.Tensor) -> dict[str, Callable[[], object]]:
     record_bytes = Quantized(Pool.of(storage), "int4").record_bytes
     records = torch.zeros((24, record_bytes), dtype=torch.uint8, device="cuda")
     calls = {
-        "copy_kernel": lambda: gather(storage, ids, staging),
-        "copy_kernel ": lambda: scatter(staging, storage, targets),
+        "copy_few_kernel": lambda: gather(storage, ids, staging),
+        "copy_few_kernel ": lambda: scatter(staging, storage, targets),
         "quantize_kernel": lambda: quantize(storage, ids, records, "int4"),
         "dequantize_kernel": lambda: dequantize(records, storage, targets, "int4"),
         "scrub_kernel": lambda: scrub(storage, targets),
