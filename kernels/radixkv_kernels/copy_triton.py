@@ -8,7 +8,7 @@ all heads at once:
            └────────── copied ─────────────────┘ └─── untouched ───┘
 
 A program copies one chunk (at most CHUNK units) of one lane of one plane of one pair; units beyond the
-valid rows are masked, which costs no memory traffic. Up to NUM_FEW pairs, a step's usual copies, are arguments of the
+valid rows are masked, which costs no memory traffic. Up to 32 pairs, a step's usual copies, are arguments of the
 launch; more are a table on the device, uploaded before it. A unit is an int32 word where every run, stride and
 address is a multiple of 4 bytes, otherwise a byte; when dtypes differ it is an element, converted on its way.
 Sizes and strides are compile-time constants and addresses are known to be multiples of ALIGNMENT bytes, so
@@ -34,8 +34,11 @@ from radixkv_kernels.pool import Geometry, Pool
 
 CHUNK = 1024
 """4 KiB: one pair is spread over a whole GPU. Larger chunks were no faster for many pairs either."""
-MAX_NUM_WARPS = 4
-NUM_FEW = 8
+MAX_NUM_WARPS = 2
+"""64 bytes a thread. With 4 warps, half of which have nothing to do for a single row, 512 such rows take 5 % longer."""
+FEW = {8: MAX_NUM_WARPS, 32: 4}
+"""Up to so many pairs are arguments of a launch, a beam step's or a batch's: a kernel each, of so many warps at most.
+96 numbers are more than an MI300's scalar registers hold beside what 2 warps need there."""
 MAX_NUM_LANES = 65535
 """Of the second dimension of a grid."""
 TYPES = {
@@ -70,10 +73,9 @@ class CopyShape(NamedTuple):
     WRITE_ALIGNMENT: int
     CHUNK: int
 
-    @property
-    def num_warps(self) -> int:
+    def num_warps(self, most: int = MAX_NUM_WARPS) -> int:
         """As many as have 16 bytes a thread: more would narrow the loads of a short lane."""
-        return min(MAX_NUM_WARPS, max(1, self.CHUNK // 128))
+        return min(most, max(1, self.CHUNK // 128))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -158,34 +160,13 @@ def copy_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=list(range(2 + 3 * NUM_FEW)))  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["read_planes", "write_planes"])  # type: ignore[untyped-decorator]
 def copy_few_kernel(
     read_planes: tl.tensor,  # as of copy_kernel
     write_planes: tl.tensor,
-    source_0: int,
-    target_0: int,
-    num_rows_0: int,
-    source_1: int,
-    target_1: int,
-    num_rows_1: int,
-    source_2: int,
-    target_2: int,
-    num_rows_2: int,
-    source_3: int,
-    target_3: int,
-    num_rows_3: int,
-    source_4: int,
-    target_4: int,
-    num_rows_4: int,
-    source_5: int,
-    target_5: int,
-    num_rows_5: int,
-    source_6: int,
-    target_6: int,
-    num_rows_6: int,
-    source_7: int,
-    target_7: int,
-    num_rows_7: int,
+    sources: tl.tuple,  # as many int32 each as pairs at most, a power of two
+    targets: tl.tuple,
+    num_rows: tl.tuple,
     READ: tl.constexpr,
     WRITE: tl.constexpr,
     READ_BLOCK: tl.constexpr,
@@ -207,34 +188,27 @@ def copy_few_kernel(
     lane = tl.program_id(1) % NUM_LANES
     plane = tl.program_id(1) // NUM_LANES
     pair = tl.program_id(2)
-    source = _of_pair(pair, source_0, source_1, source_2, source_3, source_4, source_5, source_6, source_7)
-    target = _of_pair(pair, target_0, target_1, target_2, target_3, target_4, target_5, target_6, target_7)
-    num_rows = _of_pair(
-        pair, num_rows_0, num_rows_1, num_rows_2, num_rows_3, num_rows_4, num_rows_5, num_rows_6, num_rows_7
-    )
+    source = _pick(sources, pair, 0, len(sources))
+    target = _pick(targets, pair, 0, len(targets))
+    rows = _pick(num_rows, pair, 0, len(num_rows))
     copy_chunk(
-        read_planes, write_planes, source, target, num_rows, plane, lane, chunk,
+        read_planes, write_planes, source, target, rows, plane, lane, chunk,
         READ, WRITE, READ_BLOCK, READ_ROW, READ_LANE, WRITE_BLOCK, WRITE_ROW, WRITE_LANE,
         RUN, READ_PLANE, WRITE_PLANE, READ_ALIGNMENT, WRITE_ALIGNMENT, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _of_pair(
-    pair: tl.tensor,
-    of_0: tl.tensor,
-    of_1: tl.tensor,
-    of_2: tl.tensor,
-    of_3: tl.tensor,
-    of_4: tl.tensor,
-    of_5: tl.tensor,
-    of_6: tl.tensor,
-    of_7: tl.tensor,
-) -> tl.tensor:
-    """One of NUM_FEW numbers: selects, since arguments can't be indexed."""
-    low = tl.where(pair < 2, tl.where(pair == 0, of_0, of_1), tl.where(pair == 2, of_2, of_3))
-    high = tl.where(pair < 6, tl.where(pair == 4, of_4, of_5), tl.where(pair == 6, of_6, of_7))
-    return tl.where(pair < 4, low, high)
+def _pick(numbers: tl.tuple, index: tl.tensor, FIRST: tl.constexpr, NUM: tl.constexpr) -> tl.tensor:
+    """``numbers[index]``, of those in ``[FIRST, FIRST + NUM)``: selects, since arguments can't be indexed."""
+    if NUM == 1:
+        number = numbers[FIRST]
+    else:
+        half: tl.constexpr = NUM // 2
+        low = _pick(numbers, index, FIRST, half)
+        high = _pick(numbers, index, FIRST + half, half)
+        number = tl.where(index < FIRST + half, low, high)
+    return number
 
 
 def copy_shape(source: Pool, target: Pool, chunk: int = CHUNK) -> CopyShape:
@@ -289,20 +263,23 @@ class Copier:
         self._run, self._chunk = shape.RUN, shape.CHUNK
         self._lanes_per_pair = shape.NUM_PLANES * shape.NUM_LANES
         constants = shape._asdict()
-        self._few = launch.Launcher(copy_few_kernel, constants, num_warps=shape.num_warps)
-        self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps)
+        self._few = {
+            num: launch.Launcher(copy_few_kernel, constants, num_warps=shape.num_warps(most))
+            for num, most in FEW.items()
+        }
+        self._many = launch.Launcher(copy_kernel, constants, num_warps=shape.num_warps())
 
-    @property
-    def may_copy_few(self) -> bool:
-        """Whether the lanes of a pair, which have a dimension of the grid of their own then, are not too many."""
-        return self._lanes_per_pair <= MAX_NUM_LANES
+    def may_copy_few(self, num_pairs: int) -> bool:
+        """Whether so many are few, and their lanes not too many for a dimension of the grid."""
+        return num_pairs <= max(FEW) and self._lanes_per_pair <= MAX_NUM_LANES
 
     def copy_few(self, pairs: BlockPairs) -> None:
-        """Enqueues the copies of 1 to NUM_FEW pairs: one launch, of which they are arguments."""
-        grid = (self._num_chunks(max(pairs.num_rows)), self._lanes_per_pair, len(pairs.sources))
-        arguments = [number for pair in zip(*pairs, strict=True) for number in pair]
-        arguments += [0] * (3 * NUM_FEW - len(arguments))
-        self._few(grid, *self._planes, *arguments)
+        """Enqueues the copies of pairs of which it ``may_copy_few``: one launch, of which they are arguments."""
+        num_pairs = len(pairs.sources)
+        room = next(num for num in FEW if num_pairs <= num)
+        grid = (self._num_chunks(max(pairs.num_rows)), self._lanes_per_pair, num_pairs)
+        columns = [(*column, *(0,) * (room - num_pairs)) for column in pairs]
+        self._few[room](grid, *self._planes, *columns)
 
     def copy_many(self, table: torch.Tensor, most_rows: int) -> None:
         """Enqueues the copies of an int32 ``[num_pairs, 3]`` table on the device, none of more than ``most_rows``."""
@@ -339,7 +316,7 @@ def copy(source: Pool, target: Pool, pairs: BlockPairs) -> None:
     """Enqueues the copies of non-empty, checked pairs from one pool to another: one launch, and one upload for many."""
     with launch.on_device(source.device):
         ready = copier(source, target)
-        if len(pairs.sources) <= NUM_FEW and ready.may_copy_few:
+        if ready.may_copy_few(len(pairs.sources)):
             ready.copy_few(pairs)
         else:
             ready.copy_many(launch.upload(pairs, source.device), max(pairs.num_rows))

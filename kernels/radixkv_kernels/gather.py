@@ -24,7 +24,7 @@ def gather(pool: PoolLike, block_ids: Ids, staging: torch.Tensor) -> None:
     ``staging``: contiguous ``[n, num_layers, planes_per_layer, block_size, num_kv_heads, head_dim]`` on the
     pool's device. Of the pool's dtype: bytes, any dtype. Of another: converted, among float32, float16 and
     bfloat16, to the nearest. ``block_ids``: n ids on the host. Raises InputError with nothing changed.
-    Enqueues and returns. Cost: bytes read and written, one upload of 12 bytes a block, one launch.
+    Enqueues and returns. Cost: bytes read and written, one launch; of more than 32 blocks one upload of 12 bytes each.
     """
     pool = as_pool(pool)
     ids = block_list("block_ids", block_ids, pool.geometry.num_blocks)

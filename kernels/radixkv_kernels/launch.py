@@ -22,27 +22,32 @@ WIDEST = 16
 """Bytes of the widest access of a thread."""
 MAX_STAGED_BYTES = 32 << 10
 """So many bytes the driver takes at once, from any memory, and sends with its commands: the GPU waits less for them."""
+PLAIN = 2
+"""An integer that Triton sees nothing special in: 1 and multiples of 16 would be compiled in."""
 _HERE = nullcontext()
 
 
 class Launcher:
     """A kernel and its compile-time constants, launched past Triton's dispatch once it is compiled.
 
-    The first launch goes through Triton, which looks at each argument, compiles, and gives the compiled kernel; to
-    look again at every launch would be half of what a small step costs the host. So arguments must always look
-    alike: tensors of one dtype that begin at a multiple of 16 bytes, and integers that the kernel isn't specialised
-    on. One launcher is for one device. Through the interpreter every launch is a first one.
+    The first launch is compiled by Triton, which looks at each argument; to look again at every launch would be half
+    of what a small step costs the host. So arguments must always look alike: tensors of one dtype that begin at a
+    multiple of 16 bytes, integers that the kernel isn't specialised on, and tuples of integers, in whose place Triton
+    sees PLAIN ones. One launcher is for one device. Triton's interpreter compiles nothing.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, object], **options: object) -> None:
-        self._kernel, self._constants, self._options = kernel, dict(constants), options
+        self._kernel, self._options = kernel, {**constants, **options}
         self._values = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._compiled: Any = None
 
     def __call__(self, grid: tuple[int, int, int], *arguments: object) -> None:
         """Enqueues so many programs on the current stream of the current device."""
         if self._compiled is None:
-            self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+            shown = [(PLAIN,) * len(each) if isinstance(each, tuple) else each for each in arguments]
+            self._compiled = self._kernel.warmup(*shown, grid=grid, **self._options)
+        if self._compiled is None:
+            self._kernel[grid](*arguments, **self._options)
         else:
             self._compiled[grid](*arguments, *self._values)
 

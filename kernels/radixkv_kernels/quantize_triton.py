@@ -23,6 +23,8 @@ from radixkv_kernels.quantized import Quantized
 from radixkv_kernels.reference import LARGEST_E4M3, LEAST_LARGEST, smallest_step
 
 MAX_NUM_WARPS = 16
+CHANNELS_PER_THREAD = 2
+"""Of keys, whose groups are channels: so few that a thread has room for all tokens of them."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -89,71 +91,127 @@ def scale_of(
 def codes_of(
     values: tl.tensor, mask: tl.tensor, least: tl.tensor, scale: tl.tensor, LEVELS: tl.constexpr
 ) -> tl.tensor:
-    inverse = tl.div_rn(1.0, scale.to(tl.float32))
-    steps = tl.floor(tl.where(mask, values - least, 0.0) * inverse + 0.5)
-    return tl.minimum(tl.maximum(steps, 0.0), LEVELS * 1.0).to(tl.uint8)
+    """int32 in 0 to LEVELS, 15 or 255: steps of ``scale`` above ``least``, to the nearest, ties to even."""
+    steps = tl.where(mask, values - least, 0.0) * tl.div_rn(1.0, scale.to(tl.float32))
+    # No finite value is more than LEVELS steps away; what is added rounds, and leaves the integer in the lowest bits.
+    return (steps + 12582912.0).to(tl.int32, bitcast=True) & LEVELS
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile(
+    begin: tl.tensor,
+    ROW: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Pointers of a tile ``[ROWS, WIDTH]``, and which of them are of the block."""
+    rows = tl.arange(0, ROWS)[:, None]
+    channels = tl.arange(0, WIDTH)[None, :]
+    return begin + rows * ROW + channels, (rows < NUM_ROWS) & (channels < HALF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_of_channels(
+    begin: tl.tensor,
+    ROW: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The same, transposed, and told to have no more than CHANNELS neighbours: so Triton gives a thread whole channels,
+    and their scales take no word between threads, and no work twice.
+    """
+    channels = tl.arange(0, WIDTH)[:, None]
+    rows = tl.arange(0, ROWS)[None, :]
+    pointers = tl.max_contiguous(begin + rows * ROW + channels, (CHANNELS, 1))
+    return pointers, (rows < NUM_ROWS) & (channels < HALF)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize_channels(
-    values: tl.tensor,
-    others: tl.tensor,  # the channels that share bytes with those of values: int4 alone
-    mask: tl.tensor,
-    is_channel: tl.tensor,
-    scales: tl.tensor,  # pointers, one for a channel
-    minima: tl.tensor,
-    HALF: tl.constexpr,
-    SCHEME: tl.constexpr,
+    read: tl.tensor,  # pointers, to the first value of a head of a plane
+    write: tl.tensor,
+    scales: tl.tensor,
+    MINIMA: tl.constexpr,  # so much further on
     VALUE: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE_ROW: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SCHEME: tl.constexpr,
     SHARE: tl.constexpr,
     SURPLUS: tl.constexpr,
     STEP: tl.constexpr,
-) -> tl.tensor:
-    """Codes of a tile whose groups are its columns; stores their parameters."""
-    least, largest = extremes(values, mask, is_channel, 0)
+) -> None:
+    """Codes and parameters of a tile whose groups are channels."""
+    pointers, mask = tile_of_channels(read, ROW, NUM_ROWS, HALF, ROWS, WIDTH, CHANNELS)
+    channels = tl.arange(0, WIDTH)
+    is_channel = channels < HALF
+    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    least, largest = extremes(values, mask, is_channel, 1)
     scale = scale_of(largest - least, VALUE, SHARE, SURPLUS, STEP)
-    tl.store(scales, scale, mask=is_channel)
-    tl.store(minima, least.to(VALUE), mask=is_channel)
+    tl.store(scales + channels, scale, mask=is_channel)
+    tl.store(scales + MINIMA + channels, least.to(VALUE), mask=is_channel)
     if SCHEME == "int4":
-        codes = codes_of(values, mask, least[None, :], scale[None, :], 15)
-        least, largest = extremes(others, mask, is_channel, 0)
+        codes = codes_of(values, mask, least[:, None], scale[:, None], 15)
+        others = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
+        least, largest = extremes(others, mask, is_channel, 1)
         scale = scale_of(largest - least, VALUE, SHARE, SURPLUS, STEP)
-        tl.store(scales + HALF, scale, mask=is_channel)
-        tl.store(minima + HALF, least.to(VALUE), mask=is_channel)
-        codes = codes | (codes_of(others, mask, least[None, :], scale[None, :], 15) << 4)
+        tl.store(scales + HALF + channels, scale, mask=is_channel)
+        tl.store(scales + HALF + MINIMA + channels, least.to(VALUE), mask=is_channel)
+        codes = codes | (codes_of(others, mask, least[:, None], scale[:, None], 15) << 4)
     else:
-        codes = codes_of(values, mask, least[None, :], scale[None, :], 255)
-    return codes
+        codes = codes_of(values, mask, least[:, None], scale[:, None], 255)
+    pointers, mask = tile_of_channels(write, CODE_ROW, NUM_ROWS, HALF, ROWS, WIDTH, CHANNELS)
+    tl.store(pointers, codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize_tokens(
-    values: tl.tensor,
-    others: tl.tensor,
-    mask: tl.tensor,
-    is_row: tl.tensor,
-    scales: tl.tensor,  # pointers, one for a row
-    minima: tl.tensor,
-    SCHEME: tl.constexpr,
+    read: tl.tensor,  # as of quantize_channels
+    write: tl.tensor,
+    scales: tl.tensor,
+    MINIMA: tl.constexpr,
     VALUE: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE_ROW: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCHEME: tl.constexpr,
     SHARE: tl.constexpr,
     SURPLUS: tl.constexpr,
     STEP: tl.constexpr,
-) -> tl.tensor:
-    """Codes of a tile whose groups are its rows; stores their parameters."""
+) -> None:
+    """Codes and parameters of a tile whose groups are its rows."""
+    pointers, mask = tile(read, ROW, NUM_ROWS, HALF, ROWS, WIDTH)
+    rows = tl.arange(0, ROWS)
+    is_row = rows < NUM_ROWS
+    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     least, largest = extremes(values, mask, is_row, 1)
     if SCHEME == "int4":
+        others = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
         other_least, other_largest = extremes(others, mask, is_row, 1)
         least, largest = tl.minimum(least, other_least), tl.maximum(largest, other_largest)
     scale = scale_of(largest - least, VALUE, SHARE, SURPLUS, STEP)
-    tl.store(scales, scale, mask=is_row)
-    tl.store(minima, least.to(VALUE), mask=is_row)
+    tl.store(scales + rows * NUM_HEADS, scale, mask=is_row)
+    tl.store(scales + MINIMA + rows * NUM_HEADS, least.to(VALUE), mask=is_row)
     if SCHEME == "int4":
         codes = codes_of(values, mask, least[:, None], scale[:, None], 15)
         codes = codes | (codes_of(others, mask, least[:, None], scale[:, None], 15) << 4)
     else:
         codes = codes_of(values, mask, least[:, None], scale[:, None], 255)
-    return codes
+    pointers, mask = tile(write, CODE_ROW, NUM_ROWS, HALF, ROWS, WIDTH)
+    tl.store(pointers, codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -181,6 +239,7 @@ def quantize_kernel(
     STEP: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
+    CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     IS_NATIVE: tl.constexpr,
@@ -191,43 +250,34 @@ def quantize_kernel(
     index = program // (NUM_HEADS * NUM_PLANES)
     block = tl.load(block_ids + index).to(tl.int64)
     half: tl.constexpr = DIM // 2 if SCHEME == "int4" else DIM
-    rows = tl.arange(0, ROWS)
-    channels = tl.arange(0, WIDTH)
-    is_row = rows < NUM_ROWS
-    is_channel = channels < half
-    mask = is_row[:, None] & is_channel[None, :]
+    code_row: tl.constexpr = NUM_HEADS * half
     read = tl.multiple_of(tl.load(planes + plane).to(tl.pointer_type(VALUE)), ALIGNMENT)
-    read = read + block * BLOCK + head * HEAD + rows[:, None] * ROW + channels[None, :]
+    read = read + block * BLOCK + head * HEAD
     record = records + index.to(tl.int64) * RECORD
-    codes = record + (plane * NUM_ROWS * NUM_HEADS + head) * half
-    codes = codes + rows[:, None] * (NUM_HEADS * half) + channels[None, :]
+    write = record + (plane * NUM_ROWS * NUM_HEADS + head) * half
     parameters = record + PARAMETERS + (plane // SIDES) * LAYER + (plane % SIDES) * KEYS
-    values = tl.load(read, mask=mask, other=0.0).to(tl.float32)
     if SCHEME == "fp8":
+        pointers, mask = tile(read, ROW, NUM_ROWS, DIM, ROWS, WIDTH)
+        values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         largest = tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), LEAST)
         scaled = values * tl.div_rn(LARGEST, largest)
         scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-        tl.store(codes, encode_e4m3(scaled, IS_NATIVE), mask=mask)
+        pointers, mask = tile(write, code_row, NUM_ROWS, DIM, ROWS, WIDTH)
+        tl.store(pointers, encode_e4m3(scaled, IS_NATIVE), mask=mask)
         scales = parameters.to(tl.pointer_type(tl.float32), bitcast=True)
         tl.store(scales + head, tl.div_rn(largest, LARGEST))
     else:
         scales = parameters.to(tl.pointer_type(VALUE), bitcast=True)
-        others = values
-        if SCHEME == "int4":
-            others = tl.load(read + half, mask=mask, other=0.0).to(tl.float32)
         if (SIDES == 2) & (plane % SIDES == 0):  # keys
-            key_at = scales + head * DIM + channels
-            steps = quantize_channels(
-                values, others, mask, is_channel, key_at, key_at + NUM_HEADS * DIM,
-                half, SCHEME, VALUE, SHARE, SURPLUS, STEP,
+            quantize_channels(
+                read, write, scales + head * DIM, NUM_HEADS * DIM, VALUE, ROW, code_row,
+                NUM_ROWS, half, ROWS, WIDTH, CHANNELS, SCHEME, SHARE, SURPLUS, STEP,
             )  # fmt: skip
         else:
-            value_at = scales + rows * NUM_HEADS + head
-            steps = quantize_tokens(
-                values, others, mask, is_row, value_at, value_at + NUM_ROWS * NUM_HEADS,
-                SCHEME, VALUE, SHARE, SURPLUS, STEP,
+            quantize_tokens(
+                read, write, scales + head, NUM_ROWS * NUM_HEADS, VALUE, ROW, code_row,
+                NUM_ROWS, NUM_HEADS, half, ROWS, WIDTH, SCHEME, SHARE, SURPLUS, STEP,
             )  # fmt: skip
-        tl.store(codes, steps, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -284,15 +334,18 @@ def dequantize_kernel(
     write = write + block * BLOCK + head * HEAD + rows[:, None] * ROW + channels[None, :]
     record = records + index.to(tl.int64) * RECORD
     codes = record + (plane * NUM_ROWS * NUM_HEADS + head) * half
-    steps = tl.load(codes + rows[:, None] * (NUM_HEADS * half) + channels[None, :], mask=mask, other=0)
+    codes = codes + rows[:, None] * (NUM_HEADS * half) + channels[None, :]
+    # As many neighbours a thread as it stores values at once: nothing changes hands on its way.
+    codes = tl.max_contiguous(codes, (1, 128 // VALUE.primitive_bitwidth))
+    steps = tl.load(codes, mask=mask, other=0)
     parameters = record + PARAMETERS + (plane // SIDES) * LAYER + (plane % SIDES) * KEYS
     if SCHEME == "fp8":
         scale = tl.load(parameters.to(tl.pointer_type(tl.float32), bitcast=True) + head)
         tl.store(write, (decode_e4m3(steps, IS_NATIVE) * scale).to(VALUE), mask=mask)
     else:
         scales = parameters.to(tl.pointer_type(VALUE), bitcast=True)
-        low = steps & 15 if SCHEME == "int4" else steps
-        high = steps >> 4  # int4 alone
+        low = steps.to(tl.int32) & 15 if SCHEME == "int4" else steps.to(tl.int32)
+        high = steps.to(tl.int32) >> 4  # int4 alone
         if (SIDES == 2) & (plane % SIDES == 0):  # keys
             key_at = scales + head * DIM + channels
             tl.store(write, restored(low, key_at, NUM_HEADS * DIM, is_channel, 0, VALUE), mask=mask)
@@ -342,28 +395,45 @@ def quantizing_constants(form: Quantized, *, is_native: bool) -> dict[str, Any]:
         "STEP": smallest_step(dtype),
         "LARGEST": LARGEST_E4M3,
         "LEAST": LEAST_LARGEST,
+        "CHANNELS": CHANNELS_PER_THREAD,
     }
 
 
-def num_warps(form: Quantized) -> int:
-    """As many as have 32 values of a head a thread, at most MAX_NUM_WARPS: fewer warps have less to tell each other."""
-    shape = form.pool.geometry
-    tile = int(triton.next_power_of_2(shape.block_size) * triton.next_power_of_2(shape.head_dim))
-    return min(MAX_NUM_WARPS, max(1, tile // 1024))
+def quantizing_warps(form: Quantized) -> int:
+    """Of a key in blocks of 16, as many as give each thread whole channels; otherwise 32 values a thread."""
+    width = form.code_dim if form.is_by_channel(0) else form.pool.geometry.head_dim
+    return _warps(form, width, values_per_thread=32)
+
+
+def dequantizing_warps(form: Quantized) -> int:
+    """As many as have 16 values a thread."""
+    return _warps(form, form.pool.geometry.head_dim, values_per_thread=16)
+
+
+def _warps(form: Quantized, width: int, values_per_thread: int) -> int:
+    tile = int(triton.next_power_of_2(form.pool.geometry.block_size) * triton.next_power_of_2(width))
+    return min(MAX_NUM_WARPS, max(1, tile // (32 * values_per_thread)))
 
 
 def quantize(form: Quantized, block_ids: list[int], records: torch.Tensor) -> None:
     """Enqueues one upload of the ids and one launch."""
-    _launch(quantize_kernel, form, block_ids, records, quantizing_constants(form, is_native=_is_native(form)))
+    fixed = quantizing_constants(form, is_native=_is_native(form))
+    _launch(quantize_kernel, form, block_ids, records, fixed, quantizing_warps(form))
 
 
 def dequantize(form: Quantized, block_ids: list[int], records: torch.Tensor) -> None:
     """Enqueues one upload of the ids and one launch."""
-    _launch(dequantize_kernel, form, block_ids, records, constants(form, is_native=_is_native(form)))
+    fixed = constants(form, is_native=_is_native(form))
+    _launch(dequantize_kernel, form, block_ids, records, fixed, dequantizing_warps(form))
 
 
 def _launch(
-    kernel: Any, form: Quantized, block_ids: list[int], records: torch.Tensor, fixed: dict[str, Any]
+    kernel: Any,
+    form: Quantized,
+    block_ids: list[int],
+    records: torch.Tensor,
+    fixed: dict[str, Any],
+    num_warps: int,
 ) -> None:
     pool = form.pool
     per_block = len(pool.addresses) * pool.geometry.num_heads
@@ -373,8 +443,7 @@ def _launch(
         for part in launch.slices(len(block_ids), per_block):
             ids = table[part]
             grid = (len(ids) * per_block,)
-            options = {"num_warps": num_warps(form), "enable_fp_fusion": False}
-            kernel[grid](planes, ids, records[part], **fixed, **options)
+            kernel[grid](planes, ids, records[part], **fixed, num_warps=num_warps, enable_fp_fusion=False)
 
 
 def _is_native(form: Quantized) -> bool:

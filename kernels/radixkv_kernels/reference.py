@@ -103,7 +103,7 @@ def quantize(form: Quantized, block_ids: Sequence[int], records: torch.Tensor) -
             parameters[:, 0] = _scale(largest - least, form.levels, form.parameter_dtype)
             parameters[:, 1] = least
             inverse = 1 / parameters[:, 0].float().unsqueeze(axis)
-            steps = ((values - least.unsqueeze(axis)) * inverse + 0.5).floor().clamp(0, form.levels)
+            steps = ((values - least.unsqueeze(axis)) * inverse).round().clamp(0, form.levels)
             codes[:, layer, side] = (
                 _packed(steps.to(torch.uint8)) if form.scheme == "int4" else steps.to(torch.uint8)
             )

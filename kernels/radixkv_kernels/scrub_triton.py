@@ -63,4 +63,4 @@ def scrub(pool: Pool, block_ids: list[int]) -> None:
         for part in launch.slices(len(block_ids), per_block):
             ids = table[part]
             grid = (len(ids) * per_block,)
-            scrub_kernel[grid](planes, ids, *constants(pool), num_warps=shape.num_warps)
+            scrub_kernel[grid](planes, ids, *constants(pool), num_warps=shape.num_warps())

@@ -292,7 +292,7 @@ def _captured(pool: Pool, pairs: Pairs) -> Graph:
     columns = BlockPairs(*(column.tolist() for column in pairs[:3]))
     copier = copy_triton.copier(pool, pool)
     table = None
-    if len(columns.sources) <= copy_triton.NUM_FEW and copier.may_copy_few:
+    if copier.may_copy_few(len(columns.sources)):
         copy = partial(copier.copy_few, columns)
     else:
         table = launch.upload(columns, pool.device)

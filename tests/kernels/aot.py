@@ -33,7 +33,7 @@ class Configuration(NamedTuple):
 
     name: str
     kernel: Any
-    arguments: dict[str, str]
+    arguments: dict[str, str | tuple[str, ...]]
     constants: dict[str, object]
     num_warps: int
     wide_bytes: int | None
@@ -79,15 +79,14 @@ def copies(chunks: list[int]) -> Iterator[Configuration]:
             strides = {"read_planes": shape.READ_PLANE, "write_planes": shape.WRITE_PLANE}
             planes = {name: "i64" if stride else "*i64" for name, stride in strides.items()}
             few, many = copy_triton.copy_few_kernel, copy_triton.copy_kernel
-            pairs = {name: "i32" for name in few.arg_names[2:] if name.islower()}
             table = {"pairs": "*i32", "num_chunks": "i32"}
-            kinds = [("copy", many, planes | table)]
+            kinds = [("copy", many, planes | table, shape.num_warps())]
             if layout in ("llama-3-8b", "hnd", "rows-of-3-bytes"):
-                kinds.append(("few", few, planes | pairs))
-            for name, kernel, arguments in kinds:
-                yield Configuration(
-                    f"{name}/{layout}/{chunk}", kernel, arguments, constants, shape.num_warps, wide
-                )
+                for num_pairs, most in copy_triton.FEW.items():
+                    columns = dict.fromkeys(("sources", "targets", "num_rows"), ("i32",) * num_pairs)
+                    kinds.append((f"few/{num_pairs}", few, planes | columns, shape.num_warps(most)))
+            for name, kernel, arguments, warps in kinds:
+                yield Configuration(f"{name}/{layout}/{chunk}", kernel, arguments, constants, warps, wide)
 
 
 def scrubs() -> Iterator[Configuration]:
@@ -98,7 +97,7 @@ def scrubs() -> Iterator[Configuration]:
             constants = dict(zip(kernel.arg_names[2:], scrub_triton.constants(pool), strict=True))
             wide = 4 * shape.CHUNK if is_wide else None
             arguments = {"planes": "*i64", "block_ids": "*i32"}
-            yield Configuration(f"scrub/{layout}", kernel, arguments, constants, shape.num_warps, wide)
+            yield Configuration(f"scrub/{layout}", kernel, arguments, constants, shape.num_warps(), wide)
 
 
 def quantisers() -> Iterator[Configuration]:
@@ -115,18 +114,18 @@ def quantisers() -> Iterator[Configuration]:
         form = Quantized(pool, scheme)
         name = f"{scheme}{'-native' * is_native}/{pool.geometry.head_dim}"
         sides = (
-            ("quantize", quantize_triton.quantize_kernel, quantize_triton.quantizing_constants),
-            ("dequantize", quantize_triton.dequantize_kernel, quantize_triton.constants),
+            (quantize_triton.quantizing_constants, quantize_triton.quantizing_warps),
+            (quantize_triton.constants, quantize_triton.dequantizing_warps),
         )
-        for verb, kernel, constants in sides:
+        for verb, (constants, warps) in zip(("quantize", "dequantize"), sides, strict=True):
+            kernel = getattr(quantize_triton, f"{verb}_kernel")
             fixed = constants(form, is_native=is_native)
-            warps = quantize_triton.num_warps(form)
             targets = (
                 None
                 if scheme != "fp8"
                 else [target for target in TARGETS if (target in HAVE_E4M3) == is_native]
             )
-            yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps, None, targets)
+            yield Configuration(f"{verb}/{name}", kernel, arguments, fixed, warps(form), None, targets)
 
 
 def reorders() -> Iterator[Configuration]:
@@ -168,14 +167,15 @@ def reorders() -> Iterator[Configuration]:
 def compiled(configuration: Configuration, target: tuple[str, str | int, int], num_warps: int) -> Any:
     """The kernel as a launch with 16-byte aligned pointers would compile it."""
     arguments, constants = configuration.arguments, configuration.constants
-    pointers = [index for index, kind in enumerate(arguments.values()) if kind.startswith("*")]
+    pointers = [index for index, kind in enumerate(arguments.values()) if kind[0] == "*"]
     source = ASTSource(
         fn=configuration.kernel,
         signature={**arguments, **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
         attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
     )
-    return triton.compile(source, target=GPUTarget(*target), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget(*target), options=options)
 
 
 def cuda_resources(cubin: bytes) -> dict[str, int] | None:

@@ -194,15 +194,20 @@ class Launches:
         self.arg_names: list[str] = kernel.arg_names
         self.seen: list[tuple[tuple[int, ...], tuple[object, ...]]] = []
 
+    def warmup(self, *_: object, **__: object) -> None:
+        """Nothing to compile."""
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **_: self.seen.append((grid, arguments))
 
 
-@pytest.mark.parametrize("num_pairs", [1, 8, 9, 100_000])
+@pytest.mark.parametrize(
+    ("num_pairs", "room"), [(1, 8), (8, 8), (9, 32), (32, 32), (33, None), (100_000, None)]
+)
 def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
-    num_pairs: int, monkeypatch: pytest.MonkeyPatch
+    num_pairs: int, room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few pairs are arguments of the launch, the rest of which is 0; many are a table."""
+    """Few pairs are arguments of the launch, which has room for 8 or 32 of them; many are a table."""
     from radixkv_kernels import copy_triton
 
     few, many = Launches(copy_triton.copy_few_kernel), Launches(copy_triton.copy_kernel)
@@ -217,8 +222,10 @@ def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
     [(grid, (_, _, *rest))] = few.seen + many.seen
     words = num_pairs * pool.block_bytes // 4
     assert math.prod(grid) * copy_triton.CHUNK == words and math.prod(grid) >= 512
-    if num_pairs <= copy_triton.NUM_FEW:
-        assert grid == (8, 64, num_pairs) and rest == [*[0, 1, 16] * num_pairs, *[0, 0, 0] * (8 - num_pairs)]
+    if room is not None:
+        unused = (0,) * (room - num_pairs)
+        assert grid == (8, 64, num_pairs)
+        assert rest == [(number,) * num_pairs + unused for number in (0, 1, 16)]
     else:
         table, num_chunks = rest
         assert num_chunks == 8 and torch.equal(
@@ -227,28 +234,30 @@ def test_each_program_has_one_chunk_from_one_pair_to_a_hundred_thousand(
 
 
 class Compiled:
-    """Stands in for a Triton kernel that is compiled at its first launch."""
+    """Stands in for a Triton kernel that can be compiled: notes what it was shown, and its launches."""
 
     arg_names = ("here", "SIZE", "there", "KIND")
 
     def __init__(self) -> None:
+        self.shown: list[tuple[object, ...]] = []
         self.seen: list[tuple[object, ...]] = []
 
+    def warmup(self, *arguments: object, **options: object) -> Compiled:
+        self.shown.append((arguments, options))
+        return self
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        def launched(*arguments: object, **constants: object) -> object:
-            self.seen.append((grid, arguments, constants))
-            return self
-
-        return launched
+        return lambda *arguments: self.seen.append((grid, arguments))
 
 
-def test_a_kernel_is_dispatched_by_triton_once_and_then_launched_with_its_constants_in_order() -> None:
+def test_a_kernel_is_compiled_once_for_any_numbers_and_launched_with_its_constants_in_order() -> None:
     kernel = Compiled()
     run = launch.Launcher(kernel, {"KIND": "int32", "SIZE": 4}, num_warps=2)
-    run((7, 1, 1), "a", "b")
-    run((8, 2, 1), "c", "d")
-    first = ((7, 1, 1), ("a", "b"), {"KIND": "int32", "SIZE": 4, "num_warps": 2})
-    assert kernel.seen == [first, ((8, 2, 1), ("c", "d", 4, "int32"), {})]
+    run((7, 1, 1), "a", (1, 16))
+    run((8, 2, 1), "c", (0, 3))
+    options = {"KIND": "int32", "SIZE": 4, "num_warps": 2, "grid": (7, 1, 1)}
+    assert kernel.shown == [(("a", (2, 2)), options)]
+    assert kernel.seen == [((7, 1, 1), ("a", (1, 16), 4, "int32")), ((8, 2, 1), ("c", (0, 3), 4, "int32"))]
 
 
 def test_empty_lists_launch_nothing() -> None:

@@ -52,7 +52,7 @@ def test_never_waits_for_the_device(storage: torch.Tensor) -> None:
     assert not storage[32:48, :, :, 7:].any()
 
 
-@pytest.mark.parametrize("num_pairs", [1, 8, 9, 1000, 4000])
+@pytest.mark.parametrize("num_pairs", [1, 8, 32, 33, 1000, 4000])
 def test_a_busy_device_is_not_waited_for(num_pairs: int) -> None:
     """Whatever way the pairs take: arguments, a table that is sent with the command, one in pinned memory."""
     storage = torch.zeros(8001, 1, 2, 1, 1, 8, dtype=torch.int32, device="cuda")
@@ -70,12 +70,29 @@ def test_a_busy_device_is_not_waited_for(num_pairs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "kernel"), [(1, "copy_few_kernel"), (8, "copy_few_kernel"), (24, "copy_kernel")]
+    ("num_pairs", "kernel"),
+    [(1, "copy_few_kernel"), (8, "copy_few_kernel"), (32, "copy_few_kernel"), (33, "copy_kernel")],
 )
 def test_all_pairs_are_one_launch(storage: torch.Tensor, num_pairs: int, kernel: str) -> None:
     ids = np.arange(num_pairs, dtype=np.int32)
     rows = np.full(num_pairs, 5, dtype=np.int32)
-    assert launches_of(lambda: fork_blocks(storage, ids, ids + 32, rows)) == [kernel]
+    assert launches_of(lambda: fork_blocks(storage, ids % 20, ids + 20, rows)) == [kernel]
+
+
+@pytest.mark.parametrize("first", [(0, 1, 1), (16, 32, 16)], ids=["ones", "multiples-of-16"])
+def test_a_kernel_of_few_pairs_is_compiled_for_any(
+    storage: torch.Tensor, first: tuple[int, int, int]
+) -> None:
+    """Whatever the numbers of the first launch are, on which Triton would specialise."""
+    from radixkv_kernels import copy_triton
+
+    copy_triton._copier.cache_clear()
+    fork_blocks(storage, *([number] for number in first))
+    storage[32:].zero_()
+    fork_blocks(storage, [3, 5, 7], [61, 62, 63], [2, 7, 15])
+    for block, rows in ((61, 2), (62, 7), (63, 15)):
+        assert (storage[block, :, :, :rows] == 1).all() and not storage[block, :, :, rows:].any()
+    assert not storage[32:61].any()
 
 
 def test_few_pairs_are_frozen_in_a_graph(storage: torch.Tensor) -> None:
@@ -121,8 +138,8 @@ def every_call(storage: torch.Tensor) -> dict[str, Callable[[], object]]:
     record_bytes = Quantized(Pool.of(storage), "int4").record_bytes
     records = torch.zeros((24, record_bytes), dtype=torch.uint8, device="cuda")
     calls = {
-        "copy_kernel": lambda: gather(storage, ids, staging),
-        "copy_kernel ": lambda: scatter(staging, storage, targets),
+        "copy_few_kernel": lambda: gather(storage, ids, staging),
+        "copy_few_kernel ": lambda: scatter(staging, storage, targets),
         "quantize_kernel": lambda: quantize(storage, ids, records, "int4"),
         "dequantize_kernel": lambda: dequantize(records, storage, targets, "int4"),
         "scrub_kernel": lambda: scrub(storage, targets),
