@@ -101,10 +101,14 @@ class Service:
         return self.fleet.coordinator.replicas()
 
     async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
-        """The namespace and the ids of a prompt that is to be routed. Raises ApiError."""
+        """The namespace and the ids of a prompt that is to be routed; its model may have the name that completions give
+        it. Raises ApiError.
+        """
         prefix = await prefix_of(body, self.tokenizer, self.rules)
         namespace = self.namespace(tenant, body.salt, body.adapter)
-        return namespace._replace(model=body.model or namespace.model), prefix.ids
+        if body.model is not None and body.model != self.model_name:
+            namespace = namespace._replace(model=body.model)
+        return namespace, prefix.ids
 
     def _resident(self, namespace: Namespace, key: bytes) -> int:
         return self.cache.match(namespace, key).num_tokens

@@ -173,6 +173,18 @@ def test_who_may_ask(live: Running) -> None:
     assert unknown.headers["Retry-After"] == "5"
 
 
+def test_a_model_has_its_served_name_too(live: Running) -> None:
+    """What a client sends with a completion can be sent to be routed."""
+    told = live.acme.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()["model"]
+    plain, named = (
+        live.acme.post("/v1/route", json={"token_ids": IDS, **body}).json() for body in ({}, {"model": told})
+    )
+    assert named["model"] == plain["model"] != told
+    assert [each["replica"] for each in named["candidates"]] == [
+        each["replica"] for each in plain["candidates"]
+    ]
+
+
 def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> None:
     unready = {"status": "not_ready", "reasons": ["replicas: none is known"], "coordination": "ok"}
     assert router.get("/readyz").json() == unready
