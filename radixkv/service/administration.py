@@ -23,10 +23,8 @@ from radixkv.service.problems import (
     not_found,
     store_unavailable,
 )
-from radixkv.service.schemas import (
-    KeyReply,
-    KeysReply,
-    NewKeyReply,
+from radixkv.service.schemas.keys import KeyReply, KeysReply, NewKeyReply
+from radixkv.service.schemas.tenants import (
     PurgeReply,
     PurgeStateReply,
     TenantReply,

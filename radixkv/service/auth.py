@@ -6,9 +6,9 @@ neither how much of a key was right nor whose it is. The tenant of a request com
 else, and so do a tenant's own settings.
 
 The file is JSON: ``{"operator": ENTRY, "tenants": {"acme": ENTRY}}``. An entry is a key, or an object with a list
-of ``keys`` and, for a tenant, its settings (``schemas.TenantSettings``). A key is its text, ``sha256:`` and the 64
-hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``: that is how radixkv writes it.
-``operator`` may be left out: then nobody may use the operator's endpoints.
+of ``keys`` and, for a tenant, its settings (``schemas.tenants.TenantSettings``). A key is its text, ``sha256:`` and
+the 64 hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``: that is how radixkv writes
+it. ``operator`` may be left out: then nobody may use the operator's endpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixkv.errors import ConfigError
-from radixkv.service.schemas import TenantSettings
+from radixkv.service.schemas.tenants import TenantSettings
 
 DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
 """Keys of the two demo tenants. Public knowledge: served on loopback only."""

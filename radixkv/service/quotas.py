@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
     from radixkv.coordination.base import BaseCoordinator
     from radixkv.service.auth import Keyring
-    from radixkv.service.schemas import TenantSettings
+    from radixkv.service.schemas.tenants import TenantSettings
     from radixkv.service.tenancy import Tenancy
 
 

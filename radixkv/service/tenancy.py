@@ -16,7 +16,7 @@ from radixkv.service.auth import Keyring
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
     from radixkv.coordination.base import BaseCoordinator
-    from radixkv.service.schemas import TenantSettings
+    from radixkv.service.schemas.tenants import TenantSettings
 
 
 class Tenancy:
