@@ -311,6 +311,10 @@ class BaseCoordinator(WarmJobs, FleetPins):
         """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
         return self._counted(self.tenants.set_limit(tenant, blocks))
 
+    def limits(self) -> dict[str, int]:
+        """The limits over all replicas of tenants met here, as known here; local."""
+        return self.tenants.limits()
+
     def reserve(self, tenant: str, blocks: int) -> Grant:
         """State how many blocks this replica wants to hold of a tenant's quota. See the protocol."""
         with self._writing, self._storing():

@@ -465,7 +465,14 @@ class Coordinator(Protocol):
         """How far the tenant's last purge has come. Raises StoreUnavailable."""
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
-        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
+        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable.
+
+        Every replica that has met the tenant knows it within a beat or two (256 tenants a beat), and tells a store
+        that has lost it.
+        """
+
+    def limits(self) -> dict[str, int]:
+        """The limits over all replicas of tenants met here, whoever was told; as known here. Local; O(limits)."""
 
     def reserve(self, tenant: str, blocks: int) -> Grant:
         """State how many blocks this replica wants to hold of a tenant's quota; ``.blocks`` of them are granted.

@@ -49,7 +49,7 @@ class TenantSettings(RequestBody):
     max_body_bytes: Annotated[int, Field(ge=1, le=2**30)] | None = None
 
     def tenant(self, name: str, granted_blocks: int | None = None) -> Tenant:
-        """The tenant as the cache knows it: with a quota, held to what is granted here, once that is known.
+        """The tenant as the cache knows it: held to what is granted here of its quota over the fleet, if it has one.
 
         One block it always has. Raises ArgumentError for settings that can't go together.
         """
@@ -65,7 +65,7 @@ class TenantSettings(RequestBody):
         if self.fleet_blocks is not None and self.fleet_blocks < self.guaranteed_blocks:
             allowed = f"at least {self.guaranteed_blocks}, which each replica guarantees, or null"
             raise ArgumentError("fleet_blocks", self.fleet_blocks, allowed)
-        if self.fleet_blocks is None or granted_blocks is None:
+        if granted_blocks is None:
             return whole
         granted = max(granted_blocks, 1)
         guaranteed = min(self.guaranteed_blocks, granted)
