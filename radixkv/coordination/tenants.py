@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from radixkv.coordination.checks import check_tenant
 from radixkv.coordination.limits import Limits
 from radixkv.coordination.protocol import Writer
 from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store
@@ -143,7 +144,7 @@ class Tenants:
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
         """The tenant's limit over the fleet. Raises ArgumentError, StoreUnavailable."""
-        _check_tenant(tenant)
+        check_tenant(tenant)
         if blocks is not None:
             _check_blocks(blocks)
         self.meet([tenant])
@@ -159,7 +160,7 @@ class Tenants:
 
         CapacityError: 4,096 other tenants hold a share here.
         """
-        _check_tenant(tenant)
+        check_tenant(tenant)
         _check_blocks(blocks)
         if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
             raise CapacityError(
@@ -204,7 +205,7 @@ class Tenants:
 
         Raises ArgumentError, StoreUnavailable; may be repeated then.
         """
-        _check_tenant(tenant)
+        check_tenant(tenant)
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
         above = max(self._store.tenant(digest).generation, self.generation(tenant))
@@ -226,6 +227,7 @@ class Tenants:
         ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
         store says of them. Raises StoreUnavailable.
         """
+        check_tenant(tenant)
         alive = set(living)
         facts = self._store.tenant(self._keys.tenant(tenant))
         generation = max(facts.generation, self.generation(tenant))
@@ -340,11 +342,6 @@ class Tenants:
         if grant.verdict == "FENCED":
             raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
         return grant
-
-
-def _check_tenant(tenant: object) -> None:
-    if not isinstance(tenant, str) or not tenant:
-        raise ArgumentError("tenant", tenant, "a string of at least one character")
 
 
 def _check_blocks(blocks: object) -> None:

@@ -165,6 +165,11 @@ class Keyring:
         return found if scheme.lower() == "bearer" and key.strip() else None
 
 
+def is_key(text: str) -> bool:
+    """Whether it may be a key's text."""
+    return _KEY.match(text) is not None
+
+
 class _DuplicateName(Exception):
     def __init__(self, name: str) -> None:
         self.name = name
@@ -203,7 +208,7 @@ def _key(value: object, principal: Principal, place: str) -> Key:
         return _written_key(value, principal, place)
     if isinstance(value, str) and _DIGEST.match(value):
         return Key(bytes.fromhex(value.removeprefix("sha256:")), principal)
-    if not isinstance(value, str) or value.startswith("sha256:") or not _KEY.match(value):
+    if not isinstance(value, str) or value.startswith("sha256:") or not is_key(value):
         raise ConfigError("keys", place, _KEY_ALLOWED)
     return Key.of(value, principal)
 

@@ -20,7 +20,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
 from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.protocol import SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
+from radixkv.coordination.protocol import MAX_AMOUNT, SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
 from radixkv.coordination.wire import NEVER, Limit, Raised
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 
@@ -651,6 +651,16 @@ class CoordinatorContract:
         assert again.report_job(job.id, "done", 1000)
         with pytest.raises(ArgumentError):
             b.extend_job(job.id, "nobody")
+
+    def test_the_greatest_numbers_arrive(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        load = Load(MAX_AMOUNT, MAX_AMOUNT, MAX_AMOUNT)
+        a.report_load(load)
+        fleet.eventually(lambda: [info.load for info in b.peers()] == [load])
+        job = a.create_job(ACME, MAX_AMOUNT, ["a"], num_left_out=MAX_AMOUNT, num_wanted=MAX_AMOUNT)
+        assert a.report_job(job.id, "done", MAX_AMOUNT, num_tokens_cached=MAX_AMOUNT, ms=MAX_AMOUNT)
+        found = b.job(job.id, "acme")
+        assert found is not None and found.parts[0].ms == found.num_wanted == MAX_AMOUNT
 
     def test_shares_of_a_quota_add_up_to_its_limit(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
