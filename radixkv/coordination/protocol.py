@@ -307,8 +307,8 @@ class Resident(Protocol):
 class Coordinator(Protocol):
     """See the module's docstring. Every method may be called from any thread.
 
-    Each raises ArgumentError, and changes nothing, for an argument of another type or range; a job or a pin of an id that
-    none can have is one that isn't there.
+    Each raises ArgumentError, and changes nothing, for an argument of another type or range; a job or a pin of an id
+    that none can have is one that isn't there.
     """
 
     @property
