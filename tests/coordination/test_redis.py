@@ -48,7 +48,7 @@ from tests.coordination.contract import (
     store,
     works,
 )
-from tests.redis_server import ClusterServers, RedisServer, SentinelServers, find_binary
+from tests.redis_server import ClusterServers, RedisServer, SentinelServers, need_binary
 from tests.tcp_proxy import TcpProxy
 
 DEADLINE_S = 120.0
@@ -827,9 +827,7 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
 
     Servers of its own: sentinels that were stopped for a while, as other tests do, act on nothing for 30 s.
     """
-    binary = find_binary()
-    assert binary is not None
-    servers = SentinelServers(binary, tmp_path, down_after_ms=500)
+    servers = SentinelServers(need_binary(), tmp_path, down_after_ms=500)
     try:
         with closing(RedisFleet(servers)) as fleet:
             old = servers.master
@@ -854,9 +852,7 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_lagging", [False, True])
 def test_after_all_primaries_of_a_cluster_were_replaced(tmp_path: Path, is_lagging: bool) -> None:
     """One after the other, by what their replicas have; those that lag lack what the others were told last."""
-    binary = find_binary()
-    assert binary is not None
-    servers = ClusterServers(binary, tmp_path, has_replicas=True)
+    servers = ClusterServers(need_binary(), tmp_path, has_replicas=True)
     try:
         with closing(RedisFleet(servers)) as fleet:
             a, b = fleet.join("a"), fleet.join("b")
