@@ -283,7 +283,7 @@ class Health:
     view_bytes: int = 0
     """What the view of the others takes, roughly; at most ``view_digests`` of the settings."""
     tenant_bytes: int = 0
-    """What shares and generations of tenants take, roughly; at most some 30 MB."""
+    """What shares, limits and generations of tenants take, roughly; at most some 45 MB."""
     namespace_bytes: int = 0
     """What keys and generations of the namespaces that this replica publishes take, roughly; at most some 60 MB, or
     as much as its resident namespaces need."""

@@ -12,8 +12,9 @@ own, be it that it gives a lost number back. So who obeyed one of them obeys the
 was on its way meanwhile is not counted for it. Of two raises of one number the one that stands in the store is the
 later: the other had been lost when it was made.
 
-Bounded: 65,536 purged tenants, as many names of tenants met here, 4,096 tenants with a share; about 200 bytes each
-(``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten here.
+Bounded: 65,536 purged tenants, as many names of tenants met here and as many limits, 4,096 tenants with a share; about
+200 bytes each (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten
+here.
 """
 
 from __future__ import annotations
