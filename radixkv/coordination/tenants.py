@@ -13,8 +13,8 @@ was on its way meanwhile is not counted for it. Of two raises of one number the 
 later: the other had been lost when it was made.
 
 Bounded: 65,536 purged tenants, as many names of tenants met here and as many limits, 4,096 tenants with a share; about
-200 bytes each (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten
-here.
+200 bytes each (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was
+forgotten here.
 """
 
 from __future__ import annotations
