@@ -11,7 +11,7 @@ purges tenants, starts warm jobs and hands out shares of a quota. Its seed says 
   that refuses that got none from a replica that had been cut off either
 - no router ranked a replica that had been dead for longer than its lease
 - of all that claimed an id one is left, and the others know that they are fenced; logs end in the youngest epoch
-- the shares of a quota never came to more than its limit, once it had been set for a lease
+- the shares of a quota never came to more than its limit, once it had been set for a lease; in the end all know it
 - every warm job ended: done, failed, lost, or taken over and done
 - the views of the routers and of the replicas agree with what the replicas hold, within ``HEAL_S`` seconds
 
