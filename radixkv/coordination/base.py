@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from radixkv import tokens
 from radixkv.clock import Clock
+from radixkv.coordination.checks import check_namespace
 from radixkv.coordination.jobs import WarmJobs
 from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
 from radixkv.coordination.loop import Loop
@@ -129,6 +130,10 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def attach(self, resident: Resident, on_purge: OnPurge | None = None) -> None:
         """Say where to rebuild from when the journal has overflowed, and who purges a tenant."""
+        if not all(callable(getattr(resident, name, None)) for name in ("snapshot", "tenants")):
+            raise ArgumentError("resident", resident, "what has snapshot() and tenants(), as a PrefixCache")
+        if on_purge is not None and not callable(on_purge):
+            raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
         self._resident = self.tenants.resident = resident
         self.tenants.on_purge = on_purge
 
@@ -252,11 +257,13 @@ class BaseCoordinator(WarmJobs, FleetPins):
 
     def hints(self, namespace: Namespace, token_ids: tokens.TokenIds) -> list[Hint]:
         """Which reachable others hold how much of the prefix: longest first, then by id."""
+        check_namespace(namespace)
+        key = tokens.encode(token_ids)
         holders = [known for known in self._others() if known.column is not None and known.info.reachable]
         if not holders:
             return []
         generation = self.tenants.generation(namespace.tenant)
-        digests = self.keys.digests(namespace, tokens.encode(token_ids), generation=generation)
+        digests = self.keys.digests(namespace, key, generation=generation)
         held = self.reader.view.leading(b"".join(digests)).counts().sum(axis=1) * self._publisher.grain_tokens
         found = [Hint(known.info, int(held[known.column])) for known in holders if held[known.column] > 0]
         return sorted(found, key=lambda hint: (-hint.num_tokens, hint.replica.id))
@@ -310,6 +317,10 @@ class BaseCoordinator(WarmJobs, FleetPins):
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
         """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
         return self._counted(self.tenants.set_limit(tenant, blocks))
+
+    def limits(self) -> dict[str, int]:
+        """The limits over all replicas of tenants met here, as known here; local."""
+        return self.tenants.limits()
 
     def reserve(self, tenant: str, blocks: int) -> Grant:
         """State how many blocks this replica wants to hold of a tenant's quota. See the protocol."""

@@ -18,23 +18,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv.coordination import protocol
-from radixkv.coordination.protocol import JOB_STATES, NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
+from radixkv.coordination.checks import (
+    check_error,
+    check_instance,
+    check_namespace,
+    check_state,
+    check_tenant,
+    check_text,
+    is_job_id,
+)
+from radixkv.coordination.protocol import NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
 from radixkv.coordination.store import MAX_PARTS, Store
-from radixkv.coordination.wire import is_code
 from radixkv.errors import ArgumentError, StoreUnavailable
-from radixkv.namespaces import Namespace
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
     from radixkv.coordination.reader import Reader
     from radixkv.coordination.tenants import Tenants
+    from radixkv.namespaces import Namespace
 
-_JOB_ID = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"([0-9a-f]{64})?")
-
-
-def _is_job_id(job_id: object) -> bool:
-    return isinstance(job_id, str) and _JOB_ID.fullmatch(job_id) is not None
 
 
 class WarmJobs(ABC):
@@ -70,11 +73,12 @@ class WarmJobs(ABC):
         request: str = "",
     ) -> WarmJob:
         """Record a warm job with a part, queued, for each replica. See the protocol."""
-        for name, value in (("num_tokens", num_tokens), ("num_left_out", num_left_out)):
+        wanted = 0 if num_wanted is None else num_wanted
+        amounts = {"num_tokens": num_tokens, "num_left_out": num_left_out, "num_wanted": wanted}
+        for name, value in amounts.items():
             protocol.check_amount(name, value)
-        if not isinstance(namespace, Namespace):
-            raise ArgumentError("namespace", namespace, "a Namespace")
-        if job_id is not None and not _is_job_id(job_id):
+        check_namespace(namespace)
+        if job_id is not None and not is_job_id(job_id):
             raise ArgumentError("job_id", job_id, "32 hex digits")
         if not isinstance(request, str) or not _DIGEST.fullmatch(request):
             raise ArgumentError("request", request, "64 hex digits")
@@ -112,21 +116,22 @@ class WarmJobs(ABC):
 
     def hand_job(self, job_id: str, to: ReplicaInfo) -> bool:
         """Let another replica see to a job. False unless this replica did. Raises StoreUnavailable."""
-        return self.store.own_job(job_id, to.writer, self._mine)
+        check_instance("to", to, ReplicaInfo)
+        return is_job_id(job_id) and self.store.own_job(job_id, to.writer, self._mine)
 
     def end_job(self, job_id: str) -> bool:
         """Nobody is asked any more. False unless this replica sees to the job. Raises StoreUnavailable."""
-        return self.store.own_job(job_id, NOBODY, self._mine)
+        return is_job_id(job_id) and self.store.own_job(job_id, NOBODY, self._mine)
 
     def forget_job(self, job_id: str) -> None:
         """Nobody asks for the job any more. Raises StoreUnavailable."""
-        if _is_job_id(job_id):
+        if is_job_id(job_id):
             self.store.drop_job(job_id)
 
     def extend_job(self, job_id: str, replica_id: str) -> bool:
         """Ask one more replica, or one that was restarted: only for the owner. See the protocol."""
-        asked = self._asked([replica_id])[replica_id]
-        return self.store.add_part(job_id, self._mine, JobPart(*asked, "queued"))
+        asked = self._asked([replica_id], "replica_id")[replica_id]
+        return is_job_id(job_id) and self.store.add_part(job_id, self._mine, JobPart(*asked, "queued"))
 
     def report_job(
         self,
@@ -139,25 +144,25 @@ class WarmJobs(ABC):
         ms: int = 0,
     ) -> bool:
         """State this replica's part. False if the job, or its part for this replica, is unknown."""
-        if state not in JOB_STATES:
-            raise ArgumentError("state", state, ", ".join(sorted(JOB_STATES)))
+        check_state(state)
         numbers = {"num_tokens_done": num_tokens_done, "num_tokens_cached": num_tokens_cached, "ms": ms}
         for name, value in numbers.items():
             protocol.check_amount(name, value)
-        if not is_code(error):
-            raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
-        if not _is_job_id(job_id):
-            return False
+        check_error(error)
         part = JobPart(*self._mine, state, num_tokens_done, error, num_tokens_cached, ms)
-        return self.store.save_part(job_id, part)
+        return is_job_id(job_id) and self.store.save_part(job_id, part)
 
     def give_up(self, job_id: str, part: JobPart, error: str) -> bool:
         """A part that couldn't be delivered has failed; what its replica says later counts more."""
-        return self.store.save_part(job_id, replace(part, state="failed", error=error))
+        check_instance("part", part, JobPart)
+        check_error(error)
+        failed = replace(part, state="failed", error=error)
+        return is_job_id(job_id) and self.store.save_part(job_id, failed)
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
         """The job, or None if there is none of that tenant."""
-        job = self.store.load_job(job_id) if _is_job_id(job_id) else None
+        check_tenant(tenant)
+        job = self.store.load_job(job_id) if is_job_id(job_id) else None
         if job is None or job.tenant_digest != self.keys.tenant(tenant):
             return None
         is_seen_to = job.num_wanted > 0 and job.owner != NOBODY
@@ -170,14 +175,16 @@ class WarmJobs(ABC):
     def _mine(self) -> Writer:
         return self.info().writer
 
-    def _asked(self, replica_ids: Sequence[str]) -> dict[str, Writer]:
+    def _asked(self, replica_ids: Sequence[str], argument: str = "replica_ids") -> dict[str, Writer]:
         """The registrations of replicas that live. Raises ArgumentError, or StoreUnavailable if that can't be known."""
+        for each in replica_ids:
+            check_text(argument, each, "names of replicas, strings")
         live = {info.id: info.writer for info in self.replicas() if info.live or info.is_self}
         unknown = next((name for name in replica_ids if name not in live), None)
         if unknown is not None and self.unavailable is not None:
             raise StoreUnavailable(self.unavailable)
         if unknown is not None:
-            raise ArgumentError("replica_ids", unknown, f"live replicas: {', '.join(sorted(live)) or 'none'}")
+            raise ArgumentError(argument, unknown, f"live replicas: {', '.join(sorted(live)) or 'none'}")
         return {name: live[name] for name in replica_ids}
 
     def _living(self, replica_ids: Sequence[str]) -> set[Writer]:

@@ -8,6 +8,7 @@
       namespace's secret      HMAC-SHA256(fleet secret, ("prefix", ns, generation)), never published
     canary                    the prefix digests of a fixed vector, hashed: equal where everything above is
     proof of an address       HMAC-SHA256(fleet secret, ("address", replica, epoch, nonce, address))
+    proof of a limit          HMAC-SHA256(fleet secret, ("limit", tenant digest, stamp, blocks or ""))
 
 Fields are framed with type and length, and every use has its own label, so that no two uses can meet. A
 reader of the store who guesses a prompt can't confirm it without the fleet secret. xxh3 is no cryptographic
@@ -183,6 +184,15 @@ class FleetKeys:
     def is_proof(self, proof: str, replica_id: str, epoch: int, nonce: str, address: str) -> bool:
         """Whether ``proof`` is that; in constant time."""
         expected = self.proof(replica_id, epoch, nonce, address)
+        return hmac.compare_digest(expected.encode(), proof.encode())
+
+    def limit_proof(self, tenant: bytes, stamp: int, blocks: int | None) -> str:
+        """What shows that a replica with the fleet secret stated this limit of the tenant's: 64 hex digits."""
+        return mac(self._secret, "limit", tenant, stamp, "" if blocks is None else blocks).hex()
+
+    def is_limit_proof(self, proof: str, tenant: bytes, stamp: int, blocks: int | None) -> bool:
+        """Whether ``proof`` is that; in constant time."""
+        expected = self.limit_proof(tenant, stamp, blocks)
         return hmac.compare_digest(expected.encode(), proof.encode())
 
     def scope(self, namespace: Namespace, generation: int = 0) -> Scope:

@@ -33,6 +33,7 @@ from radixkv.coordination.store import (
     Fetched,
     Grant,
     Logged,
+    Looked,
     SavedSnapshot,
     Seen,
     Share,
@@ -40,7 +41,7 @@ from radixkv.coordination.store import (
     TenantFacts,
     Verdict,
 )
-from radixkv.coordination.wire import NEVER, Entry, Raised, Registration
+from radixkv.coordination.wire import NEVER, NO_LIMIT, Entry, Limit, Raised, Registration
 from radixkv.errors import StoreUnavailable
 from radixkv.types import Journal
 
@@ -63,7 +64,7 @@ class Record:
 class Account:
     """One tenant in the store; ``shares`` with the time at which each runs out."""
 
-    limit: int | None = None
+    limit: Limit = NO_LIMIT
     raised: Raised = NEVER
     shares: dict[str, tuple[float, Share]] = field(default_factory=dict)
     confirmed: dict[str, str] = field(default_factory=dict)
@@ -242,16 +243,20 @@ class MemoryStore:
 
     # ---- tenants
 
-    def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
+    def set_limit(self, tenant: bytes, limit: Limit, expected: int) -> Durable:
         """See the protocol."""
         with self._open():
-            self._account(tenant).limit = blocks
-            return Durable(blocks or 0, None)
+            account = self._account(tenant)
+            is_expected = account.limit.stamp == expected
+            if is_expected:
+                account.limit = limit
+            return Durable(int(is_expected), None)
 
     def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
         """See the protocol."""
         with self._open():
             account, now = self._account(tenant), self.clock()
+            limit = account.limit.blocks
             counted = {name: kept for name, kept in account.shares.items() if kept[0] > now}
             mine = counted.get(share.replica_id)
             is_rival = mine is not None and mine[1].epoch == share.epoch and mine[1].nonce != share.nonce
@@ -259,15 +264,15 @@ class MemoryStore:
                 counted.pop(share.replica_id, None)
             others = sum(each.blocks for _, each in counted.values() if each.fingerprint == share.fingerprint)
             if mine is not None and mine[1].epoch > share.epoch:
-                return Grant("FENCED", 0, others, account.limit, account.raised.generation)
+                return Grant("FENCED", 0, others, limit, account.raised.generation)
             if is_rival:
-                return Grant("OK", 0, others, account.limit, account.raised.generation)
-            left = share.blocks if account.limit is None else max(0, account.limit - others)
+                return Grant("OK", 0, others, limit, account.raised.generation)
+            left = share.blocks if limit is None else max(0, limit - others)
             granted = min(share.blocks, left)
             account.shares = counted
             if granted:
                 account.shares[share.replica_id] = now + keep_s, share._replace(blocks=granted)
-            return Grant("OK", granted, others, account.limit, account.raised.generation)
+            return Grant("OK", granted, others, limit, account.raised.generation)
 
     def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
         """See the protocol."""
@@ -304,13 +309,13 @@ class MemoryStore:
         with self._open():
             account, now = self.accounts.get(tenant, Account()), self.clock()
             shares = tuple(share for until, share in account.shares.values() if until > now)
-            return TenantFacts(account.limit, account.raised, shares, dict(account.confirmed))
+            return TenantFacts(account.limit.blocks, account.raised, shares, dict(account.confirmed))
 
-    def generations(self, tenants: Sequence[bytes], replica_id: str = "") -> list[tuple[Raised, str] | None]:
+    def look_at(self, tenants: Sequence[bytes], replica_id: str = "") -> list[Looked | None]:
         """See the protocol."""
         with self._open():
             accounts = [self.accounts.get(tenant, Account()) for tenant in tenants]
-            return [(account.raised, account.confirmed.get(replica_id, "")) for account in accounts]
+            return [Looked(each.raised, each.confirmed.get(replica_id, ""), each.limit) for each in accounts]
 
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         """See the protocol."""

@@ -15,10 +15,20 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.keys import mac
-from radixkv.coordination.protocol import JOB_STATES, FleetPin, JobPart, JobState, ReplicaInfo
+from radixkv.coordination.checks import (
+    check_error,
+    check_flag,
+    check_instance,
+    check_namespace,
+    check_state,
+    check_tenant,
+    check_text,
+    checked_seconds,
+)
+from radixkv.coordination.keys import NAMESPACE_BYTES, mac
+from radixkv.coordination.protocol import FleetPin, JobPart, JobState, ReplicaInfo, check_amount
 from radixkv.coordination.settings import REPLICA_ID
-from radixkv.coordination.wire import is_code, is_pin_id
+from radixkv.coordination.wire import is_pin_id
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -55,36 +65,41 @@ class FleetPins(ABC):
 
         Its generation's number may be given again by a store that has lost it, which purge that was may not.
         """
+        check_namespace(namespace)
         raised = self.tenants.raised(namespace.tenant)
         return mac(self.keys.namespace(namespace, raised.generation), "pin", raised.purge)
 
     def keep_pin(self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True) -> bool:
         """State that a prefix is to be kept resident for ``ttl_s`` from now on. See the protocol."""
-        if not is_pin_id(pin.id):
-            raise ArgumentError("pin.id", pin.id, "32 hex digits")
-        if not _WANTED.fullmatch(pin.wanted) or pin.wanted.count(",") >= 1024:
-            raise ArgumentError("pin.wanted", pin.wanted[:80], "all, a number, or = and up to 1,024 names")
-        if not 0 < ttl_s <= MAX_PIN_S:
-            raise ArgumentError("ttl_s", ttl_s, f"seconds > 0, at most {MAX_PIN_S:.0f}")
-        return self._counted(self.store.keep_pin(self.keys.tenant(tenant), pin, ttl_s, anew=anew)).value == 1
+        check_tenant(tenant)
+        _check_pin(pin)
+        seconds = checked_seconds("ttl_s", ttl_s, MAX_PIN_S, above=0.0)
+        check_flag("anew", anew)
+        kept = self.store.keep_pin(self.keys.tenant(tenant), pin, seconds, anew=anew)
+        return self._counted(kept).value == 1
 
     def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:
         """End a pin before its time. See the protocol."""
-        return self._counted(self.store.end_pin(self.keys.tenant(tenant), pin, keep_s)).value == 1
+        check_tenant(tenant)
+        _check_pin(pin)
+        seconds = min(checked_seconds("keep_s", keep_s, 1e15), MAX_PIN_S)
+        return self._counted(self.store.end_pin(self.keys.tenant(tenant), pin, seconds)).value == 1
 
     def state_pin(
         self, tenant: str, pin_id: str, state: JobState, num_tokens: int = 0, error: str = ""
     ) -> bool:
         """What has become of a pin on this replica. See the protocol."""
-        if state not in JOB_STATES:
-            raise ArgumentError("state", state, ", ".join(sorted(JOB_STATES)))
-        if not is_code(error):
-            raise ArgumentError("error", error, "a code of up to 64 of a-z and _")
+        check_tenant(tenant)
+        check_text("pin_id", pin_id)
+        check_state(state)
+        check_amount("num_tokens", num_tokens)
+        check_error(error)
         part = JobPart(*self.info().writer, state, num_tokens, error)
-        return self.store.state_pin(self.keys.tenant(tenant), pin_id, part)
+        return is_pin_id(pin_id) and self.store.state_pin(self.keys.tenant(tenant), pin_id, part)
 
     def fleet_pins(self, tenant: str) -> list[FleetPin]:
         """A tenant's pins; parts of registrations that don't live are lost. See the protocol."""
+        check_tenant(tenant)
         living = {each.writer for each in self.replicas() if each.live or each.is_self}
         return [
             replace(
@@ -95,3 +110,15 @@ class FleetPins(ABC):
             )
             for pin in self.store.pins(self.keys.tenant(tenant))
         ]
+
+
+def _check_pin(pin: FleetPin) -> None:
+    check_instance("pin", pin, FleetPin)
+    if not isinstance(pin.id, str) or not is_pin_id(pin.id):
+        raise ArgumentError("pin.id", pin.id, "32 hex digits")
+    if not isinstance(pin.namespace_digest, bytes) or len(pin.namespace_digest) != NAMESPACE_BYTES:
+        raise ArgumentError("pin.namespace_digest", pin.namespace_digest, f"{NAMESPACE_BYTES} bytes")
+    check_amount("pin.num_tokens", pin.num_tokens)
+    wanted: object = pin.wanted
+    if not isinstance(wanted, str) or not _WANTED.fullmatch(wanted) or wanted.count(",") >= 1024:
+        raise ArgumentError("pin.wanted", wanted, "all, a number, or = and up to 1,024 names")

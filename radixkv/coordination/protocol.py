@@ -87,10 +87,14 @@ NOBODY = Writer("", 0, "")
 """The owner of a job that was given up: no further replica will be asked."""
 
 
+MAX_AMOUNT = 10**15 - 1
+"""15 digits: what a store keeps of a number, and a reader takes for one."""
+
+
 def check_amount(name: str, value: object) -> None:
     """Raises ArgumentError unless it is an integer, ≥ 0, that every store can keep."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**53:
-        raise ArgumentError(name, value, f"an integer from 0 to {2**53 - 1}")
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= MAX_AMOUNT:
+        raise ArgumentError(name, value, f"an integer from 0 to {MAX_AMOUNT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +283,7 @@ class Health:
     view_bytes: int = 0
     """What the view of the others takes, roughly; at most ``view_digests`` of the settings."""
     tenant_bytes: int = 0
-    """What shares and generations of tenants take, roughly; at most some 30 MB."""
+    """What shares, limits and generations of tenants take, roughly; at most some 45 MB."""
     namespace_bytes: int = 0
     """What keys and generations of the namespaces that this replica publishes take, roughly; at most some 60 MB, or
     as much as its resident namespaces need."""
@@ -301,7 +305,11 @@ class Resident(Protocol):
 
 
 class Coordinator(Protocol):
-    """See the module's docstring. Every method may be called from any thread."""
+    """See the module's docstring. Every method may be called from any thread.
+
+    Each raises ArgumentError, and changes nothing, for an argument of another type or range; a job or a pin of an id
+    that none can have is one that isn't there.
+    """
 
     @property
     def replica_id(self) -> str:
@@ -434,6 +442,8 @@ class Coordinator(Protocol):
     def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:
         """End one before its time, and keep for ``keep_s`` that it has ended where the store knows nothing of it.
 
+        At most 366 days, and a millisecond where none is left.
+
         False if there was none. Raises StoreUnavailable.
         """
 
@@ -465,7 +475,14 @@ class Coordinator(Protocol):
         """How far the tenant's last purge has come. Raises StoreUnavailable."""
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
-        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
+        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable.
+
+        Every replica that has met the tenant knows it within a beat or two (256 tenants a beat), and tells a store
+        that has lost it.
+        """
+
+    def limits(self) -> dict[str, int]:
+        """The limits over all replicas of tenants met here, whoever was told; as known here. Local; O(limits)."""
 
     def reserve(self, tenant: str, blocks: int) -> Grant:
         """State how many blocks this replica wants to hold of a tenant's quota; ``.blocks`` of them are granted.

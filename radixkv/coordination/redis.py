@@ -62,6 +62,7 @@ from radixkv.coordination.store import (
     Fetched,
     Grant,
     Logged,
+    Looked,
     SavedSnapshot,
     Seen,
     Share,
@@ -77,18 +78,21 @@ from radixkv.coordination.wire import (
     REGISTRATION_FIELDS,
     Entry,
     Groups,
+    Limit,
     Raised,
     Registration,
     WireError,
     format_owner,
     format_part,
     format_pin,
+    format_said,
     job_fields,
     number,
     pack_entries,
     pack_snapshot,
     parse_entry,
     parse_job,
+    parse_limit,
     parse_load,
     parse_nonce,
     parse_pins,
@@ -580,11 +584,12 @@ class RedisStore:
     # ---- tenants
 
     @translated()
-    def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
+    def set_limit(self, tenant: bytes, limit: Limit, expected: int) -> Durable:
         """See the protocol."""
-        stated = "" if blocks is None else str(blocks)
-        _, replicated = self.connection.run_durably(scripts.LIMIT, [_tenant_key(tenant)], [stated])
-        return Durable(blocks or 0, replicated)
+        blocks = "" if limit.blocks is None else limit.blocks
+        args: Args = [expected, format_said(limit), _RETENTION_MS, blocks]
+        answer, replicated = self.connection.run_durably(scripts.LIMIT, [_tenant_key(tenant)], args)
+        return Durable(int(answer), replicated)
 
     @translated()
     def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
@@ -643,10 +648,10 @@ class RedisStore:
         return TenantFacts(limit, raised, shares, confirmed)
 
     @translated()
-    def generations(self, tenants: Sequence[bytes], replica_id: str = "") -> list[tuple[Raised, str] | None]:
+    def look_at(self, tenants: Sequence[bytes], replica_id: str = "") -> list[Looked | None]:
         """See the protocol. What has not the form of this version counts for nothing."""
         replies: list[Any] = []
-        fields = ("generation", "token", "c:" + replica_id)
+        fields = ("generation", "token", "c:" + replica_id, "limit", "said")
         for some in _slices(tenants):
             replies += self.connection.gather([("HMGET", _tenant_key(tenant), *fields) for tenant in some])
         return [_looked(reply) for reply in replies]
@@ -817,11 +822,11 @@ def _slices(tenants: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     return (tenants[at : at + _TENANTS_A_CALL] for at in range(0, len(tenants), _TENANTS_A_CALL))
 
 
-def _looked(reply: Any) -> tuple[Raised, str] | None:
+def _looked(reply: Any) -> Looked | None:
     if isinstance(reply, Exception):
         return None
-    generation, token, nonce = reply
-    return parse_raised(generation, token), parse_nonce(nonce)
+    generation, token, nonce, blocks, said = reply
+    return Looked(parse_raised(generation, token), parse_nonce(nonce), parse_limit(blocks, said))
 
 
 def _tenant_key(tenant: bytes) -> str:

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv import tokens
+from radixkv.coordination.checks import check_flag, check_namespace
 from radixkv.coordination.costs import BASELINES, COSTS, MAX_TEMPERATURE, CostName, Facts, Floats
 from radixkv.coordination.keys import DIGEST_BYTES
 from radixkv.coordination.protocol import SEGMENT_TOKENS, Load, ReplicaInfo
@@ -156,7 +157,8 @@ class Router:
         name = self.cost if cost is None else _checked_cost(cost)
         heat = self.temperature if temperature is None else _checked_temperature(temperature)
         most = None if limit is None else _checked_limit(limit)
-        _check_namespace(namespace)
+        check_flag("ignore_load", ignore_load)
+        check_namespace(namespace)
         key = tokens.encode(token_ids)
         now = self.source.clock()
         roster, by_load = self._living(namespace.model, now)
@@ -177,7 +179,7 @@ class Router:
 
         Raises TokenError, ArgumentError. O(tokens).
         """
-        _check_namespace(namespace)
+        check_namespace(namespace)
         if not isinstance(replica_id, str):
             raise ArgumentError("replica_id", replica_id, "the id of a replica, a string")
         key, now = tokens.encode(token_ids), self.source.clock()
@@ -431,7 +433,7 @@ def _candidate(
 
 def _checked_cost(cost: str) -> CostName:
     for name in COSTS:
-        if name == cost:
+        if isinstance(cost, str) and name == cost:
             return name
     raise ConfigError("cost", cost, f"one of {', '.join(COSTS)}")
 
@@ -462,8 +464,3 @@ def _checked_weights(weights: object) -> Floats:
     for weight in weights.values():
         check_number("tier_weights", weight, 0, 1, allowed)
     return np.array([weights[tier] for tier in TIERS], np.float64)
-
-
-def _check_namespace(namespace: object) -> None:
-    if not isinstance(namespace, Namespace):
-        raise ArgumentError("namespace", namespace, "a Namespace")

@@ -16,7 +16,8 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
               a number that nobody has read, and an empty entry behind it lets every reader see the gap.
     leave     KEYS meta lease load                ARGV epoch nonce -> also until when that is, in ms; 0: nobody
 
-    limit     KEYS q                              ARGV blocks, or empty for none
+    limit     KEYS q                              ARGV stamp-expected stamp-and-proof retention-ms blocks, or empty
+              for none -> 1 if it was the one expected
     reserve   KEYS q                              ARGV replica epoch nonce fingerprint blocks keep-ms retention-ms
               -> {verdict, granted, others, limit or empty, generation}
     raise     KEYS q                              ARGV above token -> {generation, token}
@@ -200,9 +201,18 @@ return {verdict, '0', left > 0 and whole(now + left) or '0'}
 )
 
 LIMIT = """
-if ARGV[1] == '' then redis.call('HDEL', KEYS[1], 'limit') else redis.call('HSET', KEYS[1], 'limit', ARGV[1]) end
-redis.call('PERSIST', KEYS[1])
-return 0
+local held = redis.call('HMGET', KEYS[1], 'said', 'generation')
+local stamp, proof = string.match(held[1] or '', '^(%d+):([0-9a-f]+)$')
+if not stamp or #stamp > 15 or #proof ~= 64 then stamp = '0' end
+if tonumber(stamp) ~= tonumber(ARGV[1]) then return 0 end
+redis.call('HSET', KEYS[1], 'said', ARGV[2])
+if ARGV[4] == '' then redis.call('HDEL', KEYS[1], 'limit') else redis.call('HSET', KEYS[1], 'limit', ARGV[4]) end
+if ARGV[4] == '' and not held[2] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[3])
+else
+  redis.call('PERSIST', KEYS[1])
+end
+return 1
 """
 
 RESERVE = (

@@ -45,7 +45,7 @@ class Settings:
         if not isinstance(self.replica_id, str) or not re.fullmatch(REPLICA_ID, self.replica_id):
             raise ConfigError("replica", self.replica_id, "1 to 64 characters of A-Z a-z 0-9 . _ -")
         checked_secret(self.fleet_secret)
-        if not isinstance(self.fingerprint, str) or not 0 < len(self.fingerprint) <= _MAX_TEXT:
+        if not is_text(self.fingerprint) or not 0 < len(self.fingerprint) <= _MAX_TEXT:
             raise ConfigError("fingerprint", self.fingerprint, f"1 to {_MAX_TEXT} characters")
         check_number("lease_s", self.lease_s, 0.05, 3600, "0.05 to 3600 seconds")
         check_address(self.address)
@@ -58,6 +58,11 @@ class Settings:
     def beat_s(self) -> float:
         """Time between two beats."""
         return self.lease_s / 3
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a string of whole characters: no half of a surrogate pair, which nobody can send."""
+    return isinstance(value, str) and (value.isascii() or value.encode("utf-8", "ignore").decode() == value)
 
 
 def check_count(name: str, value: Any) -> None:

@@ -18,8 +18,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from radixkv.clock import Clock, monotonic
+from radixkv.coordination.checks import check_instance, check_text, checked_seconds
 from radixkv.coordination.keys import checked_secret, mac
-from radixkv.errors import ConfigError, UnverifiedRequest
+from radixkv.coordination.settings import check_number
+from radixkv.errors import ArgumentError, UnverifiedRequest
 
 TENANT_HEADER = "x-radixkv-tenant"
 TIMESTAMP_HEADER = "x-radixkv-timestamp"
@@ -46,8 +48,17 @@ def sign_request(
 
     ``path`` includes the query, ``audience`` is the receiver's ``ReplicaInfo.audience``, ``timestamp_s``
     Unix seconds, ``nonce`` 32 hex digits (random by default). The tenant travels as the hex of its UTF-8.
+    Raises ConfigError for a secret that can't be one, ArgumentError for anything else.
     """
+    checked_secret(secret)
+    texts = {"method": method, "path": path, "tenant": tenant, "audience": audience}
+    for name, value in texts.items():
+        check_text(name, value)
+    check_instance("body", body, bytes)
+    checked_seconds("timestamp_s", timestamp_s, 1e12, above=0.0)
     nonce = secrets.token_hex(16) if nonce is None else nonce
+    if not isinstance(nonce, str) or not _HEX_16.fullmatch(nonce):
+        raise ArgumentError("nonce", nonce, "32 hex digits, or None")
     timestamp_ms = int(timestamp_s * 1000)
     signature = _signature(secret, method, path, tenant, body, audience, timestamp_ms, nonce)
     return {
@@ -99,6 +110,7 @@ class RequestVerifier:
         self, secret: bytes, *, max_skew_s: float = 30.0, wall: Clock = time.time, clock: Clock = monotonic
     ) -> None:
         self._secret = checked_secret(secret)
+        check_number("max_skew_s", max_skew_s, 1e-3, 3600, "0.001 to 3600 seconds")
         self._max_skew_s = max_skew_s
         self._wall = wall
         self._guard = ReplayGuard(2 * max_skew_s, clock=clock)
@@ -134,8 +146,7 @@ class ReplayGuard:
     """
 
     def __init__(self, keep_s: float, *, max_nonces: int = 65_536, clock: Clock = monotonic) -> None:
-        if keep_s <= 0:
-            raise ConfigError("keep_s", keep_s, "more than 0 seconds")
+        check_number("keep_s", keep_s, 1e-3, 7200, "0.001 to 7200 seconds")
         self._keep_s = keep_s
         self._max_nonces = max_nonces
         self._clock = clock

@@ -296,9 +296,9 @@ class Generations:
         asked = [
             *((digests & self._known.keys()) | (self._wanted & self._announced.keys()) | self._in_turn())
         ]
-        for digest, looked in zip(asked, self._store.generations(asked), strict=True):
+        for digest, looked in zip(asked, self._store.look_at(asked), strict=True):
             if looked is not None:
-                self._known[digest] = looked[0].generation
+                self._known[digest] = looked.raised.generation
                 self._wanted.discard(digest)
         self._met = registrations
         if raised:

@@ -4,7 +4,7 @@
 
     a replica's own facts     boot, beat, append, snapshot, leave         refused unless (epoch, nonce) are the last
     reading                   fetch, read, load
-    a tenant                  set_limit, reserve, raise_generation, confirm, tenant, purges
+    a tenant                  set_limit, reserve, raise_generation, confirm, tenant, look_at, purges
     a warm job                save_job, own_job, add_part, save_part, drop_job, load_job
     pins of a tenant          keep_pin, end_pin, state_pin, pins
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from radixkv.coordination.protocol import FleetPin, JobPart, Load, WarmJob, Writer
-from radixkv.coordination.wire import NEVER, Entry, Groups, Raised, Registration
+from radixkv.coordination.wire import NEVER, NO_LIMIT, Entry, Groups, Limit, Raised, Registration
 
 if TYPE_CHECKING:
     from radixkv.coordination.holdings import Holdings
@@ -124,6 +124,17 @@ class TenantFacts:
         return self.raised.generation
 
 
+class Looked(NamedTuple):
+    """What each replica looks at of each tenant, again and again."""
+
+    raised: Raised = NEVER
+    """The last raise of its generation."""
+    confirmed: str = ""
+    """The nonce under which the replica that asks has confirmed that; empty if it hasn't."""
+    limit: Limit = NO_LIMIT
+    """The last limit that was stated, whoever stated it."""
+
+
 class Durable(NamedTuple):
     """A write that must not be lost. ``replicated``: a second copy has it; None where there is no second."""
 
@@ -188,8 +199,11 @@ class Store(Protocol):
     def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
         """The snapshot of that epoch, if there is one behind ``after_seq`` and it is whole."""
 
-    def set_limit(self, tenant: bytes, blocks: int | None) -> Durable:
-        """The tenant's limit over all replicas; None: no limit."""
+    def set_limit(self, tenant: bytes, limit: Limit, expected: int) -> Durable:
+        """The tenant's limit over all replicas, if ``expected`` is the stamp of the one that stands; ``value`` 1 if so.
+
+        Of none, or of one without its form, the stamp is 0.
+        """
 
     def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
         """State the blocks that a replica wants to hold, absolute; grants what the limit leaves beside the others.
@@ -215,11 +229,8 @@ class Store(Protocol):
     def tenant(self, tenant: bytes) -> TenantFacts:
         """All that is known; of shares those that count."""
 
-    def generations(self, tenants: Sequence[bytes], replica_id: str = "") -> list[tuple[Raised, str] | None]:
-        """The last raise of each, and the nonce under which that replica has confirmed it, empty if it hasn't.
-
-        None of those that could not be read, as their shard is away.
-        """
+    def look_at(self, tenants: Sequence[bytes], replica_id: str = "") -> list[Looked | None]:
+        """What ``replica_id`` is to know of each. None of those that could not be read, as their shard is away."""
 
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         """Those of these tenants that ``purges(0)`` doesn't have, or only at a position before the one given."""

@@ -1,18 +1,20 @@
 """What one replica has to do with tenants of the fleet: its share of their quotas, and their generations.
 
 A share is absolute and stated anew with every beat, so a number that got lost heals by itself; what was
-granted last holds while the store is away. A generation is raised by a purge and announced to all; every
-replica forgets what it has of the tenant, and then confirms that very raise, by its token, for its registration. Since
-namespace digests depend on the generation, what others still publish of an older one is met by nobody. What a store
-has lost of that is told to it again by who obeyed it (``restore``), and no purge of it is complete meanwhile.
+granted last holds while the store is away. What a limit is, ``limits.py`` says. A generation is raised by a purge and
+announced to all; every replica forgets what it has of the tenant, and then confirms that very raise, by its token, for
+its registration. Since namespace digests depend on the generation, what others still publish of an older one is met by
+nobody. What a store has lost of that is told to it again by who obeyed it (``restore``), and no purge of it is complete
+meanwhile.
 
 A store that lost a raise may give its number to another one. The token tells them apart: every raise has one of its
 own, be it that it gives a lost number back. So who obeyed one of them obeys the other too, and a confirmation that
 was on its way meanwhile is not counted for it. Of two raises of one number the one that stands in the store is the
 later: the other had been lost when it was made.
 
-Bounded: 65,536 purged tenants, as many names of tenants met here, 4,096 tenants with a share; about 200 bytes each
-(``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was forgotten here.
+Bounded: 65,536 purged tenants, as many names of tenants met here and as many limits, 4,096 tenants with a share; about
+200 bytes each (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was
+forgotten here.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from radixkv.coordination.checks import check_tenant
+from radixkv.coordination.limits import Limits
 from radixkv.coordination.protocol import Writer
 from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store
 from radixkv.coordination.wire import NEVER, Raised, new_token
@@ -95,6 +99,7 @@ class Tenants:
         """
         self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
         self._reader = reader
+        self._limits = Limits(keys, store)
         self._names: OrderedDict[bytes, str] = OrderedDict()
         self._meeting = threading.Lock()
         self._generations: OrderedDict[bytes, _Obeyed] = OrderedDict()
@@ -109,7 +114,7 @@ class Tenants:
     def num_bytes(self) -> int:
         """What all of this takes, roughly."""
         num_items = len(self._names) + len(self._generations) + len(self._wanted) + len(self._grants)
-        return num_items * _ITEM_BYTES
+        return (num_items + len(self._limits)) * _ITEM_BYTES
 
     def generation(self, tenant: str) -> int:
         """The generation of a tenant as known here; local."""
@@ -140,17 +145,23 @@ class Tenants:
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
         """The tenant's limit over the fleet. Raises ArgumentError, StoreUnavailable."""
-        _check_tenant(tenant)
+        check_tenant(tenant)
         if blocks is not None:
             _check_blocks(blocks)
-        return self._store.set_limit(self._keys.tenant(tenant), blocks)
+        self.meet([tenant])
+        return self._limits.state(self._keys.tenant(tenant), blocks)
+
+    def limits(self) -> dict[str, int]:
+        """The limits over the fleet of tenants met here, as known here. Local; O(limits)."""
+        known = [(self._names.get(digest), each.blocks) for digest, each in self._limits.known().items()]
+        return {tenant: blocks for tenant, blocks in known if tenant is not None and blocks is not None}
 
     def reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
         """State how many blocks this replica wants to hold. Raises ArgumentError, CapacityError, StoreUnavailable.
 
         CapacityError: 4,096 other tenants hold a share here.
         """
-        _check_tenant(tenant)
+        check_tenant(tenant)
         _check_blocks(blocks)
         if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
             raise CapacityError(
@@ -195,7 +206,7 @@ class Tenants:
 
         Raises ArgumentError, StoreUnavailable; may be repeated then.
         """
-        _check_tenant(tenant)
+        check_tenant(tenant)
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
         above = max(self._store.tenant(digest).generation, self.generation(tenant))
@@ -217,6 +228,7 @@ class Tenants:
         ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
         store says of them. Raises StoreUnavailable.
         """
+        check_tenant(tenant)
         alive = set(living)
         facts = self._store.tenant(self._keys.tenant(tenant))
         generation = max(facts.generation, self.generation(tenant))
@@ -244,31 +256,29 @@ class Tenants:
         return Purge(generation, **sorted_lists, replicated=replicated)
 
     def restore(self, writer: Writer, *, everything: bool) -> dict[bytes, Raised]:
-        """Give generations that are known here back to a store that has lost them: all, or the next 256 in turn.
+        """Give generations and limits that are known here back to a store that has lost them: all, or 256 in turn.
 
         All of them where a replica has come that may not know them. In turn, since a store may go back to what it had
         a while ago, or lose one shard, with every registration still in it. Where it has lost that they were confirmed
-        here, that is said again. Returns those that the store has and nobody has told here, of tenants that were met
-        too: who raised one may have died before it was announced, and a position or a number that a store has lost may
-        be given again. Raises StoreUnavailable.
+        here, that is said again. Limits that others stated are taken.
+
+        Returns those generations that the store has and nobody has told here, of tenants that were met too: who raised
+        one may have died before it was announced, and a position or a number that a store has lost may be given again.
+        Raises StoreUnavailable.
         """
+        taken = self._in_turn()
         if everything:
-            taken = list(self._generations)
-        else:
-            if not self._unchecked:
-                with self._meeting:
-                    self._unchecked = list(self._names.keys() | self._generations.keys())
-            taken = self._unchecked[-_CHECKED_A_BEAT:]
-            del self._unchecked[-_CHECKED_A_BEAT:]
+            taken = list({*taken, *self._generations, *self._limits.known()})
         known = {digest: self._generations.get(digest, _NEVER) for digest in taken}
         positions = {digest: obeyed.position for digest, obeyed in known.items() if obeyed.raised.generation}
         unannounced = self._store.unannounced(positions) if positions else set()
         news = {}
-        found = self._store.generations(taken, writer.replica_id) if taken else ()
+        found = self._store.look_at(taken, writer.replica_id) if taken else ()
         for (digest, mine), looked in zip(known.items(), found, strict=True):
             if looked is None:
                 continue
-            raised, nonce = looked
+            raised, nonce, limit = looked
+            self._limits.compare(digest, limit)
             if raised.generation < mine.raised.generation or digest in unannounced:
                 token = new_token(mine.raised.purge)
                 self._store.raise_generation(digest, mine.raised.generation - 1, token)
@@ -278,6 +288,15 @@ class Tenants:
                 self._store.confirm(digest, writer, raised)
         return news
 
+    def _in_turn(self) -> list[bytes]:
+        """The next 256 of those that were met or purged."""
+        if not self._unchecked:
+            with self._meeting:
+                self._unchecked = list(self._names.keys() | self._generations.keys())
+        taken = self._unchecked[-_CHECKED_A_BEAT:]
+        del self._unchecked[-_CHECKED_A_BEAT:]
+        return taken
+
     def _standing(self, digests: Sequence[bytes]) -> dict[bytes, Raised]:
         """What there is to obey of each.
 
@@ -285,10 +304,10 @@ class Tenants:
         none, which is raised then, as is one without a token. Raises StoreUnavailable if one can't be read.
         """
         found = {}
-        for digest, looked in zip(digests, self._store.generations(digests) if digests else (), strict=True):
+        for digest, looked in zip(digests, self._store.look_at(digests) if digests else (), strict=True):
             if looked is None:
                 raise StoreUnavailable("a tenant's generation can't be read: its shard is away")
-            raised, known = looked[0], self._generations.get(digest, _NEVER).raised
+            raised, known = looked.raised, self._generations.get(digest, _NEVER).raised
             if raised.generation < known.generation or not raised.token:
                 above = max(raised.generation, known.generation)
                 written = self._store.raise_generation(digest, above, new_token())
@@ -324,11 +343,6 @@ class Tenants:
         if grant.verdict == "FENCED":
             raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
         return grant
-
-
-def _check_tenant(tenant: object) -> None:
-    if not isinstance(tenant, str) or not tenant:
-        raise ArgumentError("tenant", tenant, "a string of at least one character")
 
 
 def _check_blocks(blocks: object) -> None:

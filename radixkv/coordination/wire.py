@@ -380,6 +380,34 @@ class Raised(NamedTuple):
 
 NEVER = Raised()
 
+
+class Limit(NamedTuple):
+    """What an operator has said that a tenant may use on all replicas together: the last word is the greatest stamp."""
+
+    blocks: int | None = None
+    """None: no limit, be it that one was withdrawn."""
+    stamp: int = 0
+    """0: nobody has said anything, or not in the form of this version."""
+    proof: str = ""
+    """See ``FleetKeys.limit_proof``."""
+
+
+NO_LIMIT = Limit()
+_SAID = re.compile(rb"([0-9]{1,15}):([0-9a-f]{64})")
+
+
+def format_said(limit: Limit) -> str:
+    """What stands beside the blocks of a limit: ``stamp:proof``."""
+    return f"{limit.stamp}:{limit.proof}"
+
+
+def parse_limit(blocks: bytes | None, said: bytes | None) -> Limit:
+    """From two fields of a tenant's hash; what has not the form of this version counts for nothing."""
+    number_of = int(blocks) if blocks and _NUMBER.fullmatch(blocks) else None
+    stated = _SAID.fullmatch(said or b"")
+    return Limit(number_of, int(stated[1]), stated[2].decode()) if stated else Limit(number_of)
+
+
 TenantFields = tuple[int | None, Raised, dict[str, tuple[int, str, int, int, str]], dict[str, str]]
 """Limit, last raise; by replica: ``(epoch, nonce, blocks, until in ms, fingerprint)``, and the nonce that confirmed."""
 

@@ -7,6 +7,7 @@ file, before it is answered. Requests that are under way with a key that goes en
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
@@ -23,10 +24,8 @@ from radixkv.service.problems import (
     not_found,
     store_unavailable,
 )
-from radixkv.service.schemas import (
-    KeyReply,
-    KeysReply,
-    NewKeyReply,
+from radixkv.service.schemas.keys import KeyReply, KeysReply, NewKeyReply
+from radixkv.service.schemas.tenants import (
     PurgeReply,
     PurgeStateReply,
     TenantReply,
@@ -86,6 +85,7 @@ async def put_tenant(call: Call) -> Response:
     tenant = str(_tenant(call).tenant)
     settings = call.read(TenantSettings)
     await _changed(lambda: call.service.keys.put_tenant(tenant, settings), "tenant")
+    await _said(call, tenant)
     return reply(_tenant_reply(call, tenant))
 
 
@@ -119,9 +119,16 @@ async def remove_tenant(call: Call) -> Response:
     tenant = _known_tenant(call)
     await _purged(call, tenant)
     await _changed(lambda: call.service.keys.remove_tenant(tenant), "tenant")
+    await _said(call, tenant)
     await anyio.to_thread.run_sync(call.service.cache.purge, tenant)
     call.service.gate.forget(tenant)
     return Response(status_code=204)
+
+
+async def _said(call: Call, tenant: str) -> None:
+    """State the quota now, so that what is said next, wherever, is said later; without the store once it is back."""
+    with suppress(CoordinationError):
+        await call.service.orders.call(call.service.quotas.say, tenant)
 
 
 async def _purged(call: Call, tenant: str) -> PurgeReply:
@@ -194,12 +201,12 @@ def _shown(key: Key) -> KeyReply:
 
 
 def _tenant_reply(call: Call, tenant: str) -> TenantReply:
-    ring = call.service.keyring
+    ring, quotas = call.service.keyring, call.service.quotas
     return TenantReply(
         tenant=tenant,
-        settings=ring.settings[tenant],
+        settings=ring.settings[tenant].model_copy(update={"fleet_blocks": quotas.limit(tenant)}),
         num_keys=len(ring.of(Principal(tenant))),
-        granted_blocks=call.service.quotas.granted(tenant),
+        granted_blocks=quotas.granted(tenant),
     )
 
 

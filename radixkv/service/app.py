@@ -29,18 +29,14 @@ from radixkv.service.endpoint import Call, Endpoint, Host, serve
 from radixkv.service.fleet import PURGE_PATH, WARM_PATH
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
-from radixkv.service.schemas import (
-    ClearReply,
-    CompletionReply,
-    CompletionRequest,
+from radixkv.service.schemas.completions import CompletionReply, CompletionRequest
+from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
+from radixkv.service.schemas.tenants import OperatorStatsReply, TenantStatsReply
+from radixkv.service.schemas.warming import (
     FleetWarmReply,
     JobAccepted,
     JobReply,
-    LookupReply,
-    LookupRequest,
-    OperatorStatsReply,
     OrderRequest,
-    TenantStatsReply,
     WarmReply,
     WarmRequest,
 )

@@ -6,9 +6,9 @@ neither how much of a key was right nor whose it is. The tenant of a request com
 else, and so do a tenant's own settings.
 
 The file is JSON: ``{"operator": ENTRY, "tenants": {"acme": ENTRY}}``. An entry is a key, or an object with a list
-of ``keys`` and, for a tenant, its settings (``schemas.TenantSettings``). A key is its text, ``sha256:`` and the 64
-hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``: that is how radixkv writes it.
-``operator`` may be left out: then nobody may use the operator's endpoints.
+of ``keys`` and, for a tenant, its settings (``schemas.tenants.TenantSettings``). A key is its text, ``sha256:`` and
+the 64 hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``: that is how radixkv writes
+it. ``operator`` may be left out: then nobody may use the operator's endpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixkv.errors import ConfigError
-from radixkv.service.schemas import TenantSettings
+from radixkv.service.schemas.tenants import TenantSettings
 
 DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
 """Keys of the two demo tenants. Public knowledge: served on loopback only."""
@@ -165,6 +165,11 @@ class Keyring:
         return found if scheme.lower() == "bearer" and key.strip() else None
 
 
+def is_key(text: str) -> bool:
+    """Whether it may be a key's text."""
+    return _KEY.match(text) is not None
+
+
 class _DuplicateName(Exception):
     def __init__(self, name: str) -> None:
         self.name = name
@@ -203,7 +208,7 @@ def _key(value: object, principal: Principal, place: str) -> Key:
         return _written_key(value, principal, place)
     if isinstance(value, str) and _DIGEST.match(value):
         return Key(bytes.fromhex(value.removeprefix("sha256:")), principal)
-    if not isinstance(value, str) or value.startswith("sha256:") or not _KEY.match(value):
+    if not isinstance(value, str) or value.startswith("sha256:") or not is_key(value):
         raise ConfigError("keys", place, _KEY_ALLOWED)
     return Key.of(value, principal)
 

@@ -17,7 +17,7 @@ from radixkv.errors import ArgumentError
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.problems import ApiError, invalid, not_found
 from radixkv.service.prompts import prefix_of
-from radixkv.service.schemas import (
+from radixkv.service.schemas.bases import (
     BaseReply,
     BasesReply,
     PublishedReply,

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-from radixkv.errors import ConfigError, RadixKVError
-from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
+from radixkv.errors import ArgumentError, ConfigError, RadixKVError
+from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY, is_key
 
+_JSON = {"Content-Type": "application/json"}
 _POLL_S = 0.05
 _BUSY_RETRIES = 30
 MAX_WAIT_S = 10.0
@@ -45,14 +45,19 @@ class Client:
     """Requests to one service with one key. ``with`` closes it."""
 
     def __init__(self, url: str, key: str | None, *, as_operator: bool = False) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = httpx.URL(url)
+        except (TypeError, httpx.InvalidURL):
+            parts = httpx.URL()
+        if parts.scheme not in ("http", "https") or not parts.host:
             raise ConfigError("--url", url, "a base URL such as http://127.0.0.1:8400")
-        is_local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        is_local = parts.host in ("127.0.0.1", "localhost", "::1")
         if key is None and is_local:
             key = DEMO_OPERATOR_KEY if as_operator else next(iter(DEMO_KEYS.values()))
         if key is None:
             raise ConfigError("--key", None, "a key of that service")
+        if not isinstance(key, str) or not is_key(key):
+            raise ConfigError("--key", "…", "1 to 512 visible ASCII characters without spaces")
         headers = {"Authorization": f"Bearer {key}"}
         timeout = httpx.Timeout(None, connect=5.0)
         self._http = httpx.Client(
@@ -74,7 +79,7 @@ class Client:
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Document:
         """The JSON answer to a request, empty if there is none; waits and asks again while the service is busy.
 
-        Raises ServiceError.
+        Raises ServiceError, and ArgumentError for a body that JSON can't say.
         """
         for _ in range(_BUSY_RETRIES):
             answer = self._send(method, path, body)
@@ -88,7 +93,11 @@ class Client:
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
         try:
-            return self._http.request(method, path, json=body)
+            content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError):
+            raise ArgumentError("body", body, "what JSON can say") from None
+        try:
+            return self._http.request(method, path, content=content, headers=_JSON if content else None)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             reason = str(error) or type(error).__name__
             raise ServiceError(f"{self._http.base_url} can't be reached: {reason}") from None

@@ -30,7 +30,7 @@ from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.problems import ApiError, Json, invalid, timed_out
 from radixkv.service.prompts import Ids, tokenized
 from radixkv.service.recording import COMPLETION, Recorder
-from radixkv.service.schemas import (
+from radixkv.service.schemas.completions import (
     Choice,
     CompletionReply,
     CompletionRequest,

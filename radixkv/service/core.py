@@ -30,7 +30,7 @@ from radixkv.service.problems import ApiError, generation_unconfirmed
 from radixkv.service.prompts import Ids, PromptRules, prefix_of
 from radixkv.service.quotas import Quotas
 from radixkv.service.recording import Recorder
-from radixkv.service.schemas import RouteRequest
+from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.tenancy import Tenancy
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker

@@ -27,7 +27,7 @@ from radixkv.service import problems
 from radixkv.service.auth import Principal
 from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
-from radixkv.service.schemas import TenantSettings
+from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.worker import Busy, Cancelled, Closed
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from radixkv.service.core import Service
     from radixkv.service.limits import Gate, Limits
     from radixkv.service.prompts import Ids
-    from radixkv.service.schemas import RouteRequest
+    from radixkv.service.schemas.replicas import RouteRequest
 
 Who = Literal["anyone", "tenant", "operator", "either", "replica"]
 B = TypeVar("B", bound=BaseModel)

@@ -21,7 +21,7 @@ from radixkv.coordination.signing import RequestVerifier, is_signed, sign_reques
 from radixkv.coordination.wire import is_code
 from radixkv.errors import UnverifiedRequest
 from radixkv.service.problems import ApiError
-from radixkv.service.schemas import ErrorReply
+from radixkv.service.schemas.errors import ErrorReply
 
 if TYPE_CHECKING:
     from radixkv.coordination.base import BaseCoordinator

@@ -20,19 +20,10 @@ from radixkv.service.fleet import PURGE_PATH, WARM_PATH
 from radixkv.service.orders import Order
 from radixkv.service.problems import ApiError, internal, invalid, not_found, store_unavailable
 from radixkv.service.prompts import prefix_of
-from radixkv.service.schemas import (
-    ClearReply,
-    JobAccepted,
-    LookupReply,
-    LookupRequest,
-    OperatorStatsReply,
-    OrderRequest,
-    PinOrder,
-    TenantSettings,
-    TenantStatsReply,
-    WarmReply,
-    WarmRequest,
-)
+from radixkv.service.schemas.pins import PinOrder
+from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
+from radixkv.service.schemas.tenants import OperatorStatsReply, TenantSettings, TenantStatsReply
+from radixkv.service.schemas.warming import JobAccepted, OrderRequest, WarmReply, WarmRequest
 from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from pathlib import Path
 from radixkv.clock import Clock, monotonic
 from radixkv.errors import RadixKVError
 from radixkv.service.auth import Key, Keyring, Principal
-from radixkv.service.schemas import TenantSettings
+from radixkv.service.schemas.tenants import TenantSettings
 
 LOOK_EVERY_S = 1.0
 MAX_KEYS = 16

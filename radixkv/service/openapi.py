@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from radixkv.service.endpoint import Endpoint
-from radixkv.service.schemas import ErrorReply, RequestBody
+from radixkv.service.schemas.base import RequestBody
+from radixkv.service.schemas.errors import ErrorReply
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)}")
@@ -178,7 +179,7 @@ def _request_names(inputs: set[type[BaseModel]]) -> set[str]:
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
-    """Null stands for an optional field that was left out (see ``schemas.RequestBody``)."""
+    """Null stands for an optional field that was left out (see ``schemas.base.RequestBody``)."""
     required = set(schema.get("required", ()))
     for name, field in schema.get("properties", {}).items():
         types_ = [field.get("type"), *(each.get("type") for each in field.get("anyOf", ()))]

@@ -32,14 +32,8 @@ from radixkv.coordination.protocol import NOBODY, JobPart, WarmJob, Writer
 from radixkv.errors import ArgumentError, StoreUnavailable
 from radixkv.service.jobs import Job, Stated
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
-from radixkv.service.schemas import (
-    ErrorDetail,
-    FleetWarmReply,
-    JobReply,
-    OrderRequest,
-    Progress,
-    ReplicaOutcome,
-)
+from radixkv.service.schemas.errors import ErrorDetail
+from radixkv.service.schemas.warming import FleetWarmReply, JobReply, OrderRequest, Progress, ReplicaOutcome
 from radixkv.service.worker import Busy, Closed
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from radixkv.service.handlers import ordered
 from radixkv.service.keeping import Kept
 from radixkv.service.problems import invalid, not_found
 from radixkv.service.prompts import prefix_of
-from radixkv.service.schemas import PinOrder, PinPart, PinReply, PinRequest, PinsReply
+from radixkv.service.schemas.pins import PinOrder, PinPart, PinReply, PinRequest, PinsReply
 
 
 async def pin(call: Call) -> Response:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError
 from radixkv.service.problems import invalid
-from radixkv.service.schemas import PromptForms
+from radixkv.service.schemas.prompts import PromptForms
 from radixkv.tokenizer import Tokenizer
 
 Ids = NDArray[np.uint32]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from radixkv.metrics import CONTENT_TYPE
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.problems import invalid, no_replica
-from radixkv.service.schemas import (
+from radixkv.service.schemas.replicas import (
     CandidateReply,
     HealthReply,
     LoadReply,

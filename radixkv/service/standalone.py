@@ -23,7 +23,7 @@ from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.problems import ApiError, invalid, no_replica
 from radixkv.service.prompts import Ids, PromptRules, prefix_of
-from radixkv.service.schemas import RouteRequest
+from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind
 from radixkv.service.settings import RouteSettings
 from radixkv.tokenizer import Tokenizer, load_tokenizer

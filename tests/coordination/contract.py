@@ -20,8 +20,8 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
 from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.protocol import SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
-from radixkv.coordination.wire import NEVER, Raised
+from radixkv.coordination.protocol import MAX_AMOUNT, SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
+from radixkv.coordination.wire import NEVER, Limit, Raised
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 
 SECRET = b"the secret of the fleet under test"
@@ -652,6 +652,16 @@ class CoordinatorContract:
         with pytest.raises(ArgumentError):
             b.extend_job(job.id, "nobody")
 
+    def test_the_greatest_numbers_arrive(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        load = Load(MAX_AMOUNT, MAX_AMOUNT, MAX_AMOUNT)
+        a.report_load(load)
+        fleet.eventually(lambda: [info.load for info in b.peers()] == [load])
+        job = a.create_job(ACME, MAX_AMOUNT, ["a"], num_left_out=MAX_AMOUNT, num_wanted=MAX_AMOUNT)
+        assert a.report_job(job.id, "done", MAX_AMOUNT, num_tokens_cached=MAX_AMOUNT, ms=MAX_AMOUNT)
+        found = b.job(job.id, "acme")
+        assert found is not None and found.parts[0].ms == found.num_wanted == MAX_AMOUNT
+
     def test_shares_of_a_quota_add_up_to_its_limit(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
         alien = fleet.join("alien", fingerprint="fp:other")
@@ -674,6 +684,68 @@ class CoordinatorContract:
                 a.reserve("acme", bad)
             with pytest.raises(ArgumentError):
                 a.set_limit("acme", bad)
+
+    def test_a_limit_binds_all_that_have_met_the_tenant(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        b.tenants.meet(["acme"])
+        a.set_limit("acme", 10)
+        assert a.limits() == {"acme": 10}
+        fleet.eventually(lambda: b.limits() == {"acme": 10})
+        b.set_limit("acme", 5)
+        fleet.eventually(lambda: a.limits() == {"acme": 5})
+        late = fleet.replica("c")
+        late.tenants.meet(["acme", "other"])
+        late.register()
+        assert late.limits() == {"acme": 5}, "with its first beat"
+        late.set_limit("acme", None)
+        fleet.eventually(lambda: a.limits() == b.limits() == late.limits() == {})
+        a.set_limit("acme", 7)
+        fleet.eventually(lambda: b.limits() == late.limits() == {"acme": 7})
+
+    def test_a_limit_outlives_a_store_that_lost_it(self, fleet: Fleet) -> None:
+        a, b = fleet.join("a"), fleet.join("b")
+        b.tenants.meet(["acme"])
+        digest = a.keys.tenant("acme")
+        a.set_limit("acme", 10)
+        fleet.eventually(lambda: b.limits() == {"acme": 10})
+        go_back = fleet.remember(digest)
+        a.set_limit("acme", 5)
+        fleet.eventually(lambda: b.limits() == {"acme": 5})
+        go_back()
+        fleet.eventually(lambda: a.store.tenant(digest).limit == 5)
+        assert a.limits() == b.limits() == {"acme": 5}, "the later word holds"
+        fleet.kill(a)
+        fleet.lose()
+        fleet.eventually(lambda: b.health().is_ok and b.store.tenant(digest).limit == 5)
+        b.set_limit("acme", None)
+        go_back()
+        fleet.eventually(lambda: b.store.tenant(digest).limit is None)
+        assert b.limits() == {}, "a withdrawal is a word too"
+
+    def test_a_limit_that_nobody_has_signed_binds_nobody(self, fleet: Fleet) -> None:
+        """Whoever can write to the store can't bind a tenant, nor free it."""
+        a, b = fleet.join("a"), fleet.join("b")
+        b.tenants.meet(["acme", "other"])
+        digest, other = a.keys.tenant("acme"), a.keys.tenant("other")
+        a.set_limit("acme", 10)
+        fleet.eventually(lambda: b.limits() == {"acme": 10})
+        (looked,) = a.store.look_at([digest])
+        assert looked is not None and looked.limit.blocks == 10
+        signed = looked.limit
+        for forged in (
+            Limit(1, signed.stamp + 1, signed.proof), Limit(1, signed.stamp, signed.proof),
+            Limit(None, 10**15 - 1, "f" * 64), Limit(1, signed.stamp, ""), Limit(1),
+        ):  # fmt: skip
+            (stands,) = a.store.look_at([digest])
+            assert stands is not None and a.store.set_limit(digest, forged, stands.limit.stamp).value
+            fleet.eventually(lambda: a.store.look_at([digest])[0] == looked)
+            assert a.limits() == b.limits() == {"acme": 10}
+        a.store.set_limit(other, signed, 0)
+        beats = [each._num_beats for each in (a, b)]
+        fleet.eventually(lambda: all(each._num_beats > n + 2 for each, n in zip((a, b), beats, strict=True)))
+        assert a.limits() == b.limits() == {"acme": 10}, "another tenant's"
+        b.set_limit("other", 3)
+        assert a.store.tenant(other).limit == 3
 
     def test_the_share_of_the_dead_is_free_after_its_lease(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")

@@ -30,7 +30,7 @@ from radixkv.coordination.protocol import WIRE_VERSION, FleetPin, JobPart, WarmJ
 from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore, _greet
 from radixkv.coordination.store import Durable, Share
 from radixkv.coordination.tenants import Purge
-from radixkv.coordination.wire import Entry, Raised, Registration
+from radixkv.coordination.wire import Entry, Limit, Raised, Registration
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -48,7 +48,7 @@ from tests.coordination.contract import (
     store,
     works,
 )
-from tests.redis_server import ClusterServers, RedisServer, SentinelServers, find_binary
+from tests.redis_server import ClusterServers, RedisServer, SentinelServers, need_binary
 from tests.tcp_proxy import TcpProxy
 
 DEADLINE_S = 120.0
@@ -827,9 +827,7 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
 
     Servers of its own: sentinels that were stopped for a while, as other tests do, act on nothing for 30 s.
     """
-    binary = find_binary()
-    assert binary is not None
-    servers = SentinelServers(binary, tmp_path, down_after_ms=500)
+    servers = SentinelServers(need_binary(), tmp_path, down_after_ms=500)
     try:
         with closing(RedisFleet(servers)) as fleet:
             old = servers.master
@@ -854,9 +852,7 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_lagging", [False, True])
 def test_after_all_primaries_of_a_cluster_were_replaced(tmp_path: Path, is_lagging: bool) -> None:
     """One after the other, by what their replicas have; those that lag lack what the others were told last."""
-    binary = find_binary()
-    assert binary is not None
-    servers = ClusterServers(binary, tmp_path, has_replicas=True)
+    servers = ClusterServers(need_binary(), tmp_path, has_replicas=True)
     try:
         with closing(RedisFleet(servers)) as fleet:
             a, b = fleet.join("a"), fleet.join("b")
@@ -1060,6 +1056,9 @@ GARBAGE = (
 )
 
 
+FIVE = Limit(5, 1, "0" * 64)
+
+
 def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     """Every operation of a store."""
     writer, holdings = Writer("a", 1, "nonce"), Holdings()
@@ -1078,13 +1077,13 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.read({"a": (0, 0)})
     yield lambda: store.read({"a": (0, 0)}, 0.02)
     yield lambda: store.load("a", 1, 0)
-    yield lambda: store.set_limit(tenant, 5)
+    yield lambda: store.set_limit(tenant, FIVE, 0)
     yield lambda: store.reserve(tenant, Share(*writer, "fp", 3), 60.0)
     yield lambda: store.raise_generation(tenant, 0, "0" * 32)
     yield lambda: store.confirm(tenant, writer, Raised(1, "0" * 32))
     yield lambda: store.tenant(tenant)
     yield lambda: store.purges(0)
-    yield lambda: store.generations([tenant], "a")
+    yield lambda: store.look_at([tenant], "a")
     yield lambda: store.unannounced({tenant: 1})
     yield lambda: store.save_job(job)
     yield lambda: store.own_job(job.id, Writer("b", 1, "nonce"), writer)
@@ -1134,9 +1133,9 @@ def test_a_cluster_or_a_sentinel_that_says_anything(
             proxy.garble = garbage
             for _ in range(2):
                 with pytest.raises(StoreUnavailable):
-                    store.set_limit(b"t" * 32, 5)
+                    store.set_limit(b"t" * 32, FIVE, 0)
             proxy.garble = None
-            eventually(partial(works, lambda store=store: store.set_limit(b"t" * 32, 5)))
+            eventually(partial(works, lambda store=store: store.set_limit(b"t" * 32, FIVE, 0)))
             eventually(lambda store=store: store.tenant(b"t" * 32).limit == 5)
 
 
@@ -1253,9 +1252,10 @@ def test_a_plain_url_finds_a_cluster(redis_cluster: ClusterServers) -> None:
         try:
             for index in range(30):
                 tenant = bytes([index]) * 32
+                limit = Limit(index, 1, "0" * 64)
                 with suppress(StoreUnavailable):
-                    stores[0].set_limit(tenant, index)
-                stores[0].set_limit(tenant, index)
+                    stores[0].set_limit(tenant, limit, 0)
+                stores[0].set_limit(tenant, limit, 0)
                 assert [each.tenant(tenant).limit for each in stores] == [index] * 3
             sizes = [int(node.command("DBSIZE")[1:]) for node in redis_cluster.nodes]
             assert sum(sizes) == 30 and min(sizes) > 0

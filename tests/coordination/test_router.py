@@ -18,7 +18,7 @@ from radixkv.coordination.base import BaseCoordinator
 from radixkv.coordination.costs import COSTS, Facts
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.coordination.protocol import MAX_AMOUNT, SEGMENT_TOKENS
 from radixkv.coordination.router import Predicted
 from radixkv.coordination.sources import Beside, Generations, Observer
 from radixkv.coordination.wire import new_token
@@ -436,7 +436,7 @@ def test_numbers_of_any_type_are_numbers(fleet: Fleet) -> None:
     assert len(router.rank(ACME, prompt(16), temperature=np.int64(1), limit=np.int64(2))) == 2  # type: ignore[arg-type]
     with np.errstate(all="raise"):
         for heat in (1e-320, 1e-8, 1e6):
-            fleet.load("a", queued=2**53 - 1)
+            fleet.load("a", queued=MAX_AMOUNT)
             fleet.settle()
             found = [each.replica.id for each in router.rank(ACME, prompt(512), temperature=heat)]
             assert sorted(found) == ["a", "b", "c"] and (heat > 1 or found[-1] == "a")

@@ -27,8 +27,11 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     common = {"redis": servers.url, "fleet-secret": str(tmp_path / "secret"), "lease-s": "30"}
     with ExitStack() as stack:
         found = [stack.enter_context(service_in_thread(**common, replica=name)) for name in ("a", "b")]
-        for each in found:
-            each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 100, "fleet_blocks": 600})
+        for each, quota in (
+            (found[1], {}),
+            (found[0], {"fleet_blocks": 600}),
+        ):  # one is told of it, and all keep it
+            each.operator.put("/v1/tenants/acme", json={"max_pinned_blocks": 100, **quota})
         for each in found:
             eventually(lambda each=each: len(reachable(each)) == 2, "they know each other")
         yield found[0], found[1]

@@ -26,7 +26,7 @@ from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.coordination.redis import RedisStore
 from radixkv.coordination.store import Durable, Share, Store
-from radixkv.coordination.wire import OPS, TIERS, Entry, Raised, Registration
+from radixkv.coordination.wire import OPS, TIERS, Entry, Limit, Raised, Registration
 from radixkv.errors import StoreUnavailable
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers
 from tests.tcp_proxy import TcpProxy
@@ -93,7 +93,7 @@ def readable(store: Store) -> dict[str, Any]:
         "snapshots": {seen.registration.replica_id: snapshot(store, seen.registration) for seen in everybody},
         "tenants": [account(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
         "purges": [tenant for tenant, _ in store.purges(0)],
-        "generations": store.generations([b"t" * 32, b"v" * 32, b"u" * 32], "a"),
+        "looked": store.look_at([b"t" * 32, b"v" * 32, b"u" * 32], "a"),
         "unannounced": store.unannounced({b"v" * 32: 0, b"u" * 32: 10**14, b"t" * 32: 1}),
         "jobs": [store.load_job(job_id) for job_id in ("1" * 32, "2" * 32)],
         "pins": [pinned(store, tenant) for tenant in (b"t" * 32, b"u" * 32)],
@@ -255,9 +255,18 @@ class Machine(RuleBasedStateMachine):
 
         self.both(lambda store: store.leave(writer), fault, stay_listed)
 
-    @rule(tenant=tenants, blocks=st.sampled_from([None, 0, 3, 5, 7]), fault=faults)
-    def set_limit(self, tenant: bytes, blocks: int | None, fault: str | None) -> None:
-        self.both(lambda store: store.set_limit(tenant, blocks), fault)
+    @rule(
+        tenant=tenants,
+        blocks=st.sampled_from([None, 0, 3, 5, 7]),
+        expected=st.sampled_from([None, None, None, 0, 2]),
+        fault=faults,
+    )
+    def set_limit(self, tenant: bytes, blocks: int | None, expected: int | None, fault: str | None) -> None:
+        stands = self.memory.look_at([tenant])[0]
+        assert stands is not None
+        expected = stands.limit.stamp if expected is None else expected
+        limit = Limit(blocks, stands.limit.stamp + 1, f"{expected:064x}")
+        self.both(lambda store: store.set_limit(tenant, limit, expected), fault)
 
     @rule(
         tenant=tenants,
@@ -416,10 +425,10 @@ def test_the_proxy_cuts_where_it_was_told_to(redis_server: RedisServer, fault: A
     proxy = TcpProxy(redis_server.host, redis_server.port)
     store = RedisStore(f"redis://{redis_server.host}:{proxy.port}/0", PATIENCE_S)
     try:
-        store.set_limit(b"t" * 32, 5)
+        store.set_limit(b"t" * 32, Limit(5, 1, "0" * 64), 0)
         proxy.cut(fault)
         with pytest.raises(StoreUnavailable):
-            store.set_limit(b"t" * 32, 6)
+            store.set_limit(b"t" * 32, Limit(6, 2, "0" * 64), 1)
         assert store.tenant(b"t" * 32).limit == (5 if fault == "before" else 6)
         proxy.refuse = True
         with pytest.raises(StoreUnavailable):

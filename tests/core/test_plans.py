@@ -33,9 +33,12 @@ def _execute_at_once(rows: np.ndarray, plan: StepPlan) -> None:
         rows[target, :num_rows] = old[source, :num_rows]
 
 
-def _is_one_launch(plan: StepPlan) -> bool:
+def _flush_in_one_launch(cache: PrefixCache, rows: np.ndarray) -> None:
+    """The copies that wait are independent of each other, and made."""
+    plan = cache.flush()
     targets = plan.targets.tolist()
-    return len(set(targets)) == len(targets) and not set(targets) & set(plan.sources.tolist())
+    assert len(set(targets)) == len(targets) and not set(targets) & set(plan.sources.tolist()), plan
+    _execute_at_once(rows, plan)
 
 
 def test_a_copy_of_a_copy_that_waits() -> None:
@@ -48,9 +51,7 @@ def test_a_copy_of_a_copy_that_waits() -> None:
     child.append(7)
     grandchild = child.fork(1)[0]
     grandchild.append(8)
-    plan = cache.flush()
-    assert _is_one_launch(plan), plan
-    _execute_at_once(rows, plan)
+    _flush_in_one_launch(cache, rows)
     assert [rows[s.block_table[1], 0] for s in (parent, child, grandchild)] == [5, 5, 5]
     audit.check(cache)
 
@@ -66,9 +67,7 @@ def test_a_source_that_is_freed_while_its_copy_waits() -> None:
     first.release()
     of_second = second.fork(1)[0]
     of_second.append(6)
-    plan = cache.flush()
-    assert _is_one_launch(plan), plan
-    _execute_at_once(rows, plan)
+    _flush_in_one_launch(cache, rows)
     assert [rows[s.block_table[0], 0] for s in (second, of_first, of_second)] == [2, 1, 2]
     audit.check(cache)
 
@@ -84,9 +83,7 @@ def test_a_target_that_is_freed_while_its_copy_waits() -> None:
     of_first.release()
     of_second = second.fork(1)[0]
     of_second.append(6)
-    plan = cache.flush()
-    assert _is_one_launch(plan), plan
-    _execute_at_once(rows, plan)
+    _flush_in_one_launch(cache, rows)
     assert [rows[s.block_table[0], 0] for s in (first, second, of_second)] == [1, 2, 2]
     audit.check(cache)
 
@@ -105,9 +102,7 @@ def test_a_source_of_a_cleared_tree_that_goes_with_its_copy() -> None:
     first.append(9)
     (child,) = other.fork(1)
     child.append(8)
-    plan = cache.flush()
-    assert _is_one_launch(plan), plan
-    _execute_at_once(rows, plan)
+    _flush_in_one_launch(cache, rows)
     assert [rows[s.block_table[0], 0] for s in (first, other, child)] == [0, 7, 7]
     for sequence in (first, other, child):
         sequence.release()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,15 +22,6 @@ from radixkv.audit.properties import LAYOUT
 
 NUM_THREADS = 8
 NUM_OPS = 250
-
-
-@pytest.fixture
-def _eager_switches() -> Iterator[None]:
-    """Threads take turns every 20 µs instead of every 5 ms."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(2e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 class Worker(threading.Thread):

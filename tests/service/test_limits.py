@@ -39,7 +39,7 @@ def test_a_client_waits_as_long_as_a_busy_service_says_in_seconds(
     ]
     slept: list[float] = []
     monkeypatch.setattr(service_client, "time", SimpleNamespace(sleep=slept.append))
-    with service_client.Client("http://127.0.0.1:9", "a key") as caller:
+    with service_client.Client("http://127.0.0.1:9", "a-key") as caller:
         monkeypatch.setattr(caller, "_send", lambda *_: answers.pop(0))
         assert caller.call("GET", "/v1/stats") == {}
     assert slept == [pause_s]

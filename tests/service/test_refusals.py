@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from radixkv.service.schemas import ErrorReply
+from radixkv.service.schemas.errors import ErrorReply
 from tests.service.running import DEADLINE_S, Running
 
 MESSAGE = {"role": "user", "content": "x"}

@@ -1,0 +1,201 @@
+"""OpenAI's completions, with what radixkv adds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
+
+from radixkv.errors import shown
+from radixkv.pins import MAX_TTL_S
+from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody, Seconds
+from radixkv.service.schemas.prompts import Adapter, Salt, Text, TokenIds
+
+MAX_CHOICES = 32
+MAX_PROMPTS = 64
+MAX_LABELS = 16
+MAX_LABEL_NAME = 64
+MAX_LABEL_NUMBER = 1e15
+
+
+def _prompt_form(value: Any) -> str:
+    if isinstance(value, list):
+        first = value[0] if value else 0
+        return "texts" if isinstance(first, str) else "batch" if isinstance(first, list) else "ids"
+    return "text"
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("batch")],
+    Discriminator(_prompt_form),
+]
+
+
+def _stop_form(value: Any) -> str:
+    return "many" if isinstance(value, list) else "one"
+
+
+Stop = Annotated[
+    Annotated[Text, Tag("one")] | Annotated[list[Text], Field(max_length=4, fail_fast=True), Tag("many")],
+    Discriminator(_stop_form),
+]
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+_OWN_FIELDS = ("priority", "priority_duration_s")
+"""Labels of a trace that are no labels of a request: ``Hints`` has fields for them."""
+_LABEL_ALLOWED = (
+    f"at most {MAX_LABELS} strings of at most {MAX_NAME} characters, numbers within ±{MAX_LABEL_NUMBER:g} and "
+    f"booleans, by names of 1 to {MAX_LABEL_NAME} characters other than {' and '.join(_OWN_FIELDS)}"
+)
+
+
+def _is_label(name: str, value: Any) -> bool:
+    if not 1 <= len(name) <= MAX_LABEL_NAME or name in _OWN_FIELDS:
+        return False
+    if isinstance(value, str):
+        return len(value) <= MAX_NAME
+    return isinstance(value, int | float) and abs(value) <= MAX_LABEL_NUMBER
+
+
+def _checked_labels(labels: dict[str, Any]) -> dict[str, Any]:
+    bad = next((name for name, value in labels.items() if not _is_label(name, value)), None)
+    if bad is not None or len(labels) > MAX_LABELS:
+        which = "" if bad is None else f" (not so: {shown(bad, MAX_LABEL_NAME)})"
+        raise ValueError(_LABEL_ALLOWED + which)
+    return labels
+
+
+Labels = Annotated[
+    dict[str, Any],
+    AfterValidator(_checked_labels),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_LABELS,
+            "propertyNames": {
+                "minLength": 1,
+                "maxLength": MAX_LABEL_NAME,
+                "not": {"enum": list(_OWN_FIELDS)},
+            },
+            "additionalProperties": {
+                "anyOf": [
+                    {"type": "string", "maxLength": MAX_NAME},
+                    {"type": "number", "minimum": -MAX_LABEL_NUMBER, "maximum": MAX_LABEL_NUMBER},
+                    {"type": "boolean"},
+                ]
+            },
+        }
+    ),
+]
+
+
+class Hints(RequestBody):
+    """What the tenant's eviction policy may use of a request; it changes no answer, and no other tenant's cache."""
+
+    labels: Labels = Field(
+        default_factory=dict,
+        description="policies look at type (completion, unless it says otherwise), session, turn, session_over and "
+        "tool_pending; others are ignored",
+    )
+    priority: int | None = Field(default=None, ge=0, le=100, description="of all its blocks: 0 goes first")
+    duration_s: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=MAX_TTL_S,
+        description="seconds that the priority holds after the last use; null: for ever",
+    )
+
+
+class CompletionRequest(RequestBody):
+    """OpenAI's completion request with OpenAI's defaults, and salt, adapter, hints, top_k, use_beam_search, ignore_eos.
+
+    Fields of OpenAI's that would change the output and can't be honoured are taken at their neutral value
+    only (``logprobs`` null, penalties 0, ``logit_bias`` empty, ``suffix`` empty); ``user`` changes nothing.
+    """
+
+    model: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    prompt: Prompt
+    salt: Salt = ""
+    adapter: Adapter | None = None
+    hints: Hints | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="number of beams; equal to n when sampling"
+    )
+    max_tokens: int = Field(16, ge=1, le=2**31 - 1)
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy; with beam search 0 or left out")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=1, le=2**31 - 1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    use_beam_search: bool = Field(False, description="n beams (or best_of), the n best returned, best first")
+    ignore_eos: bool = False
+    echo: bool = False
+    user: str | None = Field(None, description="changes nothing")
+    suffix: Literal[""] | None = None
+    logprobs: None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+class Choice(ReplyBody):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class PromptTokensDetails(ReplyBody):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(ReplyBody):
+    """Tokens read, cached and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Timings(ReplyBody):
+    """Seconds since the request arrived; the wait for the model counts."""
+
+    queued_s: Seconds
+    time_to_first_token_s: Seconds
+    total_s: Seconds
+
+
+class CompletionReply(ReplyBody):
+    """OpenAI's completion object, with timings. Of a stream: one chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+    timings: Timings | None = None

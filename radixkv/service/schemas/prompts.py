@@ -1,0 +1,56 @@
+"""Prompts in their forms, and what is asked of a prefix without computing it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+Salt = Annotated[str, Field(max_length=MAX_NAME, description="names one of the tenant's own namespaces")]
+Adapter = Annotated[
+    str, Field(min_length=1, max_length=MAX_NAME, description="key space of an adapter; loads no weights")
+]
+
+
+class Message(RequestBody):
+    """One message of a chat."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str
+
+
+class PromptForms(RequestBody):
+    """A prompt in one of three forms."""
+
+    prompt: Text | None = Field(None, description="text; exactly one of prompt, messages and token_ids")
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    token_ids: TokenIds | None = None
+
+
+class PromptFields(PromptForms):
+    """A prompt in one of three forms, and the namespace it belongs to."""
+
+    salt: Salt = ""
+    adapter: Adapter | None = None
+
+
+class LookupRequest(PromptFields):
+    """What to look up."""
+
+
+class LookupReply(ReplyBody):
+    """How much of a prompt is resident."""
+
+    matched_tokens: int
+    matched_blocks: int
+
+
+class ClearReply(ReplyBody):
+    """What was forgotten."""
+
+    namespaces: int
+    blocks: int

@@ -1,0 +1,131 @@
+"""Quotas of the fleet, replica by replica, on a store and a clock in memory: who is bound, by whose word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixkv import CacheConfig, Namespace, PrefixCache, audit
+from radixkv.clock import ManualClock
+from radixkv.coordination import Settings
+from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
+from radixkv.errors import StoreUnavailable
+from radixkv.namespaces import Tenant
+from radixkv.service.auth import Keyring
+from radixkv.service.keys import KeyStore
+from radixkv.service.quotas import Quotas
+from radixkv.service.schemas.tenants import TenantSettings
+from radixkv.service.tenancy import Tenancy
+
+NUM_BLOCKS = 64
+
+
+class Replica:
+    """What a service has of all this, without its model; nothing happens unless a test says so."""
+
+    def __init__(self, name: str, store: MemoryStore, **tenants: dict[str, Any]) -> None:
+        settings = Settings(name, b"the secret of the fleet", "fp", 16, f"http://{name}", background=False)
+        self.coordinator = MemoryCoordinator(settings, store)
+        self.cache = PrefixCache(CacheConfig(num_blocks=NUM_BLOCKS, block_size=16, default_tenant=None))
+        tenancy = Tenancy(self.cache, self.coordinator)
+        self.keys = KeyStore(Keyring([], {name: TenantSettings(**each) for name, each in tenants.items()}))
+        self.keys.on_change = tenancy.take
+        tenancy.take(self.keys.ring)
+        self.quotas = Quotas(self.cache, self.coordinator, lambda: self.keys.ring, tenancy)
+        self.coordinator.register()
+
+    def put(self, tenant: str, **settings: Any) -> None:
+        self.keys.put_tenant(tenant, TenantSettings(**settings))
+        self.quotas.say(tenant)
+
+    def beat(self) -> None:
+        self.coordinator.beat()
+        self.quotas.step()
+
+    @property
+    def standing(self) -> tuple[int | None, int | None, int]:
+        """Limit and share of acme, and how many blocks it gets."""
+        ids, space = list(range(NUM_BLOCKS * 16)), Namespace("acme", "fp")
+        limit, share = self.quotas.limit("acme"), self.quotas.granted("acme")
+        for num_blocks in range(NUM_BLOCKS, 0, -1):
+            try:
+                with self.cache.open(space, ids[: num_blocks * 16]):
+                    break
+            except Exception as error:  # noqa: BLE001 whatever says that there is no room
+                assert type(error).__name__ == "QuotaExceeded", error
+        audit.check(self.cache, at_once=True)
+        return limit, share, num_blocks
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(ManualClock(1_000.0))
+
+
+def beaten(*replicas: Replica) -> list[tuple[int | None, int | None, int]]:
+    for _ in range(3):
+        for each in replicas:
+            each.beat()
+    return [each.standing for each in replicas]
+
+
+def test_the_word_of_one_binds_all(store: MemoryStore) -> None:
+    a, b = Replica("a", store, acme={}), Replica("b", store, acme={"max_blocks": 12})
+    assert beaten(a, b) == [(None, None, 64), (None, None, 12)]
+    a.put("acme", fleet_blocks=41)
+    assert a.quotas.limit("acme") == 41
+    assert beaten(a, b) == [(41, 21, 21), (41, 12, 12)], "b's own bound holds too"
+    b.put("acme", fleet_blocks=10)
+    assert beaten(a, b) == [(10, 5, 5), (10, 5, 5)]
+    b.put("acme", fleet_blocks=10)
+    a.put("acme", fleet_blocks=41)
+    assert beaten(a, b) == [(41, 21, 21), (41, 20, 20)], "the same word as before, and the last one"
+    b.put("acme")
+    assert beaten(a, b) == [(None, None, 64), (None, None, 64)], "also where a's own settings name one"
+
+
+def test_what_settings_begin_and_cease_to_name_is_said(store: MemoryStore) -> None:
+    a = Replica("a", store, acme={"fleet_blocks": 40})
+    assert beaten(a) == [(40, 40, 40)]
+    b = Replica("b", store, acme={})
+    assert b.coordinator.limits() == {"acme": 40}, "with its first beat"
+    assert beaten(a, b) == [(40, 20, 20), (40, 20, 20)]
+    c = Replica("c", store, acme={"fleet_blocks": 30})
+    assert beaten(a, b, c) == [(30, 10, 10)] * 3
+    c.keys.put_tenant("acme", TenantSettings())  # as a file that somebody has changed, or another replica
+    assert beaten(a, b, c) == [(None, None, 64)] * 3
+    a.keys.put_tenant("acme", TenantSettings(fleet_blocks=6))
+    assert beaten(a, b, c) == [(6, 2, 2)] * 3
+    a.keys.remove_tenant("acme")
+    for each in (a, b, c):
+        each.beat()
+    assert b.coordinator.limits() == c.coordinator.limits() == {}
+    assert a.coordinator.tenants.granted("acme") is None
+
+
+def test_what_is_said_while_the_store_is_away_is_stated_later(store: MemoryStore) -> None:
+    a, b = Replica("a", store, acme={}), Replica("b", store, acme={})
+    assert beaten(a, b) == [(None, None, 64)] * 2
+    store.is_reachable = False
+    with pytest.raises(StoreUnavailable):
+        a.put("acme", fleet_blocks=8)
+    assert a.standing == (8, None, 64), "told, and not in force yet"
+    store.is_reachable = True
+    assert beaten(a, b) == [(8, 4, 4)] * 2
+    store.is_reachable = False
+    assert a.standing == (8, 4, 4), "what was granted holds"
+
+
+def test_a_limit_below_what_a_replica_guarantees(store: MemoryStore) -> None:
+    """A guarantee shrinks to the share; if others were promised the rest, it grows back once it can be kept."""
+    a, b = Replica("a", store, acme={}), Replica("b", store, acme={"guaranteed_blocks": 50})
+    assert beaten(a, b) == [(None, None, 64)] * 2
+    a.put("acme", fleet_blocks=20)
+    assert beaten(a, b) == [(20, 10, 10)] * 2
+    b.cache.add_tenant(Tenant("other", guaranteed_blocks=40))
+    a.put("acme")
+    (of_a, of_b) = beaten(a, b)
+    assert of_a == (None, None, 64) and of_b == (None, None, 10), "b keeps to what it can promise"
+    b.cache.remove_tenant("other")
+    assert beaten(a, b) == [(None, None, 64)] * 2
