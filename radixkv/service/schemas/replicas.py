@@ -20,7 +20,7 @@ class RouteRequest(PromptFields):
     )
     limit: int | None = Field(None, ge=1, description="most candidates in the answer")
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
-        None, description="fingerprint; needed where replicas serve several"
+        None, description="fingerprint, or the served name at a replica; needed where replicas serve several"
     )
     predict: bool = Field(True, description="false: the prompt won't be sent, so don't count on it")
 
