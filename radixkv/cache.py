@@ -69,7 +69,7 @@ from radixkv.registry import Registry
 from radixkv.runs import Runs
 from radixkv.scrubbing import make_scrubber
 from radixkv.segments import SegmentKeys
-from radixkv.sequence import Sequence
+from radixkv.sequence import MAX_CHILDREN, Sequence
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
 from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node, path_between
@@ -295,7 +295,8 @@ class PrefixCache:
             _require_namespace(namespace)
         if hints is not None and not isinstance(hints, RequestHints):
             raise ArgumentError("hints", hints, "a RequestHints, or None")
-        deadline = None if on_pending == "compute" else deadline_of(on_pending, timeout_s)
+        computes = isinstance(on_pending, str) and on_pending == "compute"
+        deadline = None if computes else deadline_of(on_pending, timeout_s)
         key = encode(ids)
         if len(key) > MAX_BLOCKS_AT_ONCE * self._block_bytes and self._takes_many_victims(len(key)):
             return self._open_long(namespace, key, on_pending, deadline, hints, None)
@@ -688,7 +689,7 @@ class PrefixCache:
 
     def fork_sequence(self, sequence: Sequence, num_children: SupportsIndex) -> list[Sequence]:
         """See Sequence.fork."""
-        num_children = require_between("num_children", num_children, 1, None)
+        num_children = require_between("num_children", num_children, 1, MAX_CHILDREN)
         children: list[Sequence] = []
         with self._lock:
             try:

@@ -44,7 +44,7 @@ def require_parts(config: object, clock: object, journal: Any) -> None:
 
 def deadline_of(on_pending: Any, timeout_s: Any) -> float | None:
     """When a wait for a pending block ends, on the monotonic clock; None for never."""
-    if on_pending not in ("raise", "wait"):
+    if not isinstance(on_pending, str) or on_pending not in ("raise", "wait"):
         raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
     if timeout_s is None:
         return None

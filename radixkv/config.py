@@ -64,7 +64,8 @@ class CacheConfig:
         names = policy_names()
         own = None if self.default_tenant is None else self.default_tenant.policy
         for setting, policy in (("policy", self.policy), ("default_tenant.policy", own)):
-            if policy not in names and (setting == "policy" or isinstance(policy, str)):
+            is_known = isinstance(policy, str) and policy in names
+            if not is_known and (setting == "policy" or isinstance(policy, str)):
                 raise ConfigError(setting, policy, f"one of {', '.join(names)}")
 
 

@@ -116,7 +116,7 @@ class Tenant:
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not is_number or not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
             raise ArgumentError("weight", weight, f"a finite number > 0, {MIN_WEIGHT} to {MAX_WEIGHT}")
-        if self.mode not in ("burst", "strict"):
+        if not isinstance(self.mode, str) or self.mode not in ("burst", "strict"):
             raise ArgumentError("mode", self.mode, "'burst' or 'strict'")
         least = 1 if self.mode == "strict" else 0
         _check_blocks("guaranteed_blocks", self.guaranteed_blocks, least)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from radixkv.tenants import NamespaceTree
     from radixkv.types import BlockIds
 
+MAX_CHILDREN = 65_536
+"""Of one fork."""
+
 MAX_COPIED_TAIL_BYTES = 4_096
 """A fork copies at most so many key bytes for each child; longer tails are folded into the shared base once."""
 
@@ -236,9 +239,8 @@ class Sequence:
         self._index.truncate_sequence(self, num_tokens)
 
     def fork(self, num_children: SupportsIndex) -> list[Sequence]:
-        """``num_children`` ≥ 1 sequences that share every block with this one, which stays open. Copies no block.
-
-        The first write into a shared tail block copies it then. O(children).
+        """``num_children`` (1 to 65,536) sequences that share every block with this one, which stays open. Copies no
+        block: the first write into a shared tail block does. Raises ArgumentError. O(children).
         """
         return self._index.fork_sequence(self, num_children)
 

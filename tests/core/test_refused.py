@@ -19,6 +19,7 @@ from radixkv import (
     PendingError,
     PrefixCache,
     RadixKVError,
+    Tenant,
     TokenError,
     audit,
     recovery,
@@ -223,6 +224,8 @@ NOT_A_LIST: dict[str, Refused] = {
     "free, block_ids": lambda full: full.cache.free([[1], [1, 2]]),
     "insert, block_ids": lambda full: full.cache.insert(NEW, range(4), [1, [2]]),
     "open, hints": lambda full: full.cache.open(NEW, range(4), hints="soon"),  # type: ignore[arg-type]
+    "open, on_pending": lambda full: full.cache.open(NEW, range(4), on_pending=np.zeros(2)),  # type: ignore[arg-type]
+    "fork, num_children": lambda full: full.running.fork(2**40),
     "open, timeout_s": lambda full: full.cache.open(NEW, range(4), on_pending="wait", timeout_s=True),
     "unpublish, base_id": lambda full: full.cache.unpublish(np.int64(3)),  # type: ignore[arg-type]
     "publish, base_id": lambda full: full.cache.publish("\ud800", NEW, range(4), ["d"]),
@@ -244,6 +247,10 @@ def test_what_no_cache_can_be_made_of_is_refused_by_name() -> None:
     config = CacheConfig(8, 4)
     with pytest.raises(ConfigError, match=r"config=8 is not allowed: a CacheConfig"):
         PrefixCache(8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"policy=.* is not allowed: one of lru, "):
+        CacheConfig(8, 4, policy=np.zeros(2))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"mode=.* is not allowed: 'burst' or 'strict'"):
+        Tenant("a", mode=np.zeros(2))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"clock=0.0 is not allowed"):
         PrefixCache(config, clock=0.0)  # type: ignore[arg-type]
     for grain, shown in ((None, "None"), (0, "0"), (6, "6"), (4.0, "4.0")):
