@@ -76,8 +76,8 @@ BEHIND: Final = 0.5
 MAX_LOSS: Final = 0.002
 """What was learned no longer leads once it lies so many standard deviations and that share of all uses behind LRU."""
 
-AHEAD: Final = 0.5
-"""It leads again once it lies so many ahead."""
+AHEAD: Final = 1.0
+"""It leads again once it lies more than so many ahead: one request, however long, is no more than one."""
 
 MAX_STEP: Final = 2.0
 """How far a level or weight goes in a fit, in logits. A step that is longer is shortened as a whole: cut one by one,
