@@ -76,7 +76,7 @@ BEHIND: Final = 0.5
 MAX_LOSS: Final = 0.002
 """What was learned no longer leads once it lies so many standard deviations and that share of all uses behind LRU."""
 
-AHEAD: Final = 1.0
+AHEAD: Final = 1.5
 """It leads again once it lies more than so many ahead: one request, however long, is no more than one."""
 
 MAX_STEP: Final = 2.0
@@ -85,9 +85,12 @@ levels and weights would go another way, and not come back after a sudden change
 """
 
 Entry = tuple[int, float, int, float]
-"""A use ended: (its number, when, class ≥ 0, weight > 0). It returned: (its number, when, −1, weight). It is of another
-class from now on: (its number, when, class, 0).
+"""A use ended: (its number, when, class ≥ 0, weight > 0). It returned: (its number, when, RESIDENT or EVICTED, weight).
+It is of another class from now on: (its number, when, class, 0).
 """
+
+RESIDENT: Final = -1
+EVICTED: Final = -2
 
 
 class HazardModel:
@@ -183,7 +186,8 @@ class HazardModel:
 class Standing:
     """Who of what was learned and an LRU has hit more lately. ``leads``: not the LRU.
 
-    What returned at one time is one chance, not many.
+    What returned at one time is one chance, not many. What was learned is judged by its shadow until it leads, from
+    then on by what the cache hits: a cache that was filled as LRU fills it doesn't have at once what the shadow has.
     """
 
     def __init__(self) -> None:
@@ -212,9 +216,10 @@ class Standing:
         self._variance *= kept
         self._num_uses *= kept
         spread = sqrt(max(self._variance, 0.0))
-        if self._ahead > AHEAD * spread:
+        if not self.leads and self._ahead > AHEAD * spread:
             self.leads = True
-        elif self._ahead < -BEHIND * spread - MAX_LOSS * self._num_uses:
+            self._ahead = self._variance = 0.0
+        elif self.leads and self._ahead < -BEHIND * spread - MAX_LOSS * self._num_uses:
             self.leads = False
 
 
@@ -255,8 +260,8 @@ class _Rows:
         if group < 0:
             if place is not None:
                 weight = min(weight, float(self._weight[place]))
-                ours = weight if self._kept[place] else 0.0
-                self._standing.returned(at_s, ours, self._left_lru(place, weight))
+                is_ours = group == RESIDENT if self._standing.leads else bool(self._kept[place])
+                self._standing.returned(at_s, weight * is_ours, self._left_lru(place, weight))
                 self._split(place, number, at_s, weight)
         elif weight == 0:
             if place is not None:
