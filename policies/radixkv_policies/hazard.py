@@ -85,12 +85,9 @@ levels and weights would go another way, and not come back after a sudden change
 """
 
 Entry = tuple[int, float, int, float]
-"""A use ended: (its number, when, class ≥ 0, weight > 0). It returned: (its number, when, RESIDENT or EVICTED, weight).
-It is of another class from now on: (its number, when, class, 0).
+"""A use ended: (its number, when, class ≥ 0, weight > 0). It returned: (its number, when, −1, weight). It is of another
+class from now on: (its number, when, class, 0).
 """
-
-RESIDENT: Final = -1
-EVICTED: Final = -2
 
 
 class HazardModel:
@@ -186,8 +183,7 @@ class HazardModel:
 class Standing:
     """Who of what was learned and an LRU has hit more lately. ``leads``: not the LRU.
 
-    What returned at one time is one chance, not many. What was learned is judged by its shadow until it leads, from
-    then on by what the cache hits: a cache that was filled as LRU fills it doesn't have at once what the shadow has.
+    What returned at one time is one chance, not many.
     """
 
     def __init__(self) -> None:
@@ -216,10 +212,9 @@ class Standing:
         self._variance *= kept
         self._num_uses *= kept
         spread = sqrt(max(self._variance, 0.0))
-        if not self.leads and self._ahead > AHEAD * spread:
+        if self._ahead > AHEAD * spread:
             self.leads = True
-            self._ahead = self._variance = 0.0
-        elif self.leads and self._ahead < -BEHIND * spread - MAX_LOSS * self._num_uses:
+        elif self._ahead < -BEHIND * spread - MAX_LOSS * self._num_uses:
             self.leads = False
 
 
@@ -260,8 +255,8 @@ class _Rows:
         if group < 0:
             if place is not None:
                 weight = min(weight, float(self._weight[place]))
-                is_ours = group == RESIDENT if self._standing.leads else bool(self._kept[place])
-                self._standing.returned(at_s, weight * is_ours, self._left_lru(place, weight))
+                ours = weight if self._kept[place] else 0.0
+                self._standing.returned(at_s, ours, self._left_lru(place, weight))
                 self._split(place, number, at_s, weight)
         elif weight == 0:
             if place is not None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from radixkv_policies._mypyc import mypyc_attr
 from radixkv_policies.facts import Facts, labels_of, places_in_blocks
-from radixkv_policies.hazard import EDGES_S, EVICTED, MAX_CLASSES, RESIDENT, Floats, HazardModel, ranks_at
+from radixkv_policies.hazard import EDGES_S, MAX_CLASSES, Floats, HazardModel, ranks_at
 from radixkv_policies.leaves import Ghosts, Heap, LeafPolicy, Piece, Place
 from radixkv_policies.policy import Handle
 
@@ -132,7 +132,7 @@ class Learned(LeafPolicy[Returning]):
         num_uses, earlier, number, ended_s = memory
         now_s = self._clock()
         facts.found(start + num_blocks, earlier, now_s - ended_s)
-        self._model.log.append((number, now_s, EVICTED, num_blocks / self._segment_blocks))
+        self._model.log.append((number, now_s, -1, num_blocks / self._segment_blocks))
         return Returning(num_uses + 1, facts)
 
     def touched(self, nodes: Sequence[Handle]) -> None:
@@ -146,8 +146,7 @@ class Learned(LeafPolicy[Returning]):
     def used(self, piece: Returning) -> None:
         piece.num_uses += 1
         if piece.number >= 0:
-            weight = piece.num_blocks / self._segment_blocks
-            self._model.log.append((piece.number, self._now_s, RESIDENT, weight))
+            self._model.log.append((piece.number, self._now_s, -1, piece.num_blocks / self._segment_blocks))
             piece.number = -1
             self._num_waiting -= piece.num_blocks
 

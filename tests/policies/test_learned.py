@@ -13,11 +13,9 @@ from radixkv.clock import ManualClock
 from radixkv_policies import Learned, RequestHints
 from radixkv_policies.hazard import (
     EDGES_S,
-    EVICTED,
     MAX_ROWS,
     NUM_BINS,
     NUM_FEATURES,
-    RESIDENT,
     Floats,
     HazardModel,
     Standing,
@@ -227,24 +225,17 @@ def test_nothing_learned_is_lru() -> None:
     assert (np.diff(HazardModel().rank[0]) <= 0).all() and NUM_BINS == 25
 
 
-def _rows() -> _Rows:
-    """Whose shadow of what was learned is asked, not the cache."""
-    rows = _Rows(Standing())
-    rows._standing.leads = False
-    return rows
-
-
 def _ahead(rows: _Rows, number: int, at_s: float, weight: float) -> float:
     """A use returns: what the shadow of what was learned held of it more than that of LRU."""
     before = rows._standing._ahead
-    rows.take((number, at_s, EVICTED, weight))
+    rows.take((number, at_s, -1, weight))
     return rows._standing._ahead - before
 
 
 @given(st.lists(st.integers(0, 9), max_size=300), st.integers(1, 8))
 def test_the_shadow_of_lru_holds_what_an_lru_would(asks: list[int], room: int) -> None:
     """Asked for some of ten things, each one segment; the other shadow drops nothing."""
-    rows = _rows()
+    rows = _Rows(Standing())
     rows.room = room
     uses: dict[int, int] = {}
     lru: OrderedDict[int, None] = OrderedDict()
@@ -261,7 +252,7 @@ def test_the_shadow_of_lru_holds_what_an_lru_would(asks: list[int], room: int) -
 
 def test_the_shadow_of_lru_gives_up_a_part_of_what_it_held_longest() -> None:
     """Ten segments ended together, five of which still fit: those come back as hits, and no more."""
-    rows = _rows()
+    rows = _Rows(Standing())
     rows.room = 10.0
     rows.take((0, 0.0, 0, 10.0))
     rows.take((1, 1.0, 0, 5.0))
@@ -272,7 +263,7 @@ def test_the_shadow_of_lru_gives_up_a_part_of_what_it_held_longest() -> None:
 
 def test_a_request_larger_than_the_shadow_of_lru() -> None:
     """It ended in three parts, and the shadow holds none of it twice, nor forgets how much it holds."""
-    rows = _rows()
+    rows = _Rows(Standing())
     rows.room = 10.0
     for _ in range(3):
         rows.take((0, 0.0, 0, 8.0))
@@ -282,7 +273,7 @@ def test_a_request_larger_than_the_shadow_of_lru() -> None:
 
 def test_the_other_shadow_keeps_what_ranks_highest() -> None:
     """However long ago it was used; among equals the last."""
-    rows = _rows()
+    rows = _Rows(Standing())
     for number in range(6):
         rows.take((number, float(number), number % 2, 1.0))
     rank = np.zeros((2, NUM_BINS + 1))
@@ -294,24 +285,12 @@ def test_the_other_shadow_keeps_what_ranks_highest() -> None:
 
 def test_uses_that_the_ring_forgot_are_in_no_shadow() -> None:
     """More uses than it has room for."""
-    rows = _rows()
+    rows = _Rows(Standing())
     for number in range(MAX_ROWS + 100):
         rows.take((number, float(number), 0, 1.0))
     assert rows._held == rows._num_rows == MAX_ROWS
     rows._kept[:] = False
     assert [_ahead(rows, number, 1e6, 1.0) for number in (99, 100)] == [0.0, -1.0]
-
-
-def test_what_leads_is_judged_by_what_the_cache_hits() -> None:
-    """Not by what its shadow holds: that of LRU held both."""
-    rows = _Rows(Standing())
-    for number in range(2):
-        rows.take((number, 0.0, 0, 1.0))
-    rows._kept[:] = False
-    rows.take((0, 1.0, RESIDENT, 1.0))
-    assert rows._standing._ahead == 0.0
-    rows.take((1, 1.0, EVICTED, 1.0))
-    assert rows._standing._ahead == -1.0
 
 
 def _standing(nets: list[float], between_s: float = 1.0) -> Standing:
@@ -330,7 +309,7 @@ def test_lru_leads_once_it_hits_more() -> None:
     assert _standing([-200.0, 300.0]).leads is False, "one request is hardly evidence"
     assert _standing([-200.0, *[50.0] * 11]).leads is False, "not enough"
     assert _standing([-200.0, *[50.0] * 12]).leads
-    assert _standing([-200.0, *[50.0] * 12, -60.0]).leads is False, "what it was ahead before is spent"
+    assert _standing([50.0] * 12 + [-20.0] * 60).leads is False
 
 
 def test_what_was_hit_at_one_time_is_one_chance() -> None:
