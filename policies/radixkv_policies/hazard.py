@@ -72,12 +72,12 @@ and extrapolated from younger ones they ranked below LRU where a large cache had
 LATELY_S: Final = 600.0
 """Half-life of what is known of who hits more."""
 
-BEHIND: Final = 0.5
+BEHIND: Final = 1.0
 MAX_LOSS: Final = 0.002
 """What was learned no longer leads once it lies so many standard deviations and that share of all uses behind LRU."""
 
 AHEAD: Final = 1.5
-"""It leads again once it lies more than so many ahead: one request, however long, is no more than one."""
+"""It leads again once it lies more than so many ahead. One request, however long, is no more than one deviation."""
 
 MAX_STEP: Final = 2.0
 """How far a level or weight goes in a fit, in logits. A step that is longer is shortened as a whole: cut one by one,
