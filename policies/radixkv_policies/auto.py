@@ -82,6 +82,7 @@ class Auto(Policy):
     def begin(self) -> None:
         super().begin()
         self._learned, self._lrfu, self._lru = self._made(Learned), self._made(LRFU), self._made(LRU)
+        self._learned.yields = False  # who hits most is judged here
         self._candidates: tuple[Policy, ...] = (self._learned, self._lrfu, self._lru)
         self._in_charge = _LRU  # until another has shown that it does better
         segments = max(self._capacity // self._segment_blocks, 1)

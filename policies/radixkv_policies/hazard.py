@@ -16,6 +16,9 @@ counted together. To count returns at once and survivors later would make everyt
 them, ``max over H of P(return in [age, H)) ÷ E[time until the return or H]``. Before anything is learned the hazard
 falls with age, so the order is that of LRU.
 
+What was learned may be worse than nothing: of a mix that is over, or of ages that nothing had reached. So the same log
+tells what a cache that ranks by it and an LRU would hold of what waits, and ``Standing`` who of the two hits more.
+
 The owner's thread only appends to ``log``; ``update`` does the rest and may run in another thread: it replaces
 ``rank`` whole. State: ``MAX_ROWS`` uses that wait for their bins, 2 × MAX_CLASSES × NUM_BINS counts: a few MB.
 Cost of ``update``: O(rows); with ``fit`` a Newton step, O(bins × classes × features²), about 20 ms.
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import sqrt
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -65,6 +69,16 @@ OLDEST_Z: Final = 0.9
 and extrapolated from younger ones they ranked below LRU where a large cache had just begun to evict.
 """
 
+LATELY_S: Final = 600.0
+"""Half-life of what is known of who hits more."""
+
+BEHIND: Final = 1.0
+MAX_LOSS: Final = 0.002
+"""What was learned no longer leads once it lies so many standard deviations and that share of all uses behind LRU."""
+
+AHEAD: Final = 1.5
+"""It leads again once it lies more than so many ahead. One request, however long, is no more than one deviation."""
+
 MAX_STEP: Final = 2.0
 """How far a level or weight goes in a fit, in logits. A step that is longer is shortened as a whole: cut one by one,
 levels and weights would go another way, and not come back after a sudden change.
@@ -77,8 +91,8 @@ class from now on: (its number, when, class, 0).
 
 
 class HazardModel:
-    """See the module. ``rank``: float64 ``[MAX_CLASSES, NUM_BINS + 1]``, the last for older ages. ``at_risk``,
-    ``returned``: the counts, float64 ``[MAX_CLASSES, NUM_BINS]``.
+    """See the module. ``rank``: float64 ``[MAX_CLASSES, NUM_BINS + 1]``, the last for older ages; ``by_age``: the same
+    before anything is learned. ``at_risk``, ``returned``: the counts, float64 ``[MAX_CLASSES, NUM_BINS]``.
     """
 
     def __init__(self) -> None:
@@ -88,12 +102,13 @@ class HazardModel:
         self._num_described = self._num_ranked = 0
         self.at_risk = np.zeros((MAX_CLASSES, NUM_BINS))
         self.returned = np.zeros((MAX_CLASSES, NUM_BINS))
-        self._rows = _Rows()
+        self.standing = Standing()
+        self._rows = _Rows(self.standing)
         self._counted_s = 0.0
         self._basis = _basis()
         self._prior, self._ties = _prior_logits(), _ties()
         self._level, self._weights = self._prior.copy(), np.zeros((NUM_FEATURES, 3))
-        self.rank = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
+        self.rank = self.by_age = np.tile(_rank(_sigmoid(_prior_logits())[None]), (MAX_CLASSES, 1))
 
     def add_class(self) -> int:
         """A new class; ``num_classes < MAX_CLASSES``. It ranks as all do together until the next ``update``."""
@@ -105,10 +120,16 @@ class HazardModel:
         self._features[group] = features
         self._num_described = group + 1
 
-    def update(self, now_s: float, *, fit: bool) -> None:
-        """Count what is known by now; with ``fit``, learn from the counts and rank anew, otherwise rank new classes."""
+    def update(self, now_s: float, *, fit: bool, room: float = np.inf) -> None:
+        """Count what is known by now; with ``fit``, learn from the counts and rank anew, otherwise rank new classes.
+
+        room: how much, in the unit of weights, the cache holds now of what waits.
+        """
+        self._rows.room = room
         for _ in range(len(self.log)):
             self._rows.take(self.log.popleft())
+        self._rows.drop(now_s, self.rank)
+        self.standing.decide(now_s)
         self._rows.count(now_s, self.at_risk, self.returned)
         if fit:
             kept = 0.5 ** ((now_s - self._counted_s) / HALF_LIFE_S)
@@ -159,15 +180,63 @@ class HazardModel:
         self._weights = self._weights + step[NUM_BINS:].reshape(NUM_FEATURES, 3)
 
 
+class Standing:
+    """Who of what was learned and an LRU has hit more lately. ``leads``: not the LRU.
+
+    What returned at one time is one chance, not many.
+    """
+
+    def __init__(self) -> None:
+        self.leads = True
+        self._ahead = self._variance = self._num_uses = 0.0
+        self._at_s = self._net = self._decided_s = 0.0
+
+    def used(self, weight: float) -> None:
+        """A use ended."""
+        self._num_uses += weight
+
+    def returned(self, at_s: float, ours: float, lrus: float) -> None:
+        """What of it the two would have held."""
+        if ours == lrus:
+            return
+        before = self._net if at_s == self._at_s else 0.0
+        self._at_s, self._net = at_s, before + ours - lrus
+        self._ahead += ours - lrus
+        self._variance += self._net**2 - before**2
+
+    def decide(self, now_s: float) -> None:
+        """Who leads from now on."""
+        kept = 0.5 ** ((now_s - self._decided_s) / LATELY_S)
+        self._decided_s = now_s
+        self._ahead *= kept
+        self._variance *= kept
+        self._num_uses *= kept
+        spread = sqrt(max(self._variance, 0.0))
+        if self._ahead > AHEAD * spread:
+            self.leads = True
+        elif self._ahead < -BEHIND * spread - MAX_LOSS * self._num_uses:
+            self.leads = False
+
+
 class _Rows:
     """Uses that ended and wait for their bins to pass: a ring, the oldest is overwritten.
 
     A row: ``weight`` of it is at risk until bin ``hit`` (NUM_BINS: never returned), bins before ``next`` are
     counted. Of uses as old as one that was overwritten nothing more is counted: the ring may have kept what
     returned of them, not what didn't.
+
+    Two shadows of a cache with as much room hold some of what waits. That of what was learned drops whole rows once
+    a second (``kept``). That of an LRU holds what ended last: the last rows, and a part of the one before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self.room = np.inf
+        self._kept = np.zeros(MAX_ROWS, np.bool_)
+        self._added = 0.0  # since rows were dropped
+        self._num_rows = 0  # the last ones, which the LRU holds
+        self._held = self._cut = 0.0  # by the LRU; what it no longer has of the oldest of them
+        self._is_full = False  # the LRU has given something up
         self._number = np.full(MAX_ROWS, -1, np.int64)
         self._ended_s = np.zeros(MAX_ROWS)
         self._class = np.zeros(MAX_ROWS, np.int64)
@@ -185,14 +254,62 @@ class _Rows:
         place = self._place_of.get(number)
         if group < 0:
             if place is not None:
-                self._split(place, number, at_s, min(weight, float(self._weight[place])))
+                weight = min(weight, float(self._weight[place]))
+                ours = weight if self._kept[place] else 0.0
+                self._standing.returned(at_s, ours, self._left_lru(place, weight))
+                self._split(place, number, at_s, weight)
         elif weight == 0:
             if place is not None:
                 self._class[place] = group
-        elif place is None:
-            self._place_of[number] = self._put(number, at_s, group, weight, NUM_BINS, 0)
         else:
+            if place is None:
+                place = self._place_of[number] = self._put(number, at_s, group, 0.0, NUM_BINS, 0)
+            before = self._lrus(place)
             self._weight[place] += weight
+            self._held += self._lrus(place) - before
+            self._trim_lru()
+            self._added += weight
+            self._standing.used(weight)
+
+    def _lrus(self, place: int) -> float:
+        """What the LRU holds of a row."""
+        rows_since = (self._at - 1 - place) % MAX_ROWS
+        if self._number[place] < 0 or rows_since >= self._num_rows:
+            return 0.0
+        held = float(self._weight[place])
+        return max(held - self._cut, 0.0) if rows_since == self._num_rows - 1 else held
+
+    def _left_lru(self, place: int, weight: float) -> float:
+        """``weight`` of a row is used again: what of that the LRU held."""
+        held = min(weight, self._lrus(place))
+        self._held -= held
+        return held
+
+    def _trim_lru(self) -> None:
+        """The LRU gives up what ended longest ago, until the rest fits. Amortised O(1) a row."""
+        while (excess := self._held - self.room) > 0 and self._num_rows:
+            self._is_full = True
+            if self._lrus((self._at - self._num_rows) % MAX_ROWS) > excess:
+                self._held, self._cut = self.room, self._cut + excess
+            else:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """The LRU gives up its oldest row."""
+        self._held -= self._lrus((self._at - self._num_rows) % MAX_ROWS)
+        self._num_rows, self._cut = self._num_rows - 1, 0.0
+
+    def drop(self, now_s: float, rank: Floats) -> None:
+        """Rows that rank lowest are no longer kept, until the others fit: on average over the time since the last call,
+        as what came in it was let in at once.
+        """
+        kept = np.flatnonzero(self._kept)
+        excess = float(self._weight[kept].sum()) - self.room + (self._added / 2 if self._is_full else 0.0)
+        self._added = 0.0
+        if excess > 0:
+            ended_s = self._ended_s[kept]
+            order = kept[np.lexsort((ended_s, ranks_at(rank, self._class[kept], now_s - ended_s)))]
+            self._kept[order[np.cumsum(self._weight[order]) <= excess]] = False
 
     def _split(self, place: int, number: int, at_s: float, weight: float) -> None:
         """``weight`` of a row returned."""
@@ -210,12 +327,15 @@ class _Rows:
 
     def _put(self, number: int, ended_s: float, group: int, weight: float, hit: int, start: int) -> int:
         place = self._at
-        self._at = (place + 1) % MAX_ROWS
+        if self._num_rows == MAX_ROWS:
+            self._drop_oldest()
+        self._at, self._num_rows = (place + 1) % MAX_ROWS, self._num_rows + 1
         if self._number[place] >= 0:
             del self._place_of[int(self._number[place])]
             self._lost_s = float(self._ended_s[place])
         self._number[place], self._ended_s[place], self._class[place] = number, ended_s, group
         self._weight[place], self._hit[place], self._next[place] = weight, hit, start
+        self._kept[place] = number >= 0
         return place
 
     def count(self, now_s: float, at_risk: Floats, returned: Floats) -> None:

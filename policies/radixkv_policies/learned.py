@@ -6,7 +6,8 @@ labels, if there are any. Once the conversation went on elsewhere (``Facts.super
 another class. ``hazard`` learns of each class when it returns, from the cache's own past, ghosts included,
 and ranks it at each age by the hits a block-second that keeping it yields. The lowest rank goes. Ranks change with
 age, each class in its own way (a conversation returns after a minute or not at all), so ``maintain`` ranks all
-leaves anew, about once a second; one that comes meanwhile is ranked at once and stands where it belongs.
+leaves anew, about once a second; one that comes meanwhile is ranked at once and stands where it belongs. While an LRU
+would hit more (``hazard.Standing``), all rank by their age alone, as LRU has it.
 
 Nothing is trained beforehand, no label is needed, nothing is drawn at random. See policies/README.md for how it
 works and where it loses.
@@ -79,7 +80,7 @@ class Returning(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Learned(LeafPolicy[Returning]):
-    """Hits per block-second, by a hazard learned online."""
+    """Hits per block-second, by a hazard learned online. ``yields``: to LRU, while that hits more."""
 
     uses_ghost_keys: ClassVar[bool] = True
 
@@ -93,6 +94,8 @@ class Learned(LeafPolicy[Returning]):
         self.moved: list[Returning] = []  # what the request that was opened last superseded
         self._undescribed: deque[tuple[int, _Key]] = deque()
         self._num_ended = 0  # uses so far
+        self._num_waiting = 0  # blocks that are in no use
+        self.yields = True
         self._new_blocks = places_in_blocks(_NEW_TOKENS, self._block_tokens)
         self._num_blocks = places_in_blocks(_TOKENS, self._block_tokens)
         self._last_facts: Facts | None = None
@@ -145,8 +148,11 @@ class Learned(LeafPolicy[Returning]):
         if piece.number >= 0:
             self._model.log.append((piece.number, self._now_s, -1, piece.num_blocks / self._segment_blocks))
             piece.number = -1
+            self._num_waiting -= piece.num_blocks
 
     def ended(self, piece: Returning) -> None:
+        if piece.number < 0:
+            self._num_waiting += piece.num_blocks
         now_s = piece.ended_s = self._now_s
         facts = piece.facts
         group = piece.group = self._group_of(piece)
@@ -156,6 +162,10 @@ class Learned(LeafPolicy[Returning]):
             self._num_ended += 1
         piece.number = self._last_number
         self._model.log.append((piece.number, now_s, group, piece.num_blocks / self._segment_blocks))
+
+    def lost(self, piece: Returning, num_blocks: int) -> None:
+        if piece.number >= 0:
+            self._num_waiting -= num_blocks
 
     def make_ghosts(self, max_ghosts: int) -> Ghosts:
         return super().make_ghosts(max(LEARNED_GHOSTS, max_ghosts))
@@ -178,8 +188,8 @@ class Learned(LeafPolicy[Returning]):
 
     @property
     def rank(self) -> Floats:
-        """What each class is worth at each age."""
-        return self._model.rank
+        """What each class is worth at each age; while LRU hits more, whatever class it is."""
+        return self._model.by_age if self.yields and not self._model.standing.leads else self._model.rank
 
     def maintain(self) -> None:
         now_s = self._clock()
@@ -187,8 +197,8 @@ class Learned(LeafPolicy[Returning]):
             fit = now_s - self._fitted_s >= min(max(FIT_EVERY_S, FIT_SHARE * (now_s - self._started_s)), 60.0)
             self._counted_s, self._fitted_s = now_s, now_s if fit else self._fitted_s
             self._describe_classes()
-            self._model.update(now_s, fit=fit)
-            self._leaves.rank_anew(now_s, self._model.rank)
+            self._model.update(now_s, fit=fit, room=self._num_waiting / self._segment_blocks)
+            self._leaves.rank_anew(now_s, self.rank)
 
     # --- conversations that went on elsewhere
 

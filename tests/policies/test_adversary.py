@@ -64,7 +64,14 @@ def test_auto_loses_no_more_than_its_allowance(seed: int) -> None:
     assert lru - ours <= MAX_LOSS * PROMPT * NUM_REQUESTS + FREE_LOSS + BETWEEN_DECISIONS
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_learned_yields_to_lru(seed: int) -> None:
+    """It keeps no account, but while LRU hits more it ranks as that does."""
+    ours, lru = _starve("learned", seed)
+    assert lru - ours <= 0.05 * PROMPT * NUM_REQUESTS
+
+
 def test_the_adversary_is_one() -> None:
-    """A policy that keeps no such account is pressed far below LRU."""
+    """A policy that does neither is pressed far below LRU."""
     ours, lru = _starve("lrfu", 0)
     assert lru - ours > 0.2 * PROMPT * NUM_REQUESTS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +18,8 @@ from radixkv_policies.hazard import (
     NUM_FEATURES,
     Floats,
     HazardModel,
+    Standing,
+    _Rows,
     _solved,
 )
 from radixkv_policies.learned import LEARNED_GHOSTS, MAX_SESSIONS, Leaves
@@ -219,6 +223,124 @@ def test_a_step_solves_its_equations() -> None:
 def test_nothing_learned_is_lru() -> None:
     """The prior rank falls with age."""
     assert (np.diff(HazardModel().rank[0]) <= 0).all() and NUM_BINS == 25
+
+
+def _ahead(rows: _Rows, number: int, at_s: float, weight: float) -> float:
+    """A use returns: what the shadow of what was learned held of it more than that of LRU."""
+    before = rows._standing._ahead
+    rows.take((number, at_s, -1, weight))
+    return rows._standing._ahead - before
+
+
+@given(st.lists(st.integers(0, 9), max_size=300), st.integers(1, 8))
+def test_the_shadow_of_lru_holds_what_an_lru_would(asks: list[int], room: int) -> None:
+    """Asked for some of ten things, each one segment; the other shadow drops nothing."""
+    rows = _Rows(Standing())
+    rows.room = room
+    uses: dict[int, int] = {}
+    lru: OrderedDict[int, None] = OrderedDict()
+    for number, ask in enumerate(asks):
+        if ask in uses:
+            assert _ahead(rows, uses[ask], number, 1.0) == float(ask not in lru)
+        lru[ask] = None
+        lru.move_to_end(ask)
+        if len(lru) > room:
+            lru.popitem(last=False)
+        uses[ask] = number
+        rows.take((number, float(number), 0, 1.0))
+
+
+def test_the_shadow_of_lru_gives_up_a_part_of_what_it_held_longest() -> None:
+    """Ten segments ended together, five of which still fit: those come back as hits, and no more."""
+    rows = _Rows(Standing())
+    rows.room = 10.0
+    rows.take((0, 0.0, 0, 10.0))
+    rows.take((1, 1.0, 0, 5.0))
+    assert [_ahead(rows, 0, 2.0, weight) for weight in (3.0, 7.0)] == [0.0, 5.0]
+    rows.take((2, 2.0, 0, 10.0))
+    assert [_ahead(rows, number, 3.0, 10.0) for number in (1, 2)] == [5.0, 0.0]
+
+
+def test_a_request_larger_than_the_shadow_of_lru() -> None:
+    """It ended in three parts, and the shadow holds none of it twice, nor forgets how much it holds."""
+    rows = _Rows(Standing())
+    rows.room = 10.0
+    for _ in range(3):
+        rows.take((0, 0.0, 0, 8.0))
+    assert rows._held == 10.0 and _ahead(rows, 0, 1.0, 24.0) == 14.0
+    assert rows._held == 0.0
+
+
+def test_the_other_shadow_keeps_what_ranks_highest() -> None:
+    """However long ago it was used; among equals the last."""
+    rows = _Rows(Standing())
+    for number in range(6):
+        rows.take((number, float(number), number % 2, 1.0))
+    rank = np.zeros((2, NUM_BINS + 1))
+    rank[1] = 1.0
+    rows.room = 2.0
+    rows.drop(6.0, rank)
+    assert [_ahead(rows, number, 7.0, 1.0) for number in range(6)] == [-1.0, -1.0, -1.0, 0.0, -1.0, 0.0]
+
+
+def test_uses_that_the_ring_forgot_are_in_no_shadow() -> None:
+    """More uses than it has room for."""
+    rows = _Rows(Standing())
+    for number in range(MAX_ROWS + 100):
+        rows.take((number, float(number), 0, 1.0))
+    assert rows._held == rows._num_rows == MAX_ROWS
+    rows._kept[:] = False
+    assert [_ahead(rows, number, 1e6, 1.0) for number in (99, 100)] == [0.0, -1.0]
+
+
+def _standing(nets: list[float], between_s: float = 1.0) -> Standing:
+    standing = Standing()
+    for number, net in enumerate(nets):
+        standing.used(1_000.0)
+        standing.returned(between_s * number, max(net, 0.0), max(-net, 0.0))
+        standing.decide(between_s * number)
+    return standing
+
+
+def test_lru_leads_once_it_hits_more() -> None:
+    """By more than chance and a small share of all uses, until what was learned hits more again."""
+    assert _standing([]).leads and _standing([-1.0] * 10).leads, "within the allowance"
+    assert _standing([-200.0]).leads, "one request, however long"
+    assert _standing([-200.0, -150.0]).leads is False
+    assert _standing([-200.0, -150.0, 500.0]).leads is False, "one request again"
+    assert _standing([-200.0, -150.0, *[50.0] * 12]).leads is False, "not enough"
+    assert _standing([-200.0, -150.0, *[50.0] * 18]).leads
+    assert _standing([50.0] * 12 + [-20.0] * 60).leads is False
+
+
+def test_what_was_hit_at_one_time_is_one_chance() -> None:
+    """Parts of a request, beside as many requests."""
+    for between_s, leads in ((0.0, False), (1e-3, True)):
+        standing = Standing()
+        standing.leads = False
+        for number in range(9):
+            standing.returned(1.0 + between_s * number, 0.0, 1.0)
+        for number in range(18):
+            standing.returned(2.0 + between_s * number, 1.0, 0.0)
+        standing.decide(2.0)
+        assert standing.leads is leads
+
+
+def test_ranks_are_those_of_lru_while_that_leads() -> None:
+    """And again its own as soon as it leads; within ``auto``, which judges itself, its own always."""
+    clock = ManualClock()
+    policy = Learned(1_000, clock, 0)
+    for node in ("a", "b", "c"):
+        _asked(policy, clock, node, 5, {"type": node})
+    policy.maintain()
+    rank = np.ones_like(policy.rank)
+    rank[policy.pieces("b")[-1].group] = 0.0
+    policy._model.rank = rank
+    for leads, yields, goes in ((False, True, "a"), (True, True, "b"), (False, False, "b")):
+        policy.yields, policy._model.standing.leads = yields, leads
+        clock.advance(1.0)
+        policy.maintain()
+        assert policy.victim() == goes
 
 
 def _asked(
