@@ -48,7 +48,7 @@ MIN_GAIN: Final = 0.01
 MAX_LOSS: Final = 0.002
 """Of all uses, over the whole run: how far shadows may fall behind that of ``lru``."""
 
-FREE_LOSS: Final = 32
+FREE_LOSS: Final = 16
 """Sampled hits that may be lost before."""
 
 RELEASE: Final = 0.9
@@ -270,6 +270,13 @@ class _Shadows:
                         self._only[one][other] += 1
                         self._spread[one][other] += 2 * num - 1  # num² for all of the row
 
+    def _best(self, current: int) -> int:
+        """Who hit most lately; who isn't in charge has to be ahead of the safe one by MIN_GAIN too."""
+        safe = self._num_hits[_LRU]
+        ahead = MIN_GAIN * min(safe, self._num_lately - safe)
+        worth = [hits - ahead * (one not in (_LRU, current)) for one, hits in enumerate(self._num_hits)]
+        return max(range(3), key=lambda one: (worth[one], one == current, one == _LRU))
+
     @property
     def allowed(self) -> float:
         """The debt from which on ``lru`` is in charge."""
@@ -278,7 +285,7 @@ class _Shadows:
     def decide(self, current: int, kept: float) -> int:
         """Who should be in charge."""
         self.debt += self._lately[_LRU] - self._lately[current]
-        best = max(range(3), key=lambda one: (self._num_hits[one], one == current))
+        best = self._best(current)
         ahead, behind = self._only[best][current], self._only[current][best]
         fewer = min(self._num_hits[current], self._num_lately - self._num_hits[current])
         spread = sqrt(self._spread[best][current] + self._spread[current][best])

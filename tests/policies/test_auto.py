@@ -115,6 +115,23 @@ def test_who_lost_the_allowance_gets_the_lead_back() -> None:
     assert shadows.decide(2, 0.0) == 0 and shadows.decide(2, 1.0) == 2
 
 
+def test_the_safe_one_follows_who_loses_unless_another_is_ahead_of_it() -> None:
+    """``lrfu`` and ``lru`` hit the same that ``learned``, in charge, misses; then ``lrfu`` a little more, and more."""
+    shadows = _Shadows(Learned(100, ManualClock(), 0))
+    for number in range(400):
+        shadows.num_uses += 1
+        shadows._num_lately += 3
+        shadows._count(float(number), (False, True, True))
+    assert shadows.decide(0, 1.0) == 2
+    shadows.debt = 0
+    for number in range(400, 404):
+        shadows._count(float(number), (False, True, False))
+    assert shadows.decide(0, 1.0) == 2
+    for number in range(404, 440):
+        shadows._count(float(number), (False, True, False))
+    assert shadows.decide(0, 1.0) == 1
+
+
 def test_a_shadow_hears_of_what_was_left_behind() -> None:
     """A session goes on elsewhere: in the shadow of ``learned`` too its last request is worth what its new class is."""
     clock = ManualClock()
