@@ -12,6 +12,7 @@ outlive eviction. Shadows ignore that only leaves can go.
 The best takes over if, among the samples that only one of the two hit, lately (decayed with ``HALF_LIFE_S``), it
 has more than its share by ``MARGIN`` standard deviations and by ``MIN_GAIN`` of all hits, or of all misses where those
 are fewer. Segments of a request return together or not at all, so what a request hits in a row is one chance, not many.
+To relieve whom ``lru`` would relieve too, it has to be ahead of ``lru`` by ``MIN_GAIN`` as well.
 
 An adversary can feed one policy and then starve it. What that costs is bounded by a *debt*: the hits that the shadow of
 ``lru`` had more, over the whole run, than those of whoever was in charge. Once it exceeds ``MAX_LOSS`` of all uses
