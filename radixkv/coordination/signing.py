@@ -4,6 +4,9 @@ The receiver takes the tenant from the signature instead of a bearer key, so the
 that decides what happens: method, path with query, tenant, digest of the body, time, nonce, and the
 audience, which names one registration of one replica. A recorded request is useless at another replica,
 after a restart, a second time, or ``max_skew_s`` later.
+
+The body's digest is a header of its own. So the receiver verifies the headers before it reads the body
+(``RequestVerifier.verify_head``), and compares the body with the digest afterwards (``SignedHead.check_body``).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination.checks import check_instance, check_text, checked_seconds
@@ -26,11 +30,26 @@ from radixkv.errors import ArgumentError, UnverifiedRequest
 TENANT_HEADER = "x-radixkv-tenant"
 TIMESTAMP_HEADER = "x-radixkv-timestamp"
 NONCE_HEADER = "x-radixkv-nonce"
+DIGEST_HEADER = "x-radixkv-content-sha256"
 SIGNATURE_HEADER = "x-radixkv-signature"
+SIGNED_HEADERS = (TENANT_HEADER, TIMESTAMP_HEADER, NONCE_HEADER, DIGEST_HEADER, SIGNATURE_HEADER)
+"""Headers of a signed request; each may occur once."""
 
 _TIMESTAMP = re.compile(r"[0-9]{1,15}")
 _HEX_16 = re.compile(r"[0-9a-f]{32}")
 _HEX_32 = re.compile(r"[0-9a-f]{64}")
+
+
+class SignedHead(NamedTuple):
+    """The verified headers of a request: the tenant that it acts for, and the digest of its body."""
+
+    tenant: str
+    body_digest: bytes
+
+    def check_body(self, body: bytes) -> None:
+        """Raise UnverifiedRequest unless ``body`` is the one that was signed. O(body)."""
+        if not hmac.compare_digest(hashlib.sha256(body).digest(), self.body_digest):
+            raise UnverifiedRequest("the signature covers another body")
 
 
 def sign_request(
@@ -60,11 +79,13 @@ def sign_request(
     if not isinstance(nonce, str) or not _HEX_16.fullmatch(nonce):
         raise ArgumentError("nonce", nonce, "32 hex digits, or None")
     timestamp_ms = int(timestamp_s * 1000)
-    signature = _signature(secret, method, path, tenant, body, audience, timestamp_ms, nonce)
+    digest = hashlib.sha256(body).digest()
+    signature = _signature(secret, method, path, tenant, digest, audience, timestamp_ms, nonce)
     return {
         TENANT_HEADER: tenant.encode().hex(),
         TIMESTAMP_HEADER: str(timestamp_ms),
         NONCE_HEADER: nonce,
+        DIGEST_HEADER: digest.hex(),
         SIGNATURE_HEADER: signature,
     }
 
@@ -74,37 +95,36 @@ def is_signed(headers: Mapping[str, str]) -> bool:
     return SIGNATURE_HEADER in headers
 
 
-def verify_request(
+def verify_head(
     secret: bytes,
     headers: Mapping[str, str],
     *,
     method: str,
     path: str,
-    body: bytes,
     audience: str,
     now_s: float,
     guard: ReplayGuard,
     max_skew_s: float = 30.0,
-) -> str:
-    """The tenant that a signed request acts for.
+) -> SignedHead:
+    """What the headers of a signed request say, verified without its body.
 
     ``headers`` have lower-case names (or ignore case); ``now_s`` is Unix seconds. Raises UnverifiedRequest
     with the reason (for the log, not for the sender) if a header is missing or malformed, the signature is
     wrong, the time is off by more than ``max_skew_s``, or the nonce was seen before.
     """
-    tenant, timestamp_ms, nonce, signature = _parsed(headers)
-    expected = _signature(secret, method, path, tenant, body, audience, timestamp_ms, nonce)
+    tenant, timestamp_ms, nonce, digest, signature = _parsed(headers)
+    expected = _signature(secret, method, path, tenant, digest, audience, timestamp_ms, nonce)
     if not hmac.compare_digest(expected.encode(), signature.encode()):
         raise UnverifiedRequest("the signature is not that of the request")
     if abs(now_s - timestamp_ms / 1000) > max_skew_s:
         raise UnverifiedRequest(f"signed more than {max_skew_s} s from now")
     if not guard.admit(nonce):
         raise UnverifiedRequest("seen before, or too many signed requests at once")
-    return tenant
+    return SignedHead(tenant, digest)
 
 
 class RequestVerifier:
-    """``verify_request`` with the secret, the clock and the guard of one process. Thread-safe."""
+    """``verify_head`` with the secret, the clock and the guard of one process. Thread-safe."""
 
     def __init__(
         self, secret: bytes, *, max_skew_s: float = 30.0, wall: Clock = time.time, clock: Clock = monotonic
@@ -120,21 +140,29 @@ class RequestVerifier:
         """Nonces that are remembered."""
         return len(self._guard)
 
-    def verify(
-        self, headers: Mapping[str, str], *, method: str, path: str, body: bytes, audience: str
-    ) -> str:
-        """The tenant that the request acts for. Raises UnverifiedRequest."""
-        return verify_request(
+    def verify_head(self, headers: Mapping[str, str], *, method: str, path: str, audience: str) -> SignedHead:
+        """The tenant and the body's digest, before the body is read. Raises UnverifiedRequest."""
+        return verify_head(
             self._secret,
             headers,
             method=method,
             path=path,
-            body=body,
             audience=audience,
             now_s=self._wall(),
             guard=self._guard,
             max_skew_s=self._max_skew_s,
         )
+
+    def verify(
+        self, headers: Mapping[str, str], *, method: str, path: str, body: bytes, audience: str
+    ) -> str:
+        """The tenant that a request acts for whose body is there. Raises UnverifiedRequest.
+
+        A body that was not signed uses up no nonce.
+        """
+        digest = _parsed(headers)[3]
+        SignedHead("", digest).check_body(body)
+        return self.verify_head(headers, method=method, path=path, audience=audience).tenant
 
 
 class ReplayGuard:
@@ -169,17 +197,17 @@ class ReplayGuard:
             return True
 
 
-def _parsed(headers: Mapping[str, str]) -> tuple[str, int, str, str]:
-    names = (TENANT_HEADER, TIMESTAMP_HEADER, NONCE_HEADER, SIGNATURE_HEADER)
-    values = [headers.get(name) for name in names]
-    missing = [name for name, value in zip(names, values, strict=True) if value is None]
+def _parsed(headers: Mapping[str, str]) -> tuple[str, int, str, bytes, str]:
+    values = [headers.get(name) for name in SIGNED_HEADERS]
+    missing = [name for name, value in zip(SIGNED_HEADERS, values, strict=True) if value is None]
     if missing:
         raise UnverifiedRequest(f"headers missing: {', '.join(missing)}")
-    tenant, timestamp, nonce, signature = (value or "" for value in values)
-    if not (_TIMESTAMP.fullmatch(timestamp) and _HEX_16.fullmatch(nonce) and _HEX_32.fullmatch(signature)):
+    tenant, timestamp, nonce, digest, signature = (value or "" for value in values)
+    is_formed = _TIMESTAMP.fullmatch(timestamp) and _HEX_16.fullmatch(nonce)
+    if not (is_formed and _HEX_32.fullmatch(digest) and _HEX_32.fullmatch(signature)):
         raise UnverifiedRequest("a header is malformed")
     try:
-        return bytes.fromhex(tenant).decode(), int(timestamp), nonce, signature
+        return bytes.fromhex(tenant).decode(), int(timestamp), nonce, bytes.fromhex(digest), signature
     except ValueError:
         raise UnverifiedRequest("the tenant header is malformed") from None
 
@@ -189,10 +217,9 @@ def _signature(
     method: str,
     path: str,
     tenant: str,
-    body: bytes,
+    digest: bytes,
     audience: str,
     timestamp_ms: int,
     nonce: str,
 ) -> str:
-    digest = hashlib.sha256(body).digest()
     return mac(secret, "request", method.upper(), path, tenant, digest, audience, timestamp_ms, nonce).hex()

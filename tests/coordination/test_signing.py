@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
 
 from radixkv.clock import ManualClock
 from radixkv.coordination.signing import (
+    DIGEST_HEADER,
     NONCE_HEADER,
     SIGNATURE_HEADER,
     TENANT_HEADER,
@@ -76,6 +78,7 @@ def test_each_part_of_the_request_is_covered(changes: dict[str, Any]) -> None:
         (TENANT_HEADER, ""),
         (TIMESTAMP_HEADER, str(int(NOW_S * 1000) + 1)),
         (NONCE_HEADER, "0" * 32),
+        (DIGEST_HEADER, "0" * 64),
         (SIGNATURE_HEADER, "0" * 64),
     ],
 )
@@ -93,6 +96,7 @@ def test_each_header_is_covered(header: str, value: str) -> None:
         (TIMESTAMP_HEADER, "1" * 400),
         (TIMESTAMP_HEADER, "٣"),
         (NONCE_HEADER, "short"),
+        (DIGEST_HEADER, "0" * 63),
         (SIGNATURE_HEADER, "é" * 64),
         (SIGNATURE_HEADER, ""),
     ],
@@ -101,7 +105,9 @@ def test_malformed_headers_are_refused(header: str, value: str) -> None:
     assert "malformed" in Receiver().refuses(signed() | {header: value})
 
 
-@pytest.mark.parametrize("header", [TENANT_HEADER, TIMESTAMP_HEADER, NONCE_HEADER, SIGNATURE_HEADER])
+@pytest.mark.parametrize(
+    "header", [TENANT_HEADER, TIMESTAMP_HEADER, NONCE_HEADER, DIGEST_HEADER, SIGNATURE_HEADER]
+)
 def test_missing_headers_are_named(header: str) -> None:
     headers = signed()
     del headers[header]
@@ -161,3 +167,20 @@ def test_a_full_guard_admits_nothing_until_time_has_passed() -> None:
 def test_signatures_depend_on_a_random_nonce() -> None:
     assert signed()[SIGNATURE_HEADER] != signed()[SIGNATURE_HEADER]
     assert signed(nonce="0" * 32) == signed(nonce="0" * 32)
+
+
+def test_the_head_is_verified_without_the_body() -> None:
+    receiver, headers = Receiver(), signed()
+    place = {name: REQUEST[name] for name in ("method", "path", "audience")}
+    head = receiver.verifier.verify_head(headers, **place)
+    assert head.tenant == "acmé"
+    head.check_body(REQUEST["body"])  # type: ignore[arg-type]
+    with pytest.raises(UnverifiedRequest, match="another body"):
+        head.check_body(b"other")
+    with pytest.raises(UnverifiedRequest, match="before"):
+        receiver.verifier.verify_head(headers, **place)
+
+
+def test_a_digest_of_another_body_breaks_the_signature() -> None:
+    other = hashlib.sha256(b"other").hexdigest()
+    assert "signature" in Receiver().refuses(signed() | {DIGEST_HEADER: other}, body=b"other")
