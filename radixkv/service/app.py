@@ -3,7 +3,8 @@
 Who may call what: prompts and caches are for tenants' keys (the operator owns no namespace and gets 403), counts
 and replicas for either (a tenant sees its own), ``/metrics``, keys, tenants and bases for the operator (a tenant gets
 403); health and the interface's description need no key; ``/internal/…`` takes only requests that the fleet's secret
-signed. What a tenant may not know of answers 404, byte for byte like what doesn't exist.
+signed, and exists only where a fleet is configured. What a tenant may not know of answers 404, byte for byte like
+what doesn't exist.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
             upkeep.cancel()
             await service.close()
 
-    return make_app(service, ENDPOINTS, version, lifespan)
+    served = [each for each in ENDPOINTS if not (each.internal and service.fleet.is_alone)]
+    return make_app(service, served, version, lifespan)
 
 
 def make_app(

@@ -75,7 +75,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     except ArgumentError as error:
         raise ConfigError("keys", str(settings.keys), f"promises that can be kept: {error}") from None
     engine = HFEngine(model, cache, tokenizer_digest=tokenizer.digest)
-    fleet = Fleet(coordinator, settings.fleet_secret)
+    fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
     recorder = None
     if settings.record is not None:
         recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size, cache.generation)

@@ -1,11 +1,13 @@
 """An endpoint as a value: what routes are made of, and what OpenAPI is generated from.
 
-    who is calling (401, 403) ──▶ gate (429) ──▶ body read, bounded (408, 413) ──▶ validated (400, 415, 422)
+    caller's key or signature (401, 403) ──▶ gate (429) ──▶ body read, bounded (408, 413) ──▶ validated (400, 415, 422)
       ──▶ handler (504) ──▶ reply
 
-Authentication comes before anything that looks at the body, so that nobody without a key can tell what a
-good body is. Every error leaves as ``problems.ApiError`` says. Logs name endpoints, statuses, types and places in the
-code; no text that a client sent, and no message of an unforeseen error, as it may quote one.
+Authentication comes before the body is read, so that a caller without a key can neither tell a good body from a
+bad one nor make the server buffer one. This holds for replicas too: their signature covers the body's digest, which
+is a header. A header that decides about access counts only if it occurs once. Every error leaves as
+``problems.ApiError`` says. Logs name endpoints, statuses, types and places in the code; no text that a client sent,
+and no message of an unforeseen error, as it may quote one.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from radixkv.errors import IntegrityError, RadixKVError
+from radixkv.coordination.signing import SIGNED_HEADERS, SignedHead
+from radixkv.errors import IntegrityError, RadixKVError, UnverifiedRequest
 from radixkv.service import problems
 from radixkv.service.auth import Principal
+from radixkv.service.fleet import unsigned
 from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
 from radixkv.service.schemas.tenants import TenantSettings
@@ -103,6 +107,7 @@ class Call:
     endpoint: Endpoint
     started_at: float
     principal: Principal | None = None
+    signed: SignedHead | None = None
     body: bytes = b""
 
     @property
@@ -115,6 +120,17 @@ class Call:
         """The tenant that calls; only behind endpoints for tenants."""
         assert self.principal is not None and self.principal.tenant is not None
         return self.principal.tenant
+
+    @property
+    def signed_tenant(self) -> str:
+        """The tenant that another replica's request acts for; only behind endpoints for replicas."""
+        assert self.signed is not None
+        return self.signed.tenant
+
+    def header(self, name: str) -> str | None:
+        """A header that occurs exactly once, or None."""
+        values = self.request.headers.getlist(name)
+        return values[0] if len(values) == 1 else None
 
     def read(self, model: type[B]) -> B:
         """The body as ``model``. Raises ApiError 400, 415 or 422."""
@@ -192,10 +208,26 @@ async def _answer(call: Call) -> Response:
     if call.endpoint.who in ("tenant", "operator", "either"):
         call.principal = _authenticated(call)
     if call.endpoint.who == "replica":
-        call.service.fleet.require_signature(call.request.headers)
+        return await _answer_replica(call)
     with _admitted(call) as max_body_bytes:
         if call.endpoint.body is not None:
             call.body = await _body_in_time(call, max_body_bytes)
+        return await _in_time(call)
+
+
+async def _answer_replica(call: Call) -> Response:
+    """Verify the headers, then read the body and compare it with the signed digest. Raises ApiError 401."""
+    fleet, limits, query = call.service.fleet, call.host.limits, call.request.url.query
+    path = call.endpoint.path + (f"?{query}" if query else "")
+    headers = {name: value for name in SIGNED_HEADERS if (value := call.header(name)) is not None}
+    call.signed = fleet.verified(headers, call.endpoint.method, path)
+    async with fleet.admitted(call.endpoint.path, limits.body_timeout_s):
+        if call.endpoint.body is not None:
+            call.body = await _body_in_time(call, limits.max_body_bytes)
+        try:
+            call.signed.check_body(call.body)
+        except UnverifiedRequest:
+            raise unsigned() from None
         return await _in_time(call)
 
 
@@ -233,10 +265,10 @@ async def _in_time(call: Call) -> Response:
 
 
 def _authenticated(call: Call) -> Principal:
-    principal = call.host.keyring.authenticate(call.request.headers.get("authorization"))
+    principal = call.host.keyring.authenticate(call.header("authorization"))
     if principal is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
-        message = "a valid key is needed: Authorization: Bearer KEY"
+        message = "one valid key is needed: Authorization: Bearer KEY"
         raise ApiError(401, "unauthorized", message, field="authorization", headers=headers)
     if call.endpoint.who == "operator" and not principal.is_operator:
         raise ApiError(403, "forbidden", "this is for the operator's key", field="authorization")

@@ -3,6 +3,9 @@
 A request goes to an address that is proven with the fleet secret, and the secret signs it for exactly that
 registration; the tenant is inside what is signed, and bearer keys stay here. The endpoints that receive such
 requests ask nobody further. Both requests only say early what stands in the store.
+
+The signature is verified from the headers, before a byte of the body is read. At most MAX_AT_ONCE requests to one
+internal endpoint are read and served at once, so they buffer at most that many bodies; others wait.
 """
 
 from __future__ import annotations
@@ -10,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import httpx
 from pydantic import ValidationError
 
-from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
+from radixkv.coordination.signing import RequestVerifier, SignedHead, sign_request
 from radixkv.coordination.wire import is_code
 from radixkv.errors import UnverifiedRequest
-from radixkv.service.problems import ApiError
+from radixkv.service.problems import ApiError, busy
 from radixkv.service.schemas.errors import ErrorReply
 
 if TYPE_CHECKING:
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 WARM_PATH = "/internal/warm"
 PURGE_PATH = "/internal/purge"
 PIN_PATH = "/internal/pin"
+MAX_AT_ONCE = 16
+"""Requests to one internal endpoint that are read and served at once."""
 _CONNECT_TIMEOUT_S = 3.0
 _ORDER_TIMEOUT_S = 10.0
 """Above what it takes to answer 202, by far; a replica that hears of a part that was given up takes it up again."""
@@ -40,13 +47,17 @@ _KEEPALIVE_S = 2.0
 
 
 class Fleet:
-    """The coordinator of this process, and requests to other replicas."""
+    """The coordinator of this process, and requests to other replicas.
 
-    def __init__(self, coordinator: BaseCoordinator, secret: bytes) -> None:
-        self.coordinator = coordinator
+    ``is_alone``: no other replica can exist, so the service has no internal endpoints.
+    """
+
+    def __init__(self, coordinator: BaseCoordinator, secret: bytes, *, is_alone: bool = False) -> None:
+        self.coordinator, self.is_alone = coordinator, is_alone
         self.secret = secret
         self._verifier = RequestVerifier(secret)
         self._client: httpx.AsyncClient | None = None
+        self._free: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_AT_ONCE))
 
     @property
     def num_nonces(self) -> int:
@@ -59,18 +70,27 @@ class Fleet:
             await self._client.aclose()
         await anyio.to_thread.run_sync(self.coordinator.close)
 
-    def require_signature(self, headers: Mapping[str, str]) -> None:
-        """Raises ApiError 401 unless a request claims to come from a replica: no body is read before that."""
-        if not is_signed(headers):
-            raise _unauthorized()
-
-    def tenant_of(self, headers: Mapping[str, str], path: str, body: bytes) -> str:
-        """The tenant that another replica's signed request is for. Raises ApiError 401."""
+    def verified(self, headers: Mapping[str, str], method: str, path: str) -> SignedHead:
+        """What another replica's headers say, before its body is read. Raises ApiError 401."""
         audience = self.coordinator.info().audience
         try:
-            return self._verifier.verify(headers, method="POST", path=path, body=body, audience=audience)
+            return self._verifier.verify_head(headers, method=method, path=path, audience=audience)
         except UnverifiedRequest:
-            raise _unauthorized() from None
+            raise unsigned() from None
+
+    @asynccontextmanager
+    async def admitted(self, path: str, wait_s: float) -> AsyncIterator[None]:
+        """One of the MAX_AT_ONCE requests to ``path``. Raises ApiError 429 after ``wait_s`` of waiting."""
+        free = self._free[path]
+        try:
+            async with asyncio.timeout(wait_s):
+                await free.acquire()
+        except TimeoutError:
+            raise busy() from None
+        try:
+            yield
+        finally:
+            free.release()
 
     async def order(self, peer: ReplicaInfo, tenant: str, body: bytes, path: str = WARM_PATH) -> str | None:
         """Ask a replica for its part in a job or a pin: None once it knows of it, or a code that says why not."""
@@ -116,7 +136,8 @@ class Fleet:
         return self._client
 
 
-def _unauthorized() -> ApiError:
+def unsigned() -> ApiError:
+    """401: the request is not signed with the fleet's secret, or not for this replica, or not now."""
     return ApiError(401, "unauthorized", "this is for replicas of this fleet", field="signature")
 
 

@@ -16,7 +16,6 @@ from starlette.routing import Match
 
 from radixkv.errors import CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, reply, until_disconnect
-from radixkv.service.fleet import PURGE_PATH, WARM_PATH
 from radixkv.service.orders import Order
 from radixkv.service.problems import ApiError, internal, invalid, not_found, store_unavailable
 from radixkv.service.prompts import prefix_of
@@ -59,10 +58,13 @@ async def warm(call: Call) -> Response:
 
 
 def _idempotency_key(call: Call) -> str | None:
-    key = call.request.headers.get("idempotency-key")
-    if key is not None and not _KEY.fullmatch(key):
-        raise invalid("not a key", "Idempotency-Key", key, "1 to 255 visible ASCII characters")
-    return key
+    keys = call.request.headers.getlist("idempotency-key")
+    if not keys:
+        return None
+    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
+        shown = keys[0] if len(keys) == 1 else f"{len(keys)} keys"
+        raise invalid("not a key", "Idempotency-Key", shown, "one key of 1 to 255 visible ASCII characters")
+    return keys[0]
 
 
 def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
@@ -78,7 +80,7 @@ def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
 
 async def warm_for_replica(call: Call) -> Response:
     """Take part in a job for a tenant that another replica's signed request names; never asks further replicas."""
-    body, namespace, ids = await ordered(call, WARM_PATH, OrderRequest)
+    body, namespace, ids = await ordered(call, OrderRequest)
     try:
         await call.service.orders.receive(namespace, ids, body)
     except StoreUnavailable:
@@ -86,10 +88,9 @@ async def warm_for_replica(call: Call) -> Response:
     return reply(JobAccepted(job=body.job), 202)
 
 
-async def ordered(call: Call, path: str, schema: type[Ordered]) -> tuple[Ordered, Namespace, Ids]:
+async def ordered(call: Call, schema: type[Ordered]) -> tuple[Ordered, Namespace, Ids]:
     """What another replica's signed request orders for a tenant: the body, where and what. Raises ApiError."""
-    service = call.service
-    tenant = service.fleet.tenant_of(call.request.headers, path, call.body)
+    service, tenant = call.service, call.signed_tenant
     if tenant not in service.keyring.tenants:
         raise not_found("tenant")
     body = call.read(schema)
@@ -101,12 +102,11 @@ async def ordered(call: Call, path: str, schema: type[Ordered]) -> tuple[Ordered
 async def purge_for_replica(call: Call) -> Response:
     """Obey and confirm now what was purged elsewhere, as the store says; the request only says when to look."""
     service = call.service
-    tenant = service.fleet.tenant_of(call.request.headers, PURGE_PATH, call.body)
     try:
         await service.orders.call(service.fleet.coordinator.heed)
     except CoordinationError:
         raise store_unavailable("the store can't be reached") from None
-    service.warmer.forget_tenant(tenant)
+    service.warmer.forget_tenant(call.signed_tenant)
     return Response(status_code=204)
 
 

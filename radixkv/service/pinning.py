@@ -49,7 +49,7 @@ async def pin(call: Call) -> Response:
 
 async def pin_for_replica(call: Call) -> Response:
     """Take part in a pin for a tenant that another replica's signed request names; asks nobody further."""
-    body, namespace, ids = await ordered(call, PIN_PATH, PinOrder)
+    body, namespace, ids = await ordered(call, PinOrder)
     await call.service.keeper.receive(namespace, ids, body.pin)
     return Response(status_code=202)
 

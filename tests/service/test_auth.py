@@ -133,3 +133,29 @@ def test_some_paths_need_no_key(live: Running, path: str) -> None:
 
 def test_a_header_that_is_no_ascii_is_a_wrong_key(live: Running) -> None:
     assert live.nobody.get("/v1/stats", headers={b"Authorization": "Bearer ключ".encode()}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "path"),
+    [
+        ("demo-acme", "demo-acme", "/v1/stats"),
+        ("demo-acme", "demo-globex", "/v1/stats"),
+        ("demo-acme", "rubbish", "/v1/stats"),
+        ("rubbish", "demo-acme", "/v1/stats"),
+        ("demo-operator", "demo-operator", "/metrics"),
+        ("demo-operator", "demo-acme", "/v1/stats"),
+    ],
+)
+def test_of_two_keys_neither_counts(live: Running, first: str, second: str, path: str) -> None:
+    both = [("authorization", f"Bearer {key}") for key in (first, second)]
+    assert live.nobody.get(path, headers=both).status_code == 401
+    assert (
+        live.nobody.get(path, headers={"authorization": f"Bearer {first}, Bearer {second}"}).status_code
+        == 401
+    )
+
+
+def test_of_two_idempotency_keys_neither_counts(live: Running) -> None:
+    twice = [("idempotency-key", "one"), ("idempotency-key", "one")]
+    refused = live.acme.post("/v1/warm", json={"token_ids": [1], "wait": False}, headers=twice)
+    assert refused.status_code == 422 and refused.json()["error"]["field"] == "Idempotency-Key"

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from radixkv.coordination.signing import sign_request
+from radixkv.coordination.signing import SIGNED_HEADERS, sign_request
 from radixkv.coordination.wire import new_token
 from radixkv.errors import ConfigError
-from radixkv.service.fleet import WARM_PATH
+from radixkv.service.fleet import MAX_AT_ONCE, PIN_PATH, PURGE_PATH, WARM_PATH, Fleet
+from radixkv.service.problems import ApiError
 from tests.redis_server import RedisServer
-from tests.service.running import Process, Running, answered, client, eventually, served, service_in_thread
+from tests.service.running import (
+    DEADLINE_S,
+    Process,
+    Running,
+    answered,
+    client,
+    eventually,
+    served,
+    service_in_thread,
+)
 
 pytestmark = pytest.mark.timeout(600)  # replicas are started, which loads torch, and leases run out
 SECRET = b"a secret of this test's fleet"
@@ -250,6 +263,12 @@ SIGNED: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def member(join: Join) -> Running:
+    """A replica of a fleet, which has internal endpoints."""
+    return join("member")
+
+
 def forged(live: Running, **changes: Any) -> dict[str, str]:
     """Headers of a request to ``live``, signed with its secret, but for ``changes``."""
     own = live.service.fleet
@@ -269,26 +288,91 @@ def forged(live: Running, **changes: Any) -> dict[str, str]:
         {"timestamp_s": 1.0},
     ],
 )
-def test_a_signature_for_anything_else_is_401(live: Running, changes: dict[str, Any]) -> None:
-    headers = {**forged(live, **changes), "content-type": "application/json"}
-    answer = live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers)
+def test_a_signature_for_anything_else_is_401(member: Running, changes: dict[str, Any]) -> None:
+    headers = {**forged(member, **changes), "content-type": "application/json"}
+    answer = member.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers)
     assert answer.status_code == 401
 
 
-def test_a_signed_request_is_good_once_and_bearer_keys_are_not(live: Running) -> None:
-    headers = {**forged(live), "content-type": "application/json"}
-    first, again = (live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers) for _ in range(2))
+def test_a_signed_request_is_good_once_and_bearer_keys_are_not(member: Running) -> None:
+    headers = {**forged(member), "content-type": "application/json"}
+    first, again = (member.nobody.post(WARM_PATH, content=SIGNED["body"], headers=headers) for _ in range(2))
     assert (first.status_code, again.status_code) == (404, 401), "no such job; and not even that again"
-    assert live.operator.post(WARM_PATH, json={"token_ids": [1]}).status_code == 401
-    tenant = {**headers, **forged(live, tenant="nobody")}
-    assert live.nobody.post(WARM_PATH, content=SIGNED["body"], headers=tenant).status_code == 404
+    assert member.operator.post(WARM_PATH, json={"token_ids": [1]}).status_code == 401
+    tenant = {**headers, **forged(member, tenant="nobody")}
+    assert member.nobody.post(WARM_PATH, content=SIGNED["body"], headers=tenant).status_code == 404
 
 
-def test_a_replica_cannot_ask_for_a_further_fan_out(live: Running) -> None:
+def test_a_replica_cannot_ask_for_a_further_fan_out(member: Running) -> None:
     body = b'{"job": "00000000000000000000000000000000", "token_ids": [1], "replicas": "all"}'
-    headers = {**forged(live, body=body), "content-type": "application/json"}
-    answer = live.nobody.post(WARM_PATH, content=body, headers=headers)
+    headers = {**forged(member, body=body), "content-type": "application/json"}
+    answer = member.nobody.post(WARM_PATH, content=body, headers=headers)
     assert answer.status_code == 422 and answer.json()["error"]["field"] == "replicas"
+
+
+INTERNAL = (WARM_PATH, PURGE_PATH, PIN_PATH)
+
+
+def announced(live: Running, path: str, headers: dict[str, str], size: int = 4 * 2**20) -> bytes:
+    """The first line of the answer to the head of a request whose body never comes."""
+    place = urlsplit(live.url)
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {size}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        return connection.recv(65_536).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("path", INTERNAL)
+def test_without_a_fleet_there_is_nothing_internal(live: Running, path: str) -> None:
+    headers = forged(live, path=path, body=b"")
+    answers = [live.nobody.post(each, headers=headers) for each in (path, "/internal/other")]
+    assert answers[0].status_code == 404 and answers[0].content == answers[1].content
+    assert live.nobody.get(path).status_code == 404
+    assert announced(live, path, headers).startswith(b"HTTP/1.1 404")
+
+
+@pytest.mark.parametrize("path", INTERNAL)
+@pytest.mark.parametrize(
+    "changes", [{"secret": b"x" * 32}, {"audience": "other@1"}, {"timestamp_s": 1.0}, {"path": "/internal"}]
+)
+def test_no_body_is_read_before_the_signature_is_verified(
+    member: Running, path: str, changes: dict[str, Any]
+) -> None:
+    headers = forged(member, **{"path": path, **changes})
+    assert announced(member, path, headers).startswith(b"HTTP/1.1 401")
+    assert member.service.fleet.num_nonces == 0
+
+
+def test_a_body_that_was_not_signed_is_401(member: Running) -> None:
+    headers = {**forged(member), "content-type": "application/json"}
+    assert member.nobody.post(WARM_PATH, content=b"{}", headers=headers).status_code == 401
+    query = {**forged(member), "content-type": "application/json"}
+    answer = member.nobody.post(f"{WARM_PATH}?x=1", content=SIGNED["body"], headers=query)
+    assert answer.status_code == 401, "the signature covers the query"
+
+
+@pytest.mark.parametrize("name", SIGNED_HEADERS)
+def test_a_signed_header_that_occurs_twice_counts_for_nothing(member: Running, name: str) -> None:
+    headers = [*forged(member).items(), ("content-type", "application/json")]
+    twice = [*headers, (name, dict(headers)[name])]
+    assert member.nobody.post(WARM_PATH, content=SIGNED["body"], headers=twice).status_code == 401
+
+
+def test_few_internal_requests_are_read_at_once() -> None:
+    async def occupy() -> str:
+        fleet = Fleet(cast("Any", None), SECRET)
+        async with AsyncExitStack() as stack:
+            for _ in range(MAX_AT_ONCE):
+                await stack.enter_async_context(fleet.admitted(WARM_PATH, 1.0))
+            async with fleet.admitted(PURGE_PATH, 0.0):  # has its own
+                pass
+            with pytest.raises(ApiError) as refused:
+                await stack.enter_async_context(fleet.admitted(WARM_PATH, 0.0))
+        async with fleet.admitted(WARM_PATH, 1.0):
+            return str(refused.value.body["type"])
+
+    assert asyncio.run(occupy()) == "busy"
 
 
 def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join) -> None:
