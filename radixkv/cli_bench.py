@@ -184,6 +184,22 @@ def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **
     print_result(replicas.run(chosen, groups), replicas.table, as_json)
 
 
+@bench.command("hostile")
+@click.option("--attack", "names", multiple=True, help="Only this attack; may be repeated.  [all]")
+@click.option(
+    "--calls", type=click.IntRange(10), default=1_000, show_default=True, help="Of each kind, a round."
+)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@json_option
+def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """What other tenants and the operator feel while the service is attacked."""
+    from radixkv.bench import hostile
+
+    with progress(hostile.num_steps(options["rounds"], names), "attacking") as advance:
+        result = hostile.run(names=names, progress=advance, **options)
+    print_result(result, hostile.table, as_json)
+
+
 def _fork_table(result: dict[str, Any]) -> str:
     head = f"{result['device']}, {result['path']}, copy {result['copy_bytes_per_s'] / 1e9:.1f} GB/s"
     return "\n".join([head, table(result["results"], tuple(result["results"][0]))])

@@ -1,0 +1,202 @@
+"""The attacks of ``radixkv bench hostile``: requests of a tenant, or of a client without a key, that slow down others.
+
+Each attack keeps a number of connections busy until it is stopped, or until its deadline. It runs in a process of its
+own (``run``), so that it never shares an interpreter with the calls that are timed.
+
+    bodies      bodies of almost 4 MiB that end in a refusal: empty messages, unknown fields, labels, ids, numbers
+    tokenising  60 lookups at once, each of 516,000 characters
+    internal    250 connections that send a body to ``/internal/warm`` under a forged signature, and never finish it
+    stops       streams of 32 choices with four long stop strings
+    streams     three long streams that the client does not read
+    completions eight long completions at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+MAX_BODY_BYTES = 4 * 2**20
+_ANSWER_BYTES = 2**16
+_HOLD_S = 30.0
+_PAUSE_S = 0.01
+"""After an answer, or a connection that broke: an attack is bounded, and no busy loop of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """``connections`` clients at once; each sends one of ``requests`` after the other, each on a connection of its own.
+
+    ``holds``: the client neither ends its request nor reads the answer, and keeps the connection for 30 s.
+    """
+
+    name: str
+    connections: int
+    requests: tuple[bytes, ...]
+    holds: bool = False
+
+
+@dataclass(slots=True)
+class Seen:
+    """Answers by status; 0 counts connections that ended without one."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+
+
+def attacks(host: str, key: str) -> tuple[Attack, ...]:
+    """All attacks, against the server at ``host`` (``address:port``), with a tenant's key. About 50 MB of bodies."""
+
+    def post(path: str, body: str | bytes | dict[str, Any], *headers: str, key: str | None = key) -> bytes:
+        if isinstance(body, dict):
+            body = json.dumps(body)
+        content = body if isinstance(body, bytes) else body.encode()
+        return _head("POST", path, host, len(content), key, headers) + content
+
+    tokenising = json.dumps({"prompt": _text(516_000)})
+    stream = {"prompt": "Go on.", "max_tokens": 400, "temperature": 1.0, "stream": True, "ignore_eos": True}
+    stops = [
+        stream | {"n": 32, "stop": [secrets.token_hex(length // 2) for _ in range(4)]}
+        for length in (100_000, 1_000, 200)
+    ]
+    unread = post("/v1/completions", stream | {"max_tokens": 3_000})
+    long = post("/v1/completions", {"prompt": _text(4_000), "max_tokens": 1_500, "ignore_eos": True})
+    internal = _head(
+        "POST", "/internal/warm", host, MAX_BODY_BYTES, None, tuple(_signature_headers())
+    ) + bytes(MAX_BODY_BYTES - 1)
+    return (
+        Attack("bodies", 8, tuple(post(path, body) for path, body in _bodies())),
+        Attack("tokenising", 60, (post("/v1/lookup", tokenising),)),
+        Attack("internal", 250, (internal,), holds=True),
+        Attack("stops", 4, tuple(post("/v1/completions", body) for body in stops)),
+        Attack("streams", 3, (unread,), holds=True),
+        Attack("completions", 8, (long,)),
+    )
+
+
+def run(url: str, key: str, names: Sequence[str], deadline_s: float, nice: int, pipe: Connection) -> None:
+    """Attack until a message comes through ``pipe``, or for ``deadline_s``. The target of a process.
+
+    Sends ``True`` when the bodies are made, and at the end a dict of answers by status. ``nice`` lowers the priority.
+    """
+    os.nice(nice)
+    place = urlsplit(url)
+    assert place.hostname is not None and place.port is not None
+    chosen = [each for each in attacks(f"{place.hostname}:{place.port}", key) if each.name in names]
+    pipe.send(True)
+    seen = asyncio.run(_all((place.hostname, place.port), chosen, deadline_s, pipe))
+    pipe.send(dict(seen.statuses))
+
+
+async def _all(
+    address: tuple[str, int], chosen: Sequence[Attack], deadline_s: float, pipe: Connection
+) -> Seen:
+    seen, until = Seen(), time.monotonic() + deadline_s
+    tasks = [
+        asyncio.create_task(_client(address, attack, number, seen))
+        for attack in chosen
+        for number in range(attack.connections)
+    ]
+    while time.monotonic() < until and not pipe.poll():
+        await asyncio.sleep(0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return seen
+
+
+async def _client(address: tuple[str, int], attack: Attack, number: int, seen: Seen) -> None:
+    """One of an attack's connections, again and again."""
+    while True:
+        request = attack.requests[number % len(attack.requests)]
+        status = 0
+        with suppress(OSError, EOFError):
+            status = await _sent(address, request, attack.holds)
+        seen.statuses[status] += 1
+        number += 1
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _sent(address: tuple[str, int], request: bytes, holds: bool) -> int:
+    """Send a request on a connection of its own; the status of the answer, which is read to its end."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        if holds:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        await loop.sock_connect(connection, address)
+        await loop.sock_sendall(connection, request)
+        if holds:
+            await asyncio.sleep(_HOLD_S)
+            return 0
+        head = await loop.sock_recv(connection, _ANSWER_BYTES)
+        status = int(head[9:12]) if head.startswith(b"HTTP/1.1 ") else 0
+        while await loop.sock_recv(connection, _ANSWER_BYTES):
+            pass
+        return status
+
+
+def _head(
+    method: str, path: str, host: str, length: int, key: str | None, headers: Sequence[str] = ()
+) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}", "content-type: application/json",
+             f"content-length: {length}", "connection: close", *headers]  # fmt: skip
+    if key is not None:
+        lines.append(f"authorization: Bearer {key}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def _signature_headers() -> list[str]:
+    return [
+        f"x-radixkv-tenant: {secrets.token_hex(8)}",
+        f"x-radixkv-timestamp: {time.time() * 1000:.0f}",
+        f"x-radixkv-nonce: {secrets.token_hex(16)}",
+        f"x-radixkv-body: {secrets.token_hex(32)}",
+        f"x-radixkv-signature: {secrets.token_hex(32)}",
+    ]
+
+
+def _text(num_chars: int) -> str:
+    return (
+        "Rule 7: answer politely, name the page of the manual, and ask if in doubt. " * (num_chars // 70)
+    )[:num_chars]
+
+
+def _bodies() -> list[tuple[str, str]]:
+    """Paths and bodies just below the limit, each of which ends in a refusal."""
+
+    def filled(before: str, item: Callable[[int], str], after: str, most: int = 10**9) -> str:
+        parts, size, number = [], len(before) + len(after), 0
+        while number < most and size + len(part := item(number)) + 1 < MAX_BODY_BYTES:
+            parts.append(part)
+            size, number = size + len(part) + 1, number + 1
+        return before + ",".join(parts) + after
+
+    return [
+        ("/v1/lookup", filled('{"messages":[', lambda _: '{"role":"user","content":""}', "]}", 144_000)),
+        ("/v1/lookup", filled('{"prompt":"x",', lambda at: f'"f{at}":1', "}", 330_000)),
+        (
+            "/v1/completions",
+            filled('{"prompt":"x","logit_bias":{', lambda at: f'"{at}":[]', "}}", 330_000),
+        ),
+        (
+            "/v1/completions",
+            filled('{"prompt":"x","hints":{"labels":{', lambda at: f'"{at}":1', "}}}", 380_000),
+        ),
+        ("/v1/lookup", filled('{"token_ids":[', lambda _: "1", "]}")),
+        ("/v1/lookup", filled('{"token_ids":[', lambda at: str(at % 8_000), "]}")),
+        ("/v1/completions", filled('{"prompt":[', lambda _: '""', "]}")),
+        ("/v1/warm", filled('{"messages":[', lambda _: "{}", "]}")),
+        ("/v1/lookup", '{"prompt":"' + "\\u0020" * (MAX_BODY_BYTES // 6 - 10) + '"}'),
+        ("/v1/lookup", '{"prompt":' + "[" * (MAX_BODY_BYTES - 100) + "}"),
+    ]

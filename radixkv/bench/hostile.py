@@ -1,0 +1,268 @@
+"""The latency of other callers while a tenant, or a client without a key, attacks the service (``bench.attacks``).
+
+The benchmark starts a service and a Redis as processes of their own. It runs one attack after the other. During each,
+one client makes five calls in turn: a *strict* tenant's lookup of 500 and of 6,000 characters, its
+``DELETE /v1/cache``, ``/healthz``, and an operator's ``PUT`` of a tenant's settings. Each round measures all calls
+idle and under each attack.
+
+A figure is the median over rounds of the p99 within a round. ``limit_ms`` is the larger of three times the idle p99
+and 15 ms. Any answer but 200 counts as refused; an attack must not cause one. A round ends after ROUND_S seconds at
+the latest.
+
+On a machine with several cores the service runs on the first one, alone. The client and the attack share the others;
+the attack runs at a lower priority.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from radixkv.bench import attacks, servers
+from radixkv.bench.measure import columns, heading, number, surroundings
+from radixkv.errors import ArgumentError
+
+IDLE = "idle"
+ATTACKS: Mapping[str, tuple[str, ...]] = {
+    "bodies": ("bodies",),
+    "tokenising": ("tokenising",),
+    "internal": ("internal",),
+    "stops": ("stops",),
+    "streams": ("streams", "completions"),
+}
+"""What is measured, and the names in ``bench.attacks`` that run together for it."""
+
+LEAST_LIMIT_MS = 15.0
+IDLE_REACH_MS = 5.0
+_KEYS = {name: f"hostile-bench-{name}" for name in ("strict", "attacker", "operator", "changed")}
+ROUND_S = 120.0
+_START_S = 180.0
+_SETTLE_S = 1.0
+_ATTACK_S = 600.0
+_NICE = 10
+
+
+class Probe(NamedTuple):
+    """A call that is timed."""
+
+    name: str
+    method: str
+    path: str
+    key: str | None
+    body: Callable[[int], dict[str, Any]] | None = None
+
+
+def _prompt(num_chars: int) -> Callable[[int], dict[str, Any]]:
+    text = "Rule 7: answer politely, name the page of the manual, and ask if in doubt. " * (
+        num_chars // 70 + 1
+    )
+    return lambda at: {"prompt": f"{at}: {text}"[:num_chars]}
+
+
+PROBES = (
+    Probe("lookup", "POST", "/v1/lookup", _KEYS["strict"], _prompt(500)),
+    Probe("lookup of 6,000 characters", "POST", "/v1/lookup", _KEYS["strict"], _prompt(6_000)),
+    Probe("DELETE /v1/cache", "DELETE", "/v1/cache", _KEYS["strict"]),
+    Probe("/healthz", "GET", "/healthz", None),
+    Probe(
+        "operator's PUT", "PUT", "/v1/tenants/changed", _KEYS["operator"], lambda at: {"weight": 1 + at % 9}
+    ),
+)
+
+
+class Round(NamedTuple):
+    """p99 in milliseconds and number of calls of each probe, refused calls, and answers to the attack by status."""
+
+    p99_ms: dict[str, float]
+    calls: dict[str, int]
+    refused: int
+    answers: dict[int, int]
+
+
+def run(
+    *,
+    calls: int = 1_000,
+    rounds: int = 5,
+    names: Sequence[str] = (),
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Measure ``calls`` calls of each probe, idle and under each attack (``names``, all by default), ``rounds`` times.
+
+    Returns a dict that is JSON. Takes about ten minutes with the defaults. Raises ArgumentError.
+    """
+    chosen = tuple(names) or tuple(ATTACKS)
+    unknown = [name for name in chosen if name not in ATTACKS]
+    if unknown:
+        raise ArgumentError("names", unknown[0], f"one of {', '.join(ATTACKS)}")
+    states = (IDLE, *chosen)
+    measured: dict[str, list[Round]] = {state: [] for state in states}
+    with _service() as url:
+        _round(url, IDLE, max(calls // 10, 10))
+        for at in range(rounds):
+            for place, state in enumerate(states):
+                measured[state].append(_round(url, state, calls))
+                if progress is not None:
+                    progress(at * len(states) + place + 1)
+    figures = [_figure(measured, state, probe.name) for probe in PROBES for state in states]
+    answers = {state: _added([each.answers for each in measured[state]]) for state in chosen}
+    return {
+        "figures": figures,
+        "answers": answers,
+        "calls": calls,
+        "rounds": rounds,
+        "seed": 0,
+        **surroundings(),
+    }
+
+
+def num_steps(rounds: int, names: Sequence[str]) -> int:
+    """How far ``progress`` counts."""
+    return rounds * (1 + len(names or ATTACKS))
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The figures as text."""
+    rows = [("call", "while", "p99 ms", "lowest", "highest", "limit ms", "calls", "refused", "met")]
+    for each in result["figures"]:
+        cells = [number(each[name]) for name in ("p99_ms", "lowest_ms", "highest_ms", "limit_ms")]
+        met = "yes" if each["met"] else "NO"
+        rows.append((each["call"], each["state"], *cells, str(each["calls"]), str(each["refused"]), met))
+    said = [f"{name}: {counts}" for name, counts in result["answers"].items()]
+    return "\n".join([heading(result), columns(rows), "answers to the attacks, by status (0: none)", *said])
+
+
+def _figure(measured: Mapping[str, Sequence[Round]], state: str, probe: str) -> dict[str, Any]:
+    found = [each.p99_ms[probe] for each in measured[state]]
+    idle = median(each.p99_ms[probe] for each in measured[IDLE])
+    limit = IDLE_REACH_MS if state == IDLE else max(3 * idle, LEAST_LIMIT_MS)
+    refused = sum(each.refused for each in measured[state])
+    return {
+        "call": probe,
+        "state": state,
+        "p99_ms": median(found),
+        "lowest_ms": min(found),
+        "highest_ms": max(found),
+        "limit_ms": limit,
+        "calls": sum(each.calls[probe] for each in measured[state]),
+        "refused": refused,
+        "met": median(found) <= limit and not refused,
+    }
+
+
+def _added(counts: Sequence[Mapping[int, int]]) -> dict[str, int]:
+    statuses = sorted({status for each in counts for status in each})
+    return {str(status): sum(each.get(status, 0) for each in counts) for status in statuses}
+
+
+def _round(url: str, state: str, calls: int) -> Round:
+    with ExitStack() as stack:
+        answers = {} if state == IDLE else stack.enter_context(_attacked(url, ATTACKS[state]))
+        times, refused = _timed(url, calls)
+        stack.close()
+        p99_ms = {name: float(np.percentile(each, 99)) for name, each in times.items()}
+        return Round(p99_ms, {name: len(each) for name, each in times.items()}, refused, answers)
+
+
+def _timed(url: str, calls: int) -> tuple[dict[str, list[float]], int]:
+    """Milliseconds of each call, probes in turn over one connection, and how many weren't answered with 200."""
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120.0)
+    times: dict[str, list[float]] = {probe.name: [] for probe in PROBES}
+    refused = 0
+    until = time.monotonic() + ROUND_S
+    for at in range(calls):
+        for probe in PROBES:
+            if time.monotonic() > until and at:
+                break
+            body = None if probe.body is None else json.dumps(probe.body(at))
+            headers = {} if probe.key is None else {"Authorization": f"Bearer {probe.key}"}
+            if body is not None:
+                headers["Content-Type"] = "application/json"
+            began = time.perf_counter()
+            connection.request(probe.method, probe.path, body, headers)
+            answer = connection.getresponse()
+            answer.read()
+            times[probe.name].append((time.perf_counter() - began) * 1e3)
+            refused += answer.status != 200
+    connection.close()
+    return times, refused
+
+
+@contextmanager
+def _attacked(url: str, names: Sequence[str]) -> Iterator[dict[int, int]]:
+    """An attack is under way as long as the ``with`` lasts; then the dict says what it was answered."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=attacks.run, args=(url, _KEYS["attacker"], tuple(names), _ATTACK_S, _NICE, theirs), daemon=True
+    )
+    answers: dict[int, int] = {}
+    process.start()
+    try:
+        ours.recv()
+        time.sleep(_SETTLE_S)
+        yield answers
+        ours.send(None)
+        answers.update(ours.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def _service() -> Iterator[str]:
+    """The URL of a service in a process of its own, on the first core if there are several."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        redis, _ = stack.enter_context(servers.single())
+        keys, secret, log = folder / "keys.json", folder / "secret", folder / "log"
+        keys.write_text(json.dumps(_keys_file()))
+        secret.write_text("the secret of a fleet that is attacked")
+        for path in (keys, secret):
+            path.chmod(0o600)
+        cores = sorted(os.sched_getaffinity(0))
+        server, others = (cores[:1], cores[1:]) if len(cores) > 1 else (cores, cores)
+        command = [sys.executable, "-m", "radixkv", "serve", "--port", "0", "--threads", "1", "--keys", str(keys),
+                   "--redis", redis, "--fleet-secret", str(secret)]  # fmt: skip
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        os.sched_setaffinity(process.pid, server)
+        os.sched_setaffinity(0, others)
+        stack.callback(os.sched_setaffinity, 0, cores)
+        yield _url(process, log)
+
+
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    until = time.monotonic() + _START_S
+    while "Ctrl-C" not in (said := log.read_text()):
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"the service did not start: {said}")
+        time.sleep(0.05)
+    return said.split(" at ", 1)[1].split("\n", 1)[0]
+
+
+def _keys_file() -> dict[str, Any]:
+    return {
+        "operator": _KEYS["operator"],
+        "tenants": {
+            "strict": {"keys": [_KEYS["strict"]], "mode": "strict", "guaranteed_blocks": 512},
+            "attacker": {"keys": [_KEYS["attacker"]]},
+            "changed": {"keys": [_KEYS["changed"]]},
+        },
+    }
