@@ -15,7 +15,7 @@ import numpy as np
 from radixkv.bases import MAX_BASE_ID_BYTES
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError, ConfigError
-from radixkv.namespaces import Namespace
+from radixkv.namespaces import TENANT_ID_ALLOWED, Namespace, is_tenant_id
 from radixkv.types import BlockIds
 
 _MAX_TIMEOUT_S: Final = 366 * 86_400.0
@@ -23,9 +23,9 @@ _MAX_TIMEOUT_S: Final = 366 * 86_400.0
 
 
 def require_tenant_id(tenant: object) -> None:
-    """Refuse what can't be a tenant's id. A string that is none yet may be one."""
-    if not isinstance(tenant, str):
-        raise ArgumentError("tenant", tenant, "the id of a tenant, a string")
+    """Refuse what can't be a tenant's id. A tenant of that id need not exist."""
+    if not is_tenant_id(tenant):
+        raise ArgumentError("tenant", tenant, TENANT_ID_ALLOWED)
 
 
 def require_parts(config: object, clock: object, journal: Any) -> None:

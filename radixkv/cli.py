@@ -28,7 +28,7 @@ from radixkv.cli_output import progress as _progress
 from radixkv.cli_output import table as _table
 from radixkv.clock import monotonic
 from radixkv.config import CacheConfig
-from radixkv.errors import ArgumentError, ConfigError, RadixKVError, shown
+from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 
 if TYPE_CHECKING:
     from radixkv.audit.verdict import AuditReport
@@ -47,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         code = _complain(error.format_message(), error.exit_code)
     except (ConfigError, ArgumentError) as error:
-        name = error.setting if isinstance(error, ConfigError) else error.argument
-        value = "not set" if error.value is None else shown(error.value)
-        code = _complain(f"{name}: {value} is not allowed; allowed: {error.allowed}", 2)
+        code = _complain(str(error), 2)
     except (RadixKVError, OSError) as error:  # OSError: output that can't be written
         code = _complain(str(error), 1)
     except (click.Abort, KeyboardInterrupt):
@@ -171,7 +169,8 @@ def _called_as_given(names: Mapping[str, str]) -> Iterator[None]:
         setting = "model" if error.setting == "tokenizer" else error.setting.replace("_", "-")
         if setting not in _SERVE_OPTIONS and setting not in _ROUTE_OPTIONS:
             raise
-        raise ConfigError(names.get(setting, f"--{setting}"), error.value, error.allowed) from error
+        name = names.get(setting, f"--{setting}")
+        raise ConfigError(name, error.value, error.allowed, problem=error.problem) from error
 
 
 # route ----------------------------------------------------------------------------------------------------------------

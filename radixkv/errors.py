@@ -44,20 +44,34 @@ class RadixKVError(Exception):
     """Base of all errors of radixkv."""
 
 
-class ConfigError(RadixKVError):
-    """A setting that can't work. Carries the ``setting``, its ``value`` and what is ``allowed``."""
+def refusal(name: str, value: object, allowed: str) -> str:
+    """The one form of a refused value: ``NAME=VALUE is not allowed; allowed: WHAT``."""
+    return f"{name}={shown(value)} is not allowed; allowed: {allowed}"
 
-    def __init__(self, setting: str, value: object, allowed: str) -> None:
-        self.setting, self.value, self.allowed = setting, value, allowed
-        super().__init__(f"{setting}={shown(value)} is not allowed: {allowed}")
+
+class ConfigError(RadixKVError):
+    """A setting that can't work. Carries the ``setting``, its ``value`` and what is ``allowed``.
+
+    ``problem`` says it in other words where the value is not at fault, as of a missing setting. It follows the
+    setting's name: ``SETTING PROBLEM``.
+    """
+
+    def __init__(self, setting: str, value: object, allowed: str, *, problem: str | None = None) -> None:
+        self.setting, self.value, self.allowed, self.problem = setting, value, allowed, problem
+        if problem is None and value is None:
+            problem = f"is not set; allowed: {allowed}"
+        super().__init__(refusal(setting, value, allowed) if problem is None else f"{setting} {problem}")
 
 
 class ArgumentError(RadixKVError, ValueError):
-    """An argument that can't work. Carries the ``argument``, its ``value`` and what is ``allowed``."""
+    """An argument that can't work. Carries the ``argument``, its ``value`` and what is ``allowed``.
 
-    def __init__(self, argument: str, value: object, allowed: str) -> None:
-        self.argument, self.value, self.allowed = argument, value, allowed
-        super().__init__(f"{argument}={shown(value)} is not allowed: {allowed}")
+    ``problem`` says it in other words, after the argument's name, where the value alone would mislead.
+    """
+
+    def __init__(self, argument: str, value: object, allowed: str, *, problem: str | None = None) -> None:
+        self.argument, self.value, self.allowed, self.problem = argument, value, allowed, problem
+        super().__init__(refusal(argument, value, allowed) if problem is None else f"{argument} {problem}")
 
 
 class TokenError(RadixKVError, ValueError):

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Self
 
-from radixkv.errors import ArgumentError, NamespaceError
+from radixkv.errors import ArgumentError, NamespaceError, shown
 
 MAX_FIELD_BYTES: Final = 1_024
 """Longest UTF-8 form of a field of a namespace."""
+
+TENANT_ID_ALLOWED: Final = f"the id of a tenant, a string of 1 to {MAX_FIELD_BYTES:,} bytes of UTF-8 without '/', other than '.' and '..'"
 
 MIN_WEIGHT: Final = 1e-100
 MAX_WEIGHT: Final = 1e100
@@ -33,15 +35,15 @@ class _Fields(NamedTuple):
 class Namespace(_Fields):
     """The key space of one tenant, model, adapter and salt: ``(tenant, model, adapter=None, salt="")``.
 
-    ``tenant`` and ``model`` are non-empty strings; ``adapter`` is a non-empty string, or None for the base model;
-    ``salt`` any string. Immutable and hashable. Raises NamespaceError for anything else, and for fields
-    whose UTF-8 form exceeds 1,024 bytes.
+    ``tenant`` is a non-empty string without ``/``, other than ``.`` and ``..``; ``model`` is a non-empty string;
+    ``adapter`` is a non-empty string, or None for the base model; ``salt`` is any string. Immutable and hashable.
+    Raises NamespaceError for anything else, and for fields whose UTF-8 form exceeds 1,024 bytes.
     """
 
     __slots__ = ()
 
     def __new__(cls, tenant: str, model: str, adapter: str | None = None, salt: str = "") -> Self:
-        _check_field("tenant", tenant, may_be_empty=False)
+        _check_tenant_id(tenant)
         _check_field("model", model, may_be_empty=False)
         if adapter is not None:
             _check_field("adapter", adapter, may_be_empty=False)
@@ -63,6 +65,22 @@ class Namespace(_Fields):
                 field = value.encode()
                 parts.append(f"{name}:str:{len(field)}:".encode() + field)
         return b"".join(parts)
+
+
+def is_tenant_id(value: object) -> bool:
+    """Whether this can be a tenant's id: see TENANT_ID_ALLOWED."""
+    try:
+        _check_tenant_id(value)
+    except NamespaceError:
+        return False
+    return True
+
+
+def _check_tenant_id(value: object) -> None:
+    """Ids stand in paths of URLs, where ``/``, ``.`` and ``..`` would name something else."""
+    _check_field("tenant", value, may_be_empty=False)
+    if "/" in value or value in (".", ".."):  # type: ignore[operator]  # a string by now
+        raise NamespaceError(f"tenant={shown(value)} is not allowed; allowed: {TENANT_ID_ALLOWED}")
 
 
 def _check_field(name: str, value: object, *, may_be_empty: bool) -> None:
@@ -88,7 +106,7 @@ def _check_field(name: str, value: object, *, may_be_empty: bool) -> None:
 class Tenant:
     """What a tenant is promised and held to: see ``PrefixCache.add_tenant``.
 
-    id: the name that its namespaces carry, a non-empty string of at most 1,024 bytes.
+    id: the name that its namespaces carry: 1 to 1,024 bytes of UTF-8 without ``/``, neither ``.`` nor ``..``.
     weight: its part, beside the other tenants' weights, of what nobody is guaranteed; > 0, 1e-100 to 1e100.
     guaranteed_blocks: blocks that it can always have, and that another's request never evicts.
     max_blocks: blocks that it may use at most; None for the whole pool. At least the guaranteed ones.
@@ -111,7 +129,7 @@ class Tenant:
     policy: str | Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_field("tenant", self.id, may_be_empty=False)
+        _check_tenant_id(self.id)
         weight: object = self.weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not is_number or not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:

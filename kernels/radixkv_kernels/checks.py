@@ -28,7 +28,7 @@ class InputError(ValueError):
 
     def __init__(self, argument: str, value: object, allowed: str) -> None:
         self.argument, self.value, self.allowed = argument, value, allowed
-        super().__init__(f"{argument}={value!r} is not allowed: {allowed}")
+        super().__init__(f"{argument}={value!r} is not allowed; allowed: {allowed}")
 
 
 def check_storage(storage: torch.Tensor) -> None:

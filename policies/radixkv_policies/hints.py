@@ -37,7 +37,9 @@ class TokenRange:
     def __post_init__(self) -> None:
         start, stop = self.start, self.stop
         if not (_is_int(start) and start >= 0 and (stop is None or (_is_int(stop) and start < stop))):
-            raise ValueError(f"token range [{start!r}, {stop!r}) is not allowed: 0 ≤ start < stop, integers")
+            raise ValueError(
+                f"token range [{start!r}, {stop!r}) is not allowed; allowed: 0 ≤ start < stop, integers"
+            )
         _check_priority(self.priority)
         _check_duration(self.duration_s)
 
@@ -63,15 +65,15 @@ class RequestHints:
         _check_duration(self.duration_s)
         labels: object = self.labels
         if not isinstance(labels, Mapping):
-            raise ValueError(f"labels={labels!r} is not allowed: a mapping of names to values")
+            raise ValueError(f"labels={labels!r} is not allowed; allowed: a mapping of names to values")
         for name, label in labels.items():
             if not isinstance(name, str) or not isinstance(label, (str, int, float)):
                 raise ValueError(
-                    f"label {name!r}: {label!r} is not allowed: a string, a number or a boolean by name"
+                    f"label {name!r}: {label!r} is not allowed; allowed: a string, a number or a boolean by name"
                 )
         ranges: object = self.ranges
         if not isinstance(ranges, tuple) or not all(isinstance(each, TokenRange) for each in ranges):
-            raise ValueError(f"ranges={ranges!r} is not allowed: a tuple of TokenRange")
+            raise ValueError(f"ranges={ranges!r} is not allowed; allowed: a tuple of TokenRange")
 
 
 def _is_int(value: object) -> bool:
@@ -80,7 +82,7 @@ def _is_int(value: object) -> bool:
 
 def _check_priority(priority: object) -> None:
     if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= 100:
-        raise ValueError(f"priority={priority!r} is not allowed: 0 to 100, an integer")
+        raise ValueError(f"priority={priority!r} is not allowed; allowed: 0 to 100, an integer")
 
 
 def _check_duration(duration_s: object) -> None:
@@ -92,4 +94,4 @@ def _check_duration(duration_s: object) -> None:
         or not (0 < duration_s <= MAX_DURATION_S or duration_s == inf)
     ):
         allowed = f"seconds > 0, at most {MAX_DURATION_S:.0e}, or None for ever"
-        raise ValueError(f"duration_s={reprlib.repr(duration_s)} is not allowed: {allowed}")
+        raise ValueError(f"duration_s={reprlib.repr(duration_s)} is not allowed; allowed: {allowed}")

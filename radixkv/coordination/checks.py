@@ -10,7 +10,7 @@ from radixkv.coordination.protocol import JOB_STATES
 from radixkv.coordination.settings import is_text
 from radixkv.coordination.wire import is_code
 from radixkv.errors import ArgumentError
-from radixkv.namespaces import Namespace
+from radixkv.namespaces import TENANT_ID_ALLOWED, Namespace, is_tenant_id
 
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -23,10 +23,8 @@ def check_text(name: str, value: object, allowed: str = "a string") -> None:
 
 def check_tenant(tenant: object) -> None:
     """What may be a tenant's id."""
-    allowed = "a string of at least one character"
-    check_text("tenant", tenant, allowed)
-    if not tenant:
-        raise ArgumentError("tenant", tenant, allowed)
+    if not is_tenant_id(tenant):
+        raise ArgumentError("tenant", tenant, TENANT_ID_ALLOWED)
 
 
 def check_namespace(namespace: object) -> None:

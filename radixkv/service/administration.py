@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio.to_thread
 from starlette.responses import Response
 
-from radixkv.errors import ArgumentError, ConfigError, CoordinationError
+from radixkv.errors import ArgumentError, ConfigError, CoordinationError, refusal
 from radixkv.service.auth import TENANT_ALLOWED, Key, Principal, tenant_named
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.keys import KeyRefused, UnknownKey
@@ -189,11 +189,11 @@ async def _changed(change: Callable[[], T], what: str) -> T:
 
 
 def _tenant(call: Call) -> Principal:
-    name = call.request.path_params["tenant"]
-    try:
-        return tenant_named(name, "tenant")
-    except ConfigError:
-        raise invalid("no tenant can be called so", "tenant", name, TENANT_ALLOWED) from None
+    name = call.path_text("tenant")
+    tenant = tenant_named(name)
+    if tenant is None:
+        raise invalid(refusal("tenant", name, TENANT_ALLOWED), "tenant", name, TENANT_ALLOWED)
+    return tenant
 
 
 def _shown(key: Key) -> KeyReply:

@@ -13,9 +13,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.applications import Starlette
-from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -26,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from radixkv.service import administration, bases, handlers, pinning, routing
 from radixkv.service.completions import completions
 from radixkv.service.core import Service
-from radixkv.service.endpoint import Call, Endpoint, Host, serve
+from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, Host, has_encoded_slash, serve
 from radixkv.service.fleet import PURGE_PATH, WARM_PATH
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
@@ -52,13 +53,13 @@ SECURITY_HEADERS = {
 }
 
 
-class _Name(PathConvertor):
-    """A name in a path, whatever stands in it: slashes too, and newlines, which ``.`` of a pattern doesn't mean."""
+class _Segment(StringConvertor):
+    """One segment of a path, the empty one too: that is no tenant's id, and refused as one."""
 
-    regex = r"[\s\S]*"
+    regex = "[^/]*"
 
 
-register_url_convertor("name", _Name())
+register_url_convertor("segment", _Segment())
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -175,7 +176,7 @@ def make_app(
             405: handlers.wrong_method,
             Exception: handlers.crashed,
         },
-        middleware=[Middleware(SecurityHeaders)],
+        middleware=[Middleware(SecurityHeaders), Middleware(EncodedSlashes)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -203,11 +204,30 @@ class SecurityHeaders:
         await self._app(scope, receive, send_with_headers)
 
 
+class EncodedSlashes:
+    """Keeps a slash that the client encoded inside its segment: ``/v1/tenants/a%2Fkeys`` isn't ``…/a/keys``.
+
+    Servers decode ``path``, so without this the one path would be routed as the other. In ``path`` the slash stays
+    ``%2F``; ``Call.path_text`` decodes it. One search in the path for all other requests.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does, with the segments as the client sent them."""
+        if has_encoded_slash(scope):
+            segments = scope["raw_path"].decode("ascii", "replace").split("/")
+            path = "/".join(unquote(segment).replace("/", ENCODED_SLASH) for segment in segments)
+            scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
+
+
 def _route(host: Host, endpoint: Endpoint) -> Route:
     async def answer(request: Request) -> Response:
         return await serve(host, endpoint, request)
 
-    path = endpoint.path.replace("{tenant}", "{tenant:name}")
+    path = endpoint.path.replace("{tenant}", "{tenant:segment}")
     return Route(path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
 
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, shown
+from radixkv.namespaces import is_tenant_id
 from radixkv.service.schemas.tenants import TenantSettings
 
 DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
@@ -37,7 +38,10 @@ _KEY_ALLOWED = "a key of 1 to 512 visible ASCII characters without spaces, or sh
 _NOTE = re.compile(r"[\x21-\x7e]{0,40}\Z")
 _NOTE_ALLOWED = "an object with sha256 (64 hex digits), and prefix and created as up to 40 ASCII characters"
 _MAX_TENANT_BYTES = 256
-TENANT_ALLOWED = f"tenant names of 1 to {_MAX_TENANT_BYTES} bytes of printable text"
+TENANT_ALLOWED = (
+    f"an id of 1 to {_MAX_TENANT_BYTES} bytes of printable text without '/', without a space at either end, "
+    "other than '.' and '..'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,12 @@ class Keyring:
         keys: list[Key] = []
         settings: dict[str, TenantSettings] = {}
         for name, entry in tenants.items():
-            principal = tenant_named(name, f"{place}: tenants")
+            principal = tenant_named(name)
+            if principal is None:
+                problem = (
+                    f"{place}: tenants: the id {shown(name, 80)} is not allowed; allowed: {TENANT_ALLOWED}"
+                )
+                raise ConfigError("keys", place, TENANT_ALLOWED, problem=problem)
             found, rest = _entry(entry, principal, f"{place}: {principal.place}")
             keys += found
             settings[name] = _settings(rest, f"{place}: {principal.place}")
@@ -233,11 +242,12 @@ def _settings(values: Mapping[str, Any], place: str) -> TenantSettings:
         raise ConfigError("keys", where, f"settings of a tenant ({first['msg']})") from None
 
 
-def tenant_named(name: str, place: str) -> Principal:
-    """The tenant of that name. Raises ConfigError if none can be called so."""
-    if not name or not name.isprintable() or len(name.encode("utf-8", "replace")) > _MAX_TENANT_BYTES:
-        raise ConfigError("keys", place, TENANT_ALLOWED)
-    return Principal(name)
+def tenant_named(name: str) -> Principal | None:
+    """The tenant of that id; None if no tenant can have it (see TENANT_ALLOWED)."""
+    is_short = (
+        name.isprintable() and len(name.encode()) <= _MAX_TENANT_BYTES
+    )  # what has no UTF-8 form isn't printable
+    return Principal(name) if is_short and name == name.strip() and is_tenant_id(name) else None
 
 
 def _refuse_unknown(document: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:

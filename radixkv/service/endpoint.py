@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from radixkv.coordination.signing import SIGNED_HEADERS, SignedHead
 from radixkv.errors import IntegrityError, RadixKVError, UnverifiedRequest
@@ -49,7 +50,14 @@ Who = Literal["anyone", "tenant", "operator", "either", "replica"]
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
+ENCODED_SLASH = "%2F"
+
 log = logging.getLogger("radixkv.service")
+
+
+def has_encoded_slash(scope: Scope) -> bool:
+    """Whether the path that the client sent has a slash inside a segment."""
+    return b"%2f" in (scope.get("raw_path") or b"").lower()
 
 
 class Host(Protocol):
@@ -149,6 +157,11 @@ class Call:
             return model.model_validate_json(self.body)
         except ValidationError as error:
             raise problems.of_validation(error, model) from None
+
+    def path_text(self, name: str) -> str:
+        """A parameter of the path, decoded; a slash in it was written as ``%2F``."""
+        text = str(self.request.path_params[name])
+        return text.replace(ENCODED_SLASH, "/") if has_encoded_slash(self.request.scope) else text
 
     def query(self, *allowed: str) -> dict[str, str]:
         """The query's fields, each at most once. Raises ApiError 422 for others."""

@@ -19,7 +19,7 @@ _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)}")
 _IN_PATHS = {
     "job": "id of a job, from 202",
-    "tenant": "name of a tenant; a slash in it as %2F",
+    "tenant": "id of a tenant",
     "key": "id of a key, not the key",
     "pin": "id of a pin",
     "base": "id of a base",

@@ -200,7 +200,8 @@ class RouteSettings:
 
 def _require_keys(keys: Path | None, host: str, reader: _Reader) -> None:
     if keys is None and not is_loopback(host):
-        raise ConfigError(reader.name("keys"), None, f"a keys file, as host {host} is not loopback")
+        problem = f"is not set, and the host {host} is not loopback; give a keys file, or a loopback address as host"
+        raise ConfigError(reader.name("keys"), None, "a keys file", problem=problem)
 
 
 class _Reader:

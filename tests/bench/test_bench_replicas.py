@@ -97,6 +97,6 @@ def test_a_trace_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="requests that hit something"):
         replicas.run(options, ["cluster"])
     with pytest.raises(
-        ConfigError, match="--num-blocks=1 is not allowed: room for every prompt; one takes 2"
+        ConfigError, match="--num-blocks=1 is not allowed; allowed: room for every prompt; one takes 2"
     ):
         replicas.run(replace(options, num_blocks=1), ["cluster"])

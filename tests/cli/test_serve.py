@@ -83,7 +83,7 @@ def test_a_busy_port_is_one_line(tmp_path: Path) -> None:
         process = Process(["--port", port], tmp_path / "log")
         assert process.process.wait(START_S) == 2
     (line,) = process.output.splitlines()
-    assert line.startswith(f"radixkv: --port: {port} is not allowed") and "no other process" in line
+    assert line.startswith(f"radixkv: --port={port} is not allowed") and "no other process" in line
 
 
 def test_settings_come_from_the_environment_too(tmp_path: Path) -> None:

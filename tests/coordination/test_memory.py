@@ -943,7 +943,7 @@ def test_arguments_of_another_type_are_named(fleet: MemoryFleet) -> None:
 
 
 def test_a_store_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="store=5 is not allowed: a MemoryStore, or None"):
+    with pytest.raises(ConfigError, match="store=5 is not allowed; allowed: a MemoryStore, or None"):
         alone(store=5)
     with pytest.raises(ConfigError, match="None where there is a URL"):
         connect("redis://127.0.0.1:1", replica_id="a", fleet_secret=SECRET, fingerprint="fp", block_size=16,

@@ -209,7 +209,7 @@ def test_what_is_no_tenants_id_is_refused_by_name(name: str) -> None:
     before = _all_of(full)
     for wrong in NOT_A_TENANT[name in ("pins", "namespaces") :]:  # None stands for all
         with pytest.raises(
-            ArgumentError, match=r"tenant=.* is not allowed: the id of a tenant, a string"
+            ArgumentError, match=r"tenant=.* is not allowed; allowed: the id of a tenant, a string"
         ) as told:
             BY_TENANT[name](full.cache, wrong)
         assert (told.value.argument, told.value.value) == ("tenant", wrong)
@@ -245,20 +245,22 @@ def test_arguments_of_another_form_are_refused_by_name(name: str) -> None:
 
 def test_what_no_cache_can_be_made_of_is_refused_by_name() -> None:
     config = CacheConfig(8, 4)
-    with pytest.raises(ConfigError, match=r"config=8 is not allowed: a CacheConfig"):
+    with pytest.raises(ConfigError, match=r"config=8 is not allowed; allowed: a CacheConfig"):
         PrefixCache(8)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"policy=.* is not allowed: one of lru, "):
+    with pytest.raises(ConfigError, match=r"policy=.* is not allowed; allowed: one of lru, "):
         CacheConfig(8, 4, policy=np.zeros(2))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"mode=.* is not allowed: 'burst' or 'strict'"):
+    with pytest.raises(ArgumentError, match=r"mode=.* is not allowed; allowed: 'burst' or 'strict'"):
         Tenant("a", mode=np.zeros(2))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"clock=0.0 is not allowed"):
         PrefixCache(config, clock=0.0)  # type: ignore[arg-type]
     for grain, shown in ((None, "None"), (0, "0"), (6, "6"), (4.0, "4.0")):
-        with pytest.raises(ArgumentError, match=rf"journal\.grain_tokens={shown} is not allowed: a multiple"):
+        with pytest.raises(
+            ArgumentError, match=rf"journal\.grain_tokens={shown} is not allowed; allowed: a multiple"
+        ):
             PrefixCache(config, journal=Recorder(grain))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"journal\.grain_tokens=None"):
         PrefixCache(config, journal=object())  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="cache=8 is not allowed: a PrefixCache"):
+    with pytest.raises(ArgumentError, match="cache=8 is not allowed; allowed: a PrefixCache"):
         audit.check(8)  # type: ignore[arg-type]
 
 

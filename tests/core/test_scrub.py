@@ -253,14 +253,14 @@ def test_a_strict_tenant_needs_scrubbing(cache: PrefixCache) -> None:
 
 def test_settings_that_cannot_work() -> None:
     with pytest.raises(
-        ConfigError, match="scrub='sometimes' is not allowed: 'cross-tenant', 'always' or 'never'"
+        ConfigError, match="scrub='sometimes' is not allowed; allowed: 'cross-tenant', 'always' or 'never'"
     ):
         CacheConfig(4, scrub="sometimes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"scrub='always' is not allowed: .* scrub_blocks"):
+    with pytest.raises(ConfigError, match=r"scrub='always' is not allowed; allowed: .* scrub_blocks"):
         PrefixCache(CacheConfig(4, scrub="always"))
-    with pytest.raises(ConfigError, match=r"scrub_blocks=.* is not allowed: None with a layout"):
+    with pytest.raises(ConfigError, match=r"scrub_blocks=.* is not allowed; allowed: None with a layout"):
         PrefixCache(CacheConfig(4, layout=LAYOUT), scrub_blocks=print)
-    with pytest.raises(ConfigError, match="scrub_blocks='zero' is not allowed: a function"):
+    with pytest.raises(ConfigError, match="scrub_blocks='zero' is not allowed; allowed: a function"):
         PrefixCache(CacheConfig(4), scrub_blocks="zero")  # type: ignore[arg-type]
 
 

@@ -620,3 +620,15 @@ def test_weights_at_their_bounds_still_give_back_in_their_order() -> None:
             compute(cache, [100 * turn + at for at in range(17)], Namespace(tenant, "m"))
             audit.check(cache)
     assert cache.tenant_stats("feather").resident_blocks < cache.tenant_stats("anvil").resident_blocks
+
+
+@pytest.mark.parametrize("wrong", ["acme/keys", "/", "a/", ".", "..", ""])
+def test_an_id_that_would_name_another_path_is_no_tenants(wrong: str) -> None:
+    fine = Namespace("a", "m")
+    for make in (lambda: Tenant(wrong), lambda: Namespace(wrong, "m"), lambda: fine._replace(tenant=wrong)):
+        with pytest.raises(NamespaceError, match="tenant"):
+            make()
+    cache = PrefixCache(CacheConfig(num_blocks=4))
+    with pytest.raises(ArgumentError, match=r"tenant=.* is not allowed; allowed: the id .* without '/'"):
+        cache.purge(wrong)
+    assert Tenant("...").id == "..." and Namespace("a b", "m/n", "x/y", "/").model == "m/n"

@@ -346,9 +346,9 @@ def test_a_namespace_cleared_while_it_generates() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"ids": []}, ArgumentError, r"ids='0 tokens' is not allowed: 1 to 511 tokens"),
+    ({"ids": []}, ArgumentError, r"ids='0 tokens' is not allowed; allowed: 1 to 511 tokens"),
     ({"ids": [[3], []]}, ArgumentError, r"ids\[1\]='0 tokens' is not allowed"),
-    ({"ids": [3] * 512}, ArgumentError, r"ids='512 tokens' is not allowed: 1 to 511 tokens"),
+    ({"ids": [3] * 512}, ArgumentError, r"ids='512 tokens' is not allowed; allowed: 1 to 511 tokens"),
     (
         {"ids": [3, VOCAB]},
         TokenError,
@@ -360,17 +360,21 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ids": [[3], ["a"]]}, TokenError, r"ids\[1\]: token id at index 0 is 'a'"),
     ({"ids": "text"}, TokenError, r"ids: token ids can't be a str"),
     ({"ids": None}, TokenError, r"ids: token ids can't be a NoneType"),
-    ({"max_new_tokens": 0}, ArgumentError, "max_new_tokens=0 is not allowed: an integer ≥ 1"),
+    ({"max_new_tokens": 0}, ArgumentError, "max_new_tokens=0 is not allowed; allowed: an integer ≥ 1"),
     ({"max_new_tokens": 2.0}, ArgumentError, "max_new_tokens=2.0"),
     ({"max_new_tokens": True}, ArgumentError, "max_new_tokens=True"),
     (
         {"max_new_tokens": 510},
         ArgumentError,
-        "max_new_tokens=510 is not allowed: 1 to 509 after a prompt of 3",
+        "max_new_tokens=510 is not allowed; allowed: 1 to 509 after a prompt of 3",
     ),
     ({"num_beams": 0}, ArgumentError, "num_beams=0"),
     ({"num_return_sequences": 0}, ArgumentError, "num_return_sequences=0"),
-    ({"num_return_sequences": 2}, ArgumentError, "num_return_sequences=2 is not allowed: 1 for greedy"),
+    (
+        {"num_return_sequences": 2},
+        ArgumentError,
+        "num_return_sequences=2 is not allowed; allowed: 1 for greedy",
+    ),
     (
         {"num_beams": 2, "num_return_sequences": 3},
         ArgumentError,
@@ -378,7 +382,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"num_beams": 2, "on_step": print}, ArgumentError, "on_step=.* None with num_beams > 1"),
     ({"do_sample": 1}, ArgumentError, "do_sample=1"),
-    ({"temperature": 0.0}, ArgumentError, "temperature=0.0 is not allowed: a finite number > 0"),
+    ({"temperature": 0.0}, ArgumentError, "temperature=0.0 is not allowed; allowed: a finite number > 0"),
     ({"temperature": float("nan")}, ArgumentError, "temperature=nan"),
     ({"temperature": "hot"}, ArgumentError, "temperature='hot'"),
     ({"top_k": 0}, ArgumentError, "top_k=0"),
@@ -389,8 +393,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"hints": {"type": "chat"}}, ArgumentError, "hints=.* a RequestHints, or None"),
     ({"eos_token_id": VOCAB}, ArgumentError, f"eos_token_id={VOCAB}"),
     ({"eos_token_id": "</s>"}, ArgumentError, "eos_token_id='</s>'"),
-    ({"ns": "acme"}, ArgumentError, "ns='acme' is not allowed: a Namespace"),
-    ({"ns": Namespace("acme", "another")}, ArgumentError, "ns.model='another' is not allowed: this engine's"),
+    ({"ns": "acme"}, ArgumentError, "ns='acme' is not allowed; allowed: a Namespace"),
+    (
+        {"ns": Namespace("acme", "another")},
+        ArgumentError,
+        "ns.model='another' is not allowed; allowed: this engine's",
+    ),
 ]
 
 

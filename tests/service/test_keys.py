@@ -89,11 +89,11 @@ def test_the_file_has_digests_and_is_its_owners_alone(service: Running, keys_fil
 
 
 def test_what_was_changed_is_there_after_a_restart(service: Running, keys_file: Path) -> None:
-    made = make(service, "initech/east")
-    assert service.operator.put("/v1/tenants/initech%2Feast", json={"requests_per_s": 5}).status_code == 200
+    made = make(service, "initech east")
+    assert service.operator.put("/v1/tenants/initech%20east", json={"requests_per_s": 5}).status_code == 200
     with service_in_thread(keys=str(keys_file), **{"num-blocks": "64"}) as again:
         assert works(again, made["key"]) and works(again, ACME)
-        assert again.service.keyring.settings["initech/east"].requests_per_s == 5
+        assert again.service.keyring.settings["initech east"].requests_per_s == 5
 
 
 def test_a_tenant_comes_and_goes(service: Running, text: str) -> None:

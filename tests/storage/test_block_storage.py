@@ -106,7 +106,7 @@ def test_a_storage_that_cannot_be_the_caches_is_named(settings: Any, arguments: 
 
 
 def test_it_takes_a_pool_and_says_what_it_is() -> None:
-    with pytest.raises(ConfigError, match=r"pool='Tensor' is not allowed: a radixkv_kernels\.Pool"):
+    with pytest.raises(ConfigError, match=r"pool='Tensor' is not allowed; allowed: a radixkv_kernels\.Pool"):
         BlockStorage(torch.zeros(2, 2, 2))
     storage = BlockStorage(LATENTS)
     assert storage.num_bytes == NUM_BLOCKS * BLOCK * 8 * 4 and storage.device.type == "cpu"

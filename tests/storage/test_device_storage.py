@@ -82,11 +82,11 @@ def test_plans_run_in_order(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("copies", "said"),
     [
-        ([(0, 1, 2), (2, 8, 1)], r"dst\[1\]=8 is not allowed: 0 to num_blocks - 1 = 7"),
+        ([(0, 1, 2), (2, 8, 1)], r"dst\[1\]=8 is not allowed; allowed: 0 to num_blocks - 1 = 7"),
         ([(-1, 1, 2)], r"src\[0\]=-1"),
-        ([(0, 1, 5)], r"num_rows\[0\]=5 is not allowed: 1 to block_size = 4"),
-        ([(0, 1, 2), (3, 1, 2)], r"dst\[1\]=1 is not allowed: each target once"),
-        ([(0, 1, 2), (1, 2, 2)], r"src\[1\]=1 is not allowed: no source that is also a target"),
+        ([(0, 1, 5)], r"num_rows\[0\]=5 is not allowed; allowed: 1 to block_size = 4"),
+        ([(0, 1, 2), (3, 1, 2)], r"dst\[1\]=1 is not allowed; allowed: each target once"),
+        ([(0, 1, 2), (1, 2, 2)], r"src\[1\]=1 is not allowed; allowed: no source that is also a target"),
     ],
 )
 def test_a_bad_plan_is_a_kernel_error_and_changes_nothing(
@@ -116,7 +116,9 @@ def test_a_layer_is_a_view() -> None:
     layer[6, 1, 3] = -1
     assert (storage.data[6, 2, 1, 3] == -1).all()
     for index in (-1, 3):
-        with pytest.raises(ArgumentError, match=rf"index={index} is not allowed: 0 to num_layers - 1 = 2"):
+        with pytest.raises(
+            ArgumentError, match=rf"index={index} is not allowed; allowed: 0 to num_layers - 1 = 2"
+        ):
             storage.layer(index)
 
 

@@ -49,6 +49,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixkv.errors import ConfigError
+from radixkv.namespaces import TENANT_ID_ALLOWED, is_tenant_id
 
 DEFAULT_MIX = ("chat=2,agent=1,rag=0.5,batch=0.3",)
 
@@ -99,8 +100,8 @@ def _parts(spec: str, duration_s: float, seconds: Callable[[str], float]) -> Ite
         f"from before to and before the end of the trace, {duration_s:g} s"
     )
     found = _SPEC.fullmatch(spec.strip())
-    if found is None:
-        raise ConfigError("--mix", spec, allowed)
+    if found is None or not is_tenant_id(found["tenant"] or "default"):
+        raise ConfigError("--mix", spec, f"{allowed}; tenant: {TENANT_ID_ALLOWED}")
     start = seconds(found["start"]) if found["start"] else 0.0
     stop = min(seconds(found["stop"]), duration_s) if found["stop"] else duration_s
     for each in found["parts"].split(","):

@@ -45,6 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.errors import ConfigError, TokenError
+from radixkv.namespaces import TENANT_ID_ALLOWED, is_tenant_id
 from radixkv.tokens import TOKEN_BYTES, encode
 from radixkv_policies import RequestHints
 
@@ -256,6 +257,12 @@ class _Line:
             raise self.bad(name, "a string of at least one character")
         return value
 
+    def tenant(self, default: str) -> str:
+        value = self.text("tenant", default)
+        if not is_tenant_id(value):
+            raise self.bad("tenant", TENANT_ID_ALLOWED)
+        return value
+
     def labels(self, others: Labels) -> Labels | None:
         """What ``labels`` say, and ``others`` where they say nothing."""
         value = self._fields.get("labels")
@@ -319,7 +326,7 @@ class _Reader:
         num_prompt_blocks = self._num_blocks(prompt)
         return Request(
             time_s,
-            line.text("tenant", tenant),
+            line.tenant(tenant),
             blocks,
             min(num_prompt_blocks, len(blocks)),
             prompt,

@@ -130,10 +130,13 @@ def test_several_files_are_several_tenants(tmp_path: Path) -> None:
         ({**LINE, "time": 10**400}, "line 2: time"),
         ({**LINE, "labels": [1]}, "line 2: labels"),
         ({**LINE, "labels": {"type": ["chat"]}}, "line 2: labels.*'type': .'chat'.* is not allowed"),
-        ({**LINE, "labels": {"priority": 101}}, "line 2: labels.*priority=101 is not allowed: 0 to 100"),
+        (
+            {**LINE, "labels": {"priority": 101}},
+            "line 2: labels.*priority=101 is not allowed; allowed: 0 to 100",
+        ),
         (
             {**LINE, "labels": {"priority": "high"}},
-            "line 2: labels.*priority='high' is not allowed: 0 to 100",
+            "line 2: labels.*priority='high' is not allowed; allowed: 0 to 100",
         ),
         (
             {**LINE, "labels": {"priority": 50, "priority_duration_s": 0}},
