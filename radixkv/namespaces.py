@@ -15,7 +15,10 @@ from radixkv.errors import ArgumentError, NamespaceError, shown
 MAX_FIELD_BYTES: Final = 1_024
 """Longest UTF-8 form of a field of a namespace."""
 
-TENANT_ID_ALLOWED: Final = f"the id of a tenant, a string of 1 to {MAX_FIELD_BYTES:,} bytes of UTF-8 without '/', other than '.' and '..'"
+TENANT_ID_ALLOWED: Final = (
+    f"the id of a tenant, a string of 1 to {MAX_FIELD_BYTES:,} bytes of UTF-8 "
+    "without '/', other than '.' and '..'"
+)
 
 MIN_WEIGHT: Final = 1e-100
 MAX_WEIGHT: Final = 1e100
