@@ -1,0 +1,303 @@
+"""Search for request bodies that stop the service's event loop, and so make all other callers wait.
+
+    python fuzz/stalls.py --seconds 600 --seed 7
+
+The generator takes each endpoint that reads a body and each place in its schema. It fills that place up to a size:
+lists of many kinds of items, maps, long strings, long numbers, deep nesting. It sends the body as a tenant, as the
+operator, and without a key, to a demo service whose event loop ticks every 2 ms. The stall of a body is the longest
+time between two ticks, or the CPU time that the process spent in it if that is less: a busy machine delays ticks
+too. Of several sends of a body the least stall counts. Prints the worst bodies; exit code 1 if one stalled the loop
+for more than LIMIT_S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import http.client
+import itertools
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from radixkv import __version__
+from radixkv.service.app import ENDPOINTS
+from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
+from radixkv.service.endpoint import Endpoint
+from radixkv.service.limits import Limits
+from radixkv.service.server import Server, bind, registered
+from radixkv.service.settings import ServeSettings
+
+LIMIT_S = 0.05
+SENDS = 3
+SHOWN = 20
+_TICK_S = 0.002
+_SETTLE_S = 0.01
+_TIMEOUT_S = 120.0
+_HOLE = "@@"
+WHO: Mapping[str, str | None] = {"tenant": DEMO_KEYS["acme"], "operator": DEMO_OPERATOR_KEY, "nobody": None}
+
+
+def _repeated(item: str, opening: str, closing: str) -> Callable[[int], str]:
+    def fill(size: int) -> str:
+        count = max((size - 2) // (len(item) + 1), 1)
+        return opening + ",".join(itertools.repeat(item, count)) + closing
+
+    return fill
+
+
+def _numbered(item: str, opening: str, closing: str) -> Callable[[int], str]:
+    def fill(size: int) -> str:
+        count = max((size - 2) // (len(item) + 6), 1)
+        return opening + ",".join(item.replace("#", str(at)) for at in range(count)) + closing
+
+    return fill
+
+
+def _text(piece: str) -> Callable[[int], str]:
+    return lambda size: '"' + piece * max((size - 2) // len(piece.encode()), 1) + '"'
+
+
+def _nested(opening: str, closing: str, innermost: str) -> Callable[[int], str]:
+    def fill(size: int) -> str:
+        depth = max((size - len(innermost)) // len(opening + closing), 1)
+        return opening * depth + innermost + closing * depth
+
+    return fill
+
+
+FILLERS: Mapping[str, Callable[[int], str]] = {
+    "list of 1": _repeated("1", "[", "]"),
+    "list of ids": _numbered("#", "[", "]"),
+    "list of -1": _repeated("-1", "[", "]"),
+    "list of 4294967295": _repeated("4294967295", "[", "]"),
+    "list of 1e400": _repeated("1e400", "[", "]"),
+    "list of 0.1": _repeated("0.1", "[", "]"),
+    "list of null": _repeated("null", "[", "]"),
+    "list of true": _repeated("true", "[", "]"),
+    "list of empty strings": _repeated('""', "[", "]"),
+    "list of strings": _numbered('"t#"', "[", "]"),
+    "list of lists": _repeated("[]", "[", "]"),
+    "list of lists of an id": _repeated("[1]", "[", "]"),
+    "list of long lists": _repeated("[" + "1," * 999 + "1]", "[", "]"),
+    "list of maps": _repeated("{}", "[", "]"),
+    "list of empty messages": _repeated('{"role":"u","content":""}', "[", "]"),
+    "list of messages": _repeated('{"role":"user","content":"Rule 7: answer. \\n"}', "[", "]"),
+    "list of messages of newlines": _repeated('{"role":"user","content":"\\n\\n \\n"}', "[", "]"),
+    "list of unknown roles": _numbered('{"role":"r#","content":"x"}', "[", "]"),
+    "map of 1": _numbered('"k#":1', "{", "}"),
+    "map of lists": _numbered('"k#":[]', "{", "}"),
+    "map of ids": _numbered('"#":1', "{", "}"),
+    "map of null": _numbered('"k#":null', "{", "}"),
+    "map of strings": _numbered('"k#":"v#"', "{", "}"),
+    "map of one name": _repeated('"k":1', "{", "}"),
+    "map of a long name": lambda size: '{"' + "k" * (size - 6) + '":1}',
+    "text a": _text("a"),
+    "text of words": _text("Rule 7: answer politely. "),
+    "text of spaces": _text(" "),
+    "text of newlines": _text("\\n"),
+    "text of escaped letters": _text("\\u0061"),
+    "text of NUL": _text("\\u0000"),
+    "text of emoji": _text("🙂"),
+    "text of escaped emoji": _text("\\ud83d\\ude42"),
+    "text of lone surrogates": _text("\\ud83d"),
+    "text of accents": _text("é\u0301"),
+    "text of quotes": _text('\\"'),
+    "text of control symbols": _text("<s></s>"),
+    "text of digits": _text("1234567890"),
+    "long integer": lambda size: "9" * size,
+    "long fraction": lambda size: "0." + "9" * (size - 2),
+    "long exponent": lambda size: "1e" + "9" * (size - 2),
+    "nested lists": _nested("[", "]", "1"),
+    "nested maps": _nested('{"a":', "}", "1"),
+    "open lists": lambda size: "[" * size,
+    "open maps": lambda size: '{"a":' * (size // 5),
+    "white space": lambda size: " " * size + "1",
+    "commas": lambda size: "," * size,
+}
+
+
+class Recipe(NamedTuple):
+    """One request: ``filler`` of about ``size`` bytes at ``place`` of the body for an endpoint."""
+
+    who: str
+    method: str
+    path: str
+    place: tuple[str, ...]
+    filler: str
+    size: int
+
+    def body(self) -> bytes:
+        """The body: valid but for the filler, where the endpoint's example has other fields."""
+        document = dict(_EXAMPLES.get(self.path, {}))
+        if self.place:
+            if self.place[0] in _PROMPTS:
+                for name in _PROMPTS:
+                    document.pop(name, None)
+            document[self.place[0]] = functools.reduce(
+                lambda inner, name: [inner] if name == "[]" else {name: inner},
+                reversed(self.place[1:]),
+                _HOLE,
+            )
+            text = json.dumps(document)
+        else:
+            text = json.dumps(_HOLE)
+        room = self.size - len(text)
+        return text.replace(json.dumps(_HOLE), FILLERS[self.filler](max(room, 1))).encode("utf-8", "replace")
+
+
+_PROMPTS = ("prompt", "messages", "token_ids")
+_EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/lookup": {"prompt": "x"},
+    "/v1/warm": {"prompt": "x", "wait": False},
+    "/v1/completions": {"prompt": "x", "max_tokens": 1},
+    "/v1/pins": {"prompt": "x", "ttl_s": 1},
+    "/v1/route": {"prompt": "x"},
+    "/v1/bases": {"prompt": "x", "id": "base", "readers": ["acme"]},
+    "/v1/bases/{base}/readers": {"readers": ["acme"]},
+    "/internal/warm": {"job": "0" * 32, "token_ids": [1]},
+    "/internal/pins": {"pin": "0" * 32, "token_ids": [1]},
+}
+
+
+def places(endpoint: Endpoint) -> list[tuple[str, ...]]:
+    """Where a filler can stand: the whole body, an unknown field, and each field of the schema, nested ones too."""
+    assert endpoint.body is not None
+    schema = endpoint.body.model_json_schema()
+    found = dict.fromkeys([(), ("unknown",), *_below(schema, schema, ())])
+    return list(found)
+
+
+def _below(
+    schema: Mapping[str, Any], root: Mapping[str, Any], at: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
+    if len(at) > 4:
+        return
+    if "$ref" in schema:
+        yield from _below(root["$defs"][schema["$ref"].rpartition("/")[2]], root, at)
+    for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())):
+        yield from _below(each, root, at)
+    for name, inner in schema.get("properties", {}).items():
+        yield (*at, name)
+        yield from _below(inner, root, (*at, name))
+    if isinstance(inner := schema.get("items"), dict):
+        yield (*at, "[]")
+        yield from _below(inner, root, (*at, "[]"))
+    if isinstance(inner := schema.get("additionalProperties"), dict):
+        yield (*at, "name")
+        yield from _below(inner, root, (*at, "name"))
+
+
+def recipes(chance: random.Random, limit: int = Limits().max_body_bytes) -> Iterator[Recipe]:
+    """Without end: half of them of the greatest size, the others of any from 1 KB, evenly on a logarithmic scale."""
+    targets = [(each, place) for each in ENDPOINTS if each.body is not None for place in places(each)]
+    while True:
+        endpoint, place = chance.choice(targets)
+        size = limit if chance.random() < 0.5 else int(1_000 * (limit / 1_000) ** chance.random())
+        who = chance.choice(["tenant", "tenant", "operator", "nobody"])
+        if endpoint.who == "operator" and chance.random() < 0.7:
+            who = "operator"
+        yield Recipe(who, endpoint.method, endpoint.path, place, chance.choice(list(FILLERS)), size)
+
+
+class Loop:
+    """A service whose event loop is watched: ``longest`` is the longest stall since ``reset``, in seconds."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self.longest = 0.0
+
+    async def watch(self) -> None:
+        """Tick for ever."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now, spent = time.perf_counter(), time.process_time()
+            self.longest = max(self.longest, min(now - wall - _TICK_S, spent - cpu))
+            wall, cpu = now, spent
+
+    def stall_s(self, recipe: Recipe) -> tuple[float, int]:
+        """The stall of one send, and the status of the answer (0: none)."""
+        body = recipe.body()
+        headers = {"Content-Type": "application/json"}
+        if WHO[recipe.who] is not None:
+            headers["Authorization"] = f"Bearer {WHO[recipe.who]}"
+        path = recipe.path.replace("{tenant}", quote("acme")).replace("{base}", "base")
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
+        time.sleep(_SETTLE_S)
+        self.longest, status = 0.0, 0
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.request(recipe.method, path, body, headers)
+            answer = connection.getresponse()
+            answer.read()
+            status = answer.status
+        time.sleep(_SETTLE_S)
+        connection.close()
+        return self.longest, status
+
+
+@contextmanager
+def watched_service() -> Iterator[Loop]:
+    """A demo service in a thread of this process, as long as the ``with`` lasts."""
+    settings = ServeSettings.parse({"port": "0", "num-blocks": "512", "threads": "1"})
+    with bind(settings.host, settings.port) as listener:
+        ready = threading.Event()
+        server = Server(registered(settings, listener), __version__, ready.set)
+        found = Loop(*listener.getsockname()[:2])
+
+        async def serve() -> None:
+            watching = asyncio.create_task(found.watch())
+            await server.serve([listener])
+            watching.cancel()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()), name="radixkv-service", daemon=True)
+        thread.start()
+        ready.wait()
+        try:
+            yield found
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def least_stall_s(service: Loop, recipe: Recipe) -> tuple[float, int]:
+    """The least stall of up to SENDS sends of a request, and the status of the last answer."""
+    least, status = service.stall_s(recipe)
+    for _ in range(SENDS - 1):
+        if least <= LIMIT_S / 2:
+            break
+        again, status = service.stall_s(recipe)
+        least = min(least, again)
+    return least, status
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--seconds", type=float, default=60.0, help="how long to go on (default 60)")
+    options.add_argument("--seed", type=int, default=1)
+    chosen = options.parse_args()
+    found: list[tuple[float, int, Recipe]] = []
+    until = time.monotonic() + chosen.seconds
+    with watched_service() as service:
+        for recipe in recipes(random.Random(chosen.seed)):
+            found.append((*least_stall_s(service, recipe), recipe))
+            if time.monotonic() > until:
+                break
+    found.sort(reverse=True)
+    for stall_s, status, recipe in found[:SHOWN]:
+        print(f"{stall_s * 1e3:7.1f} ms  {status:3d}  {tuple(recipe)}")
+    over = sum(stall_s > LIMIT_S for stall_s, _, _ in found)
+    verdict = f"{over} stalled the loop for more than {LIMIT_S} s" if over else "nothing found"
+    print(f"{len(found)} bodies: {verdict}")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
