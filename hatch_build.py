@@ -154,12 +154,15 @@ def _compile_in_process(scratch: Path, name: str, sources: list[str]) -> None:
     from mypyc.build import mypycify
     from setuptools import Distribution
 
+    from hatch_docstrings import document
+
     extensions = mypycify(
         [f"--config-file={scratch / 'mypy.ini'}", "--cache-dir=/dev/null", *sources],
         debug_level="0",
         group_name=name,
         target_dir=str(scratch / "c"),
     )
+    document(scratch / "c", Path.cwd(), sources)
     build = Distribution({"name": "radixkv", "ext_modules": extensions}).get_command_obj("build_ext")
     build.build_lib, build.build_temp = str(scratch / "lib"), str(scratch / "o")
     build.ensure_finalized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -41,15 +42,55 @@ def site(wheel: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+HELP = """
+import importlib, inspect, json, radixkv, radixkv.coordination
+from radixkv._compiled import BUILDS
+
+def shown(default):
+    if default is inspect.Parameter.empty:
+        return ""
+    is_literal = default is not ... and not callable(default)
+    return repr(default) if is_literal else "..."  # a signature in C holds literals only
+
+def signature(what):
+    if not callable(what):
+        return None
+    return [
+        (each.name, "" if each.name in ("self", "cls") else str(each.kind), shown(each.default))
+        for each in inspect.signature(what).parameters.values()
+    ]
+
+def public(owner):
+    return [name for name in dir(owner) if not name.startswith("_")]
+
+found = {"COMPILED": radixkv.COMPILED}
+for build in BUILDS:
+    for module in (importlib.import_module(f"{build.package}.{name}") for name in build.compiled):
+        found[module.__name__] = inspect.getdoc(module)
+        for name in public(module):
+            made = getattr(module, name)
+            if getattr(made, "__module__", None) != module.__name__ or not callable(made):
+                continue
+            found[f"{module.__name__}.{name}"] = inspect.getdoc(made), signature(made)
+            if not inspect.isclass(made) or issubclass(made, tuple):  # a NamedTuple stays a Python class
+                continue
+            for attribute in public(made):
+                value = getattr(made, attribute)
+                if inspect.isroutine(value) or isinstance(value, property) or inspect.isgetsetdescriptor(value):
+                    found[f"{module.__name__}.{name}.{attribute}"] = inspect.getdoc(value), signature(value)
+print(json.dumps(found))
+"""
+"""Prints docstring and signature of all that is public in the compiled modules, by name."""
+
 COMPILED = ("True", *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("tree", "lrfu", "publisher")))
 PURE = ("False", "tree.py", "lrfu.py", "publisher.py")
 
 
-def use(site: Path, **environment: str) -> tuple[str, ...]:
-    """Whether a fresh process uses what is compiled there, and a file of each package; it works in any case."""
+def said_by(code: str, site: Path, **environment: str) -> str:
+    """What a fresh process prints that runs ``code`` with what is installed at ``site``."""
     inherited = {name: value for name, value in os.environ.items() if name != "RADIXKV_PURE"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE],
+        [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
         env={**inherited, "PYTHONPATH": str(site), **environment},
@@ -57,7 +98,12 @@ def use(site: Path, **environment: str) -> tuple[str, ...]:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    compiled, matched, *files = done.stdout.split()
+    return done.stdout
+
+
+def use(site: Path, **environment: str) -> tuple[str, ...]:
+    """Whether a fresh process uses what is compiled there, and a file of each package; it works in any case."""
+    compiled, matched, *files = said_by(CODE, site, **environment).split()
     assert matched == "32" and all(file.startswith(str(site)) for file in files)
     return compiled, *(Path(file).name for file in files)
 
@@ -88,6 +134,15 @@ def test_the_sources_are_used_on_request(site: Path) -> None:
     assert use(site, RADIXKV_PURE="1") == PURE
 
 
+def test_it_has_the_docstrings_and_signatures_of_the_sources(site: Path) -> None:
+    """All but annotations, and defaults that are no literals; editors read both in the ``.py`` files beside."""
+    compiled, pure = (json.loads(said_by(HELP, site, RADIXKV_PURE=wish)) for wish in ("0", "1"))
+    assert (compiled.pop("COMPILED"), pure.pop("COMPILED")) == (True, False)
+    assert {name: compiled.get(name) for name in pure} == pure
+    doc, signature = compiled["radixkv.cache.PrefixCache.open"]
+    assert len(pure) > 300 and doc and ["hints", "KEYWORD_ONLY", "None"] in signature
+
+
 @pytest.mark.parametrize(
     "edited",
     ["radixkv/tree.py", "radixkv/errors.py", "radixkv_policies/hints.py", "radixkv/coordination/wire.py"],
@@ -114,7 +169,8 @@ def test_a_build_for_another_interpreter_is_not_touched(site: Path) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """What compiling needs of the source tree."""
-    shutil.copy(ROOT / "hatch_build.py", tmp_path)
+    for script in ("hatch_build.py", "hatch_docstrings.py"):
+        shutil.copy(ROOT / script, tmp_path)
     for package in ("radixkv", "policies/radixkv_policies"):
         shutil.copytree(
             ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("_native", "__pycache__")

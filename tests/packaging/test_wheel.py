@@ -67,7 +67,15 @@ def test_the_wheel_brings_its_licence_and_its_command(wheel: Path) -> None:
 def test_the_sdist_brings_what_a_packager_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"pyproject.toml", "hatch_build.py", "Makefile", "README.md", "LICENSE", "tests/conftest.py"}
+    wanted = {
+        "pyproject.toml",
+        "hatch_build.py",
+        "hatch_docstrings.py",
+        "Makefile",
+        "README.md",
+        "LICENSE",
+        "tests/conftest.py",
+    }
     assert wanted <= files
     assert not {name for name in files if Path(name).suffix in NEVER or "__pycache__" in name}
 
