@@ -57,6 +57,7 @@ from radixkv.errors import (
     PendingError,
     SequenceLent,
     StaleGeneration,
+    wrong_count,
 )
 from radixkv.eviction import Evictor
 from radixkv.leases import Lease, Match
@@ -598,8 +599,8 @@ class PrefixCache:
         else:
             key = encode(ids)
             if len(key) != len(sequences) * TOKEN_BYTES:
-                raise ArgumentError(
-                    "ids", f"{len(key) // TOKEN_BYTES} ids", f"one for each of {len(sequences)} sequences"
+                raise wrong_count(
+                    "ids", len(key) // TOKEN_BYTES, f"one for each of {len(sequences)} sequences"
                 )
             keys = [key[at : at + TOKEN_BYTES] for at in range(0, len(key), TOKEN_BYTES)]
         unsure = sequences
@@ -714,7 +715,8 @@ class PrefixCache:
         """
         inputs = list_of("sequences", sequences)
         chosen = [
-            require_between("parents", parent, 0, len(inputs) - 1) for parent in list_of("parents", parents)
+            require_between(f"parents[{at}]", parent, 0, len(inputs) - 1)
+            for at, parent in enumerate(list_of("parents", parents))
         ]
         result: list[Sequence] = []
         with self._lock:
@@ -829,9 +831,8 @@ class PrefixCache:
         key, blocks = encode(ids), block_ids_of(block_ids)
         size = self._block_bytes
         if len(blocks) != len(key) // size:
-            raise ArgumentError(
-                "block_ids", f"{len(blocks)} blocks", f"{len(key) // size}, one for each whole block of ids"
-            )
+            allowed = f"{len(key) // size}, one for each whole block of ids"
+            raise wrong_count("block_ids", len(blocks), allowed)
         with self._lock:
             try:
                 self._pool.check_claim(blocks)
@@ -880,11 +881,10 @@ class PrefixCache:
         """
         _require_namespace(namespace)
         ttl_s, key = require_ttl(ttl_s), encode(ids)
+        if len(key) < self._block_bytes:
+            allowed = f"at least {self._block_size} token ids, one block"
+            raise wrong_count("ids", len(key) // TOKEN_BYTES, allowed)
         key = key[: len(key) // self._block_bytes * self._block_bytes]
-        if not key:
-            raise ArgumentError(
-                "ids", "less than a block", f"at least {self._block_size} token ids, one block"
-            )
         if self._clock is monotonic:
             self._upkeep.start()
         lease: Lease | None = None
@@ -1081,11 +1081,10 @@ class PrefixCache:
         """
         _require_namespace(namespace)
         key = encode(ids)
+        if len(key) < self._block_bytes:
+            allowed = f"at least {self._block_size} token ids, one block"
+            raise wrong_count("ids", len(key) // TOKEN_BYTES, allowed)
         key = key[: len(key) - len(key) % self._block_bytes]
-        if not key:
-            raise ArgumentError(
-                "ids", f"{len(encode(ids)) // TOKEN_BYTES} tokens", f"at least {self._block_size}"
-            )
         publication = Publication(require_base_id(base_id), namespace, key, readers_of(readers, namespace))
         try:
             if self._takes_many_victims(len(key)):
@@ -1097,7 +1096,8 @@ class PrefixCache:
             short = self._shortfall(namespace, key)
             blocks = len(key) // self._block_bytes
             allowed = f"{short} fewer while the rest of the pool is guaranteed to tenants or held"
-            raise ArgumentError("ids", f"{blocks} blocks", allowed) from None
+            problem = f"has {blocks} blocks; allowed: {allowed}"
+            raise ArgumentError("ids", blocks, allowed, problem=problem) from None
 
     def _shortfall(self, namespace: Namespace, key: bytes) -> int:
         """Blocks that the pool lacks for a base, beside what is promised."""
@@ -1201,12 +1201,13 @@ class PrefixCache:
             raise LeaseError("this sequence is released or was consumed by reorder")
 
     def _require_batch(self, sequences: list[Any]) -> None:
-        for sequence in sequences:
+        for at, sequence in enumerate(sequences):
             if not isinstance(sequence, Sequence) or sequence._index is not self:
-                raise ArgumentError("sequences", sequence, "sequences of this cache")
+                raise ArgumentError(f"sequences[{at}]", sequence, "a sequence of this cache")
             self._require_open(sequence)
         if len(set(sequences)) != len(sequences):
-            raise ArgumentError("sequences", "one of them twice", "each sequence once")
+            problem = "has one of them twice; allowed: each sequence once"
+            raise ArgumentError("sequences", sequences, "each sequence once", problem=problem)
 
 
 def _require_namespace(namespace: object) -> None:

@@ -74,6 +74,12 @@ class ArgumentError(RadixKVError, ValueError):
         super().__init__(refusal(argument, value, allowed) if problem is None else f"{argument} {problem}")
 
 
+def wrong_count(argument: str, found: int, allowed: str) -> ArgumentError:
+    """The error of an argument that has too many or too few items: the value would say less than their number."""
+    items = "item" if found == 1 else "items"
+    return ArgumentError(argument, found, allowed, problem=f"has {found} {items}; allowed: {allowed}")
+
+
 class TokenError(RadixKVError, ValueError):
     """Token ids that are no token ids. ``index`` is the position of the first bad one, if one is to blame."""
 

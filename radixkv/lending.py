@@ -41,7 +41,14 @@ from numpy.typing import NDArray
 
 from radixkv.blocks import unpack
 from radixkv.checks import require_between
-from radixkv.errors import ArgumentError, ConfigError, IntegrityError, LeaseError, StaleGeneration
+from radixkv.errors import (
+    ArgumentError,
+    ConfigError,
+    IntegrityError,
+    LeaseError,
+    StaleGeneration,
+    wrong_count,
+)
 from radixkv.recovery import mend
 from radixkv.sequence import Run, Sequence
 from radixkv.tokens import TOKEN_BYTES
@@ -181,7 +188,9 @@ def lend(
 ) -> LentBeams:
     """See PrefixCache.lend."""
     if cache._storage is None:
-        raise ConfigError("storage", None, "a layout, or the engine's BlockStorage: beams are moved on there")
+        allowed = "a cache that was made with a layout, or with an engine's BlockStorage"
+        problem = f"has no storage, where lend lets the device move beams on; allowed: {allowed}"
+        raise ConfigError("cache", None, allowed, problem=problem)
     max_steps, families = (
         require_between("max_steps", max_steps, 1, MAX_STEPS),
         _groups(groups, len(sequences)),
@@ -238,11 +247,15 @@ def _begin(
 def _check(cache: PrefixCache, sequences: list[Any]) -> None:
     cache._require_batch(sequences)
     if not 1 <= len(sequences) <= MAX_NUM_BEAMS:
-        raise ArgumentError("sequences", f"{len(sequences)} of them", f"1 to {MAX_NUM_BEAMS}")
+        raise wrong_count("sequences", len(sequences), f"1 to {MAX_NUM_BEAMS}")
     if any(sequence._tree.tenant is not sequences[0]._tree.tenant for sequence in sequences):
-        raise ArgumentError("sequences", "some of several tenants", "sequences of one tenant, who is charged")
+        allowed = "sequences of one tenant, which is charged"
+        problem = f"belong to several tenants; allowed: {allowed}"
+        raise ArgumentError("sequences", sequences, allowed, problem=problem)
     if any(sequence in cache._publishing for sequence in sequences):
-        raise ArgumentError("sequences", "one that computes a base", "sequences that publish nothing")
+        allowed = "sequences that publish nothing"
+        problem = f"has one that computes a base; allowed: {allowed}"
+        raise ArgumentError("sequences", sequences, allowed, problem=problem)
 
 
 def _most_blocks(sequences: list[Sequence], max_steps: int, block_size: int) -> int:
@@ -471,7 +484,7 @@ def _groups(groups: Any, num_beams: int) -> list[int]:
     except TypeError:
         raise ArgumentError("groups", groups, "an integer for each sequence, or None") from None
     if len(named) != num_beams:
-        raise ArgumentError("groups", f"{len(named)} of them", f"one for each of {num_beams} sequences")
+        raise wrong_count("groups", len(named), f"one for each of {num_beams} sequences")
     places = {group: at for at, group in enumerate(dict.fromkeys(named))}
     return [places[group] for group in named]
 

@@ -40,7 +40,7 @@ from radixkv.cache import PrefixCache, RequestHints
 from radixkv.clock import Clock, monotonic
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
-from radixkv.errors import ArgumentError, ConfigError, TokenError
+from radixkv.errors import ArgumentError, ConfigError, TokenError, wrong_count
 from radixkv.namespaces import Namespace
 from radixkv.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
@@ -427,7 +427,7 @@ class HFEngine:
         except TokenError as error:
             raise TokenError(f"{field}: {error}", error.index) from None
         if not 1 <= len(prompt) <= max_tokens:
-            raise ArgumentError(field, f"{len(prompt)} tokens", f"1 to {max_tokens} tokens")
+            raise wrong_count(field, len(prompt), f"1 to {max_tokens} tokens")
         if int(prompt.max()) >= self.vocab_size:
             index = int(np.argmax(prompt >= self.vocab_size))
             allowed = f"allowed are ids of the vocabulary, 0 to {self.vocab_size - 1}"

@@ -315,3 +315,41 @@ def test_a_long_prompt_that_another_computes_evicts_nothing() -> None:
         assert cache.stats() == before
     computing.release()
     cache.open(NEW, range(2_800), on_pending="raise").release()
+
+
+def told_by(call: Callable[[], object]) -> str:
+    with pytest.raises((ArgumentError, ConfigError)) as error:
+        call()
+    return str(error.value)
+
+
+def test_messages_name_what_was_wrong_its_value_and_what_is_allowed() -> None:
+    """The item of a list, not the list; how many there are, not a text that nobody passed; no argument that isn't."""
+    cache = PrefixCache(CacheConfig(num_blocks=16, block_size=2))
+    a, b = (cache.open(NEW, [1, 2, number]) for number in (3, 4))
+    assert told_by(lambda: cache.reorder([a, b], [0, 9])) == (
+        "parents[1]=9 is not allowed; allowed: an integer from 0 to 1"
+    )
+    assert (
+        told_by(lambda: cache.append([a, b], [1])) == "ids has 1 item; allowed: one for each of 2 sequences"
+    )
+    assert (
+        told_by(lambda: cache.pin(NEW, [1], 5.0))
+        == "ids has 1 item; allowed: at least 2 token ids, one block"
+    )
+    assert told_by(lambda: cache.publish("b", NEW, [1], ["d"])) == (
+        "ids has 1 item; allowed: at least 2 token ids, one block"
+    )
+    assert told_by(lambda: cache.insert(NEW, range(4), [1])) == (
+        "block_ids has 1 item; allowed: 2, one for each whole block of ids"
+    )
+    assert told_by(lambda: cache.append([a, a], [1, 2])) == (
+        "sequences has one of them twice; allowed: each sequence once"
+    )
+    said = told_by(lambda: cache.lend([a], 4))
+    assert (
+        said.startswith("cache has no storage, where lend ") and "storage=" not in said and "layout" in said
+    )
+    assert told_by(lambda: CacheConfig(num_blocks=0)) == (
+        "num_blocks=0 is not allowed; allowed: an integer from 1 to 2147483647"
+    )
