@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import anyio.to_thread
 from starlette.responses import Response
 
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, refusal
@@ -61,7 +61,7 @@ async def rotate_key(call: Call) -> Response:
     """A new key in the place of an old one, which is refused from now on; it is shown this once."""
     call.query()
     key_id = call.request.path_params["key"]
-    text, key = await _changed(lambda: call.service.keys.rotate(key_id), "key")
+    text, key = await _changed(call, lambda: call.service.keys.rotate(key_id), "key")
     return reply(NewKeyReply(key=text, **_shown(key).model_dump()))
 
 
@@ -69,7 +69,7 @@ async def revoke_key(call: Call) -> Response:
     """The key is refused from now on."""
     call.query()
     key_id = call.request.path_params["key"]
-    await _changed(lambda: call.service.keys.revoke(key_id), "key")
+    await _changed(call, lambda: call.service.keys.revoke(key_id), "key")
     return Response(status_code=204)
 
 
@@ -83,8 +83,8 @@ async def put_tenant(call: Call) -> Response:
     """Make a tenant, or change what holds for it; what is left out is what holds for all. Its keys stay."""
     call.query()
     tenant = str(_tenant(call).tenant)
-    settings = call.read(TenantSettings)
-    await _changed(lambda: call.service.keys.put_tenant(tenant, settings), "tenant")
+    settings = (await call.read(TenantSettings)).body
+    await _changed(call, lambda: call.service.keys.put_tenant(tenant, settings), "tenant")
     await _said(call, tenant)
     return reply(_tenant_reply(call, tenant))
 
@@ -118,9 +118,9 @@ async def remove_tenant(call: Call) -> Response:
     call.query()
     tenant = _known_tenant(call)
     await _purged(call, tenant)
-    await _changed(lambda: call.service.keys.remove_tenant(tenant), "tenant")
+    await _changed(call, lambda: call.service.keys.remove_tenant(tenant), "tenant")
     await _said(call, tenant)
-    await anyio.to_thread.run_sync(call.service.cache.purge, tenant)
+    await call.service.threads.administer(partial(call.service.cache.purge, tenant))
     call.service.gate.forget(tenant)
     return Response(status_code=204)
 
@@ -134,7 +134,7 @@ async def _said(call: Call, tenant: str) -> None:
 async def _purged(call: Call, tenant: str) -> PurgeReply:
     """Purge here, then in the store, then nudge the others. Raises ApiError 503 if the store can't be reached."""
     service, coordinator = call.service, call.service.fleet.coordinator
-    blocks = await anyio.to_thread.run_sync(service.cache.purge, tenant)
+    blocks = await service.threads.administer(partial(service.cache.purge, tenant))
     service.warmer.forget_tenant(tenant)
     try:
         pins = await service.orders.call(coordinator.fleet_pins, tenant)
@@ -167,14 +167,14 @@ def _known_tenant(call: Call) -> str:
 
 
 async def _created(call: Call, principal: Principal) -> Response:
-    text, key = await _changed(lambda: call.service.keys.create(principal), "tenant")
+    text, key = await _changed(call, lambda: call.service.keys.create(principal), "tenant")
     return reply(NewKeyReply(key=text, **_shown(key).model_dump()), 201)
 
 
-async def _changed(change: Callable[[], T], what: str) -> T:
+async def _changed(call: Call, change: Callable[[], T], what: str) -> T:
     """Make a change, off the event loop, as it ends on the disk. Raises ApiError."""
     try:
-        return await anyio.to_thread.run_sync(change)
+        return await call.service.threads.administer(change)
     except UnknownKey:
         raise not_found(what) from None
     except KeyRefused as error:

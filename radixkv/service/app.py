@@ -168,7 +168,13 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
 def make_app(
     host: Host, endpoints: Sequence[Endpoint], version: str, lifespan: Lifespan | None = None
 ) -> Starlette:
-    """An application of some endpoints, and ``/openapi.json`` about them."""
+    """An application of some endpoints, and ``/openapi.json`` about them.
+
+    Raises AssertionError for a body whose schema doesn't bound it.
+    """
+    for endpoint in endpoints:
+        if endpoint.body is not None:
+            host.intake.max_bytes(endpoint.body)
     app = Starlette(
         routes=[_route(host, endpoint) for endpoint in [*endpoints, _openapi(endpoints, version)]],
         exception_handlers={

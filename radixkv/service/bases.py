@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-import anyio.to_thread
 from starlette.responses import Response
 
 from radixkv.errors import ArgumentError
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.problems import ApiError, invalid, not_found
-from radixkv.service.prompts import prefix_of
 from radixkv.service.schemas.bases import (
     BaseReply,
     BasesReply,
@@ -38,10 +36,9 @@ ACCOUNT: Final = "\x00operator"
 async def publish(call: Call) -> Response:
     """Publish a prefix; answer when it is readable."""
     call.query()
-    body = call.read(PublishRequest)
-    service = call.service
+    reading = await call.read(PublishRequest)
+    service, body, prefix = call.service, reading.body, reading.prompts[0]
     readers = _known(service, body.readers)
-    prefix = await prefix_of(body, service.tokenizer, service.rules)
     if not len(prefix.ids):
         message = "the prefix has no whole block"
         raise invalid(
@@ -91,8 +88,8 @@ async def set_readers(call: Call) -> Response:
     """These tenants read a base from now on, and no others."""
     call.query()
     service, base_id = call.service, call.request.path_params["base"]
-    readers = _known(service, call.read(ReadersRequest).readers)
-    await _on_a_base(lambda: service.cache.set_readers(base_id, readers))
+    readers = _known(service, (await call.read(ReadersRequest)).body.readers)
+    await _on_a_base(service, lambda: service.cache.set_readers(base_id, readers))
     return reply(_shown(_found(service, base_id)))
 
 
@@ -100,13 +97,13 @@ async def unpublish(call: Call) -> Response:
     """Nobody reads a base from now on."""
     call.query()
     service, base_id = call.service, call.request.path_params["base"]
-    await _on_a_base(lambda: service.cache.unpublish(base_id))
+    await _on_a_base(service, lambda: service.cache.unpublish(base_id))
     return Response(status_code=204)
 
 
-async def _on_a_base(change: Callable[[], None]) -> None:
+async def _on_a_base(service: Service, change: Callable[[], None]) -> None:
     try:
-        await anyio.to_thread.run_sync(change)
+        await service.threads.administer(change)
     except ArgumentError:
         raise not_found("base") from None
 

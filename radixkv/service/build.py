@@ -45,7 +45,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    tokenizer = load_tokenizer(None if settings.model is None else str(settings.model))
+    tokenizer_path = None if settings.model is None else str(settings.model)
+    tokenizer = load_tokenizer(tokenizer_path)
     model = _model(settings, tokenizer)
     coordinator = connect(
         settings.redis,
@@ -88,6 +89,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         model_name=model_name(settings),
         limits=limits or settings.limits,
         recorder=recorder,
+        tokenizer_path=tokenizer_path,
     )
 
 

@@ -17,7 +17,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -28,7 +27,7 @@ from radixkv.cache import RequestHints
 from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.problems import ApiError, Json, invalid, timed_out
-from radixkv.service.prompts import Ids, tokenized
+from radixkv.service.prompts import Prefix
 from radixkv.service.recording import COMPLETION, Recorder
 from radixkv.service.schemas.completions import (
     Choice,
@@ -53,19 +52,11 @@ _READING_S = 5.0
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt's ids, and, for ``echo``, its text."""
-
-    ids: Ids
-    text: str
-
-
 async def completions(call: Call) -> Response:
     """Answer one completion request."""
-    body = call.read(CompletionRequest)
+    reading = await call.read(CompletionRequest)
+    body, prompts = reading.body, reading.prompts
     _check_options(call.service, body)
-    prompts = await _prompts(call.service, body)
     _check_room(call.service, body, prompts)
     run = Run(call, body, prompts)
     return await (run.streamed() if body.stream else run.whole())
@@ -102,7 +93,7 @@ class EventStream(StreamingResponse):
 class Run:
     """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
 
-    def __init__(self, call: Call, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, call: Call, body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
         self.service = call.service
         self.id = f"cmpl-{secrets.token_hex(12)}"
@@ -352,29 +343,7 @@ def _check_options(service: Service, body: CompletionRequest) -> None:
         raise invalid("best_of is less than n", "best_of", body.best_of, f"at least {body.n}")
 
 
-async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
-    """The prompts as ids, checked. Raises ApiError 422."""
-    given: list[Any] = (
-        body.prompt if isinstance(body.prompt, list) and not _is_ids(body.prompt) else [body.prompt]
-    )
-    fields = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
-    return [await _prompt(service, each, field, body.echo) for each, field in zip(given, fields, strict=True)]
-
-
-def _is_ids(prompt: list[Any]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)
-
-
-async def _prompt(service: Service, given: str | list[int], field: str, echo: bool) -> Prompt:
-    if isinstance(given, str):
-        service.rules.check_text(len(given), field)
-        ids = await tokenized(len(given), field, lambda: service.tokenizer.encode(given))
-        return Prompt(service.rules.check(ids, field), given)
-    checked = service.rules.check(given, field)
-    return Prompt(checked, service.tokenizer.decode(given) if echo else "")
-
-
-def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
     """What could not be served even by an empty server. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
         raise invalid("too many completions", "n", body.n, f"at most {MAX_ROWS} completions, prompts × n")

@@ -21,17 +21,19 @@ from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
 from radixkv.service.endpoint import log_unforeseen, problem_of
 from radixkv.service.fleet import Fleet
+from radixkv.service.intake import Intake
 from radixkv.service.jobs import Job, JobTable
 from radixkv.service.keeping import Keeper
 from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.orders import Orders
 from radixkv.service.problems import ApiError, generation_unconfirmed
-from radixkv.service.prompts import Ids, PromptRules, prefix_of
+from radixkv.service.prompts import PromptRules
 from radixkv.service.quotas import Quotas
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.tenancy import Tenancy
+from radixkv.service.threads import Threads
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
@@ -59,13 +61,17 @@ class Service:
         limits: Limits | None = None,
         clock: Clock = monotonic,
         recorder: Recorder | None = None,
+        tokenizer_path: str | None = None,
     ) -> None:
+        """``tokenizer_path``: where ``load_tokenizer`` finds the same tokenizer."""
         self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
         self.quotas = Quotas(self.cache, fleet.coordinator, lambda: self.keyring, tenancy)
         self.gate = Gate(self.limits.max_concurrent, clock)
-        self.rules = PromptRules(self._vocab_size(), self._max_prompt_tokens(), self.cache.config.block_size)
+        self.rules = self._rules()
+        self.intake = Intake(tokenizer, self.rules, tokenizer_path)
+        self.threads = Threads()
         self.has_broken_laws = False
         self.worker = ModelWorker(self.limits.max_queued, self._note)
         self.recorder = recorder
@@ -100,15 +106,15 @@ class Service:
         """This replica, and all others that are known."""
         return self.fleet.coordinator.replicas()
 
-    async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
-        """The namespace and the ids of a prompt that is to be routed; its model may have the name that completions give
-        it. Raises ApiError.
+    def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
+        """The namespace of a prompt that is to be routed; its model may have the name that completions give it.
+
+        Raises ApiError.
         """
-        prefix = await prefix_of(body, self.tokenizer, self.rules)
         namespace = self.namespace(tenant, body.salt, body.adapter)
         if body.model is not None and body.model != self.model_name:
             namespace = namespace._replace(model=body.model)
-        return namespace, prefix.ids
+        return namespace
 
     def _resident(self, namespace: Namespace, key: bytes) -> int:
         return self.cache.match(namespace, key).num_tokens
@@ -171,6 +177,7 @@ class Service:
 
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""
+        self.intake.close()
         await self.jobs.close()
         await self.keeper.close()
         await anyio.to_thread.run_sync(self.worker.close)
@@ -208,6 +215,11 @@ class Service:
                 lambda: self.keeper.num_bytes,
             ),
             (
+                "bodies_waiting",
+                "Bodies that wait for a process to read them",
+                lambda: self.intake.num_waiting,
+            ),
+            (
                 "router_predicted_bytes",
                 "What the predicted index takes",
                 lambda: self.router.predicted_bytes,
@@ -224,9 +236,10 @@ class Service:
             ),
         ]
 
-    def _vocab_size(self) -> int:
-        return min(self.engine.vocab_size, self.tokenizer.vocab_size)
-
-    def _max_prompt_tokens(self) -> int:
+    def _rules(self) -> PromptRules:
         config = self.cache.config
-        return min(self.engine.max_model_len, config.num_blocks * config.block_size)
+        pool_tokens = config.num_blocks * config.block_size
+        vocab_size = min(self.engine.vocab_size, self.tokenizer.vocab_size)
+        return PromptRules(
+            vocab_size, min(self.engine.max_model_len, pool_tokens), config.block_size, pool_tokens
+        )

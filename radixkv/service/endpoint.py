@@ -1,13 +1,16 @@
 """An endpoint as a value: what routes are made of, and what OpenAPI is generated from.
 
-    caller's key or signature (401, 403) ──▶ gate (429) ──▶ body read, bounded (408, 413) ──▶ validated (400, 415, 422)
+    caller's key or signature (401, 403) ──▶ gate (429) ──▶ body received, bounded (408, 413) ──▶ read (400, 415, 422)
       ──▶ handler (504) ──▶ reply
 
-Authentication comes before the body is read, so that a caller without a key can neither tell a good body from a
+Authentication comes before the body is received, so that a caller without a key can neither tell a good body from a
 bad one nor make the server buffer one. This holds for replicas too: their signature covers the body's digest, which
 is a header. A header that decides about access counts only if it occurs once. Every error leaves as
 ``problems.ApiError`` says. Logs name endpoints, statuses, types and places in the code; no text that a client sent,
 and no message of an unforeseen error, as it may quote one.
+
+The intake decides how a body is read, on the event loop or in a process (``service.intake``). Handlers only name a
+schema, so no endpoint can read a body in another way.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -32,6 +35,7 @@ from radixkv.service.auth import Principal
 from radixkv.service.fleet import unsigned
 from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
+from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.worker import Busy, Cancelled, Closed
 
@@ -42,15 +46,19 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
+    from radixkv.service.intake import Intake
     from radixkv.service.limits import Gate, Limits
-    from radixkv.service.prompts import Ids
+    from radixkv.service.reading import Reading
     from radixkv.service.schemas.replicas import RouteRequest
 
 Who = Literal["anyone", "tenant", "operator", "either", "replica"]
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
 
 ENCODED_SLASH = "%2F"
+OPERATOR_LANE = "\x00operator"
+"""No tenant can be called so."""
+MAX_QUERY_BYTES = 8 * 1024
 
 log = logging.getLogger("radixkv.service")
 
@@ -93,8 +101,12 @@ class Host(Protocol):
     def replicas(self) -> list[ReplicaInfo]:
         """All replicas that are known here."""
 
-    async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
-        """The namespace and the ids of a prompt that is to be routed. Raises ApiError."""
+    @property
+    def intake(self) -> Intake:
+        """Reads bodies."""
+
+    def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
+        """The namespace of a prompt that is to be routed. Raises ApiError."""
 
     def coordination(self) -> str:
         """``ok``, or what is wrong between this process and the fleet's store."""
@@ -117,6 +129,8 @@ class Call:
     principal: Principal | None = None
     signed: SignedHead | None = None
     body: bytes = b""
+    receiving: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """Held while a long body is received, and until it is read."""
 
     @property
     def service(self) -> Service:
@@ -140,8 +154,30 @@ class Call:
         values = self.request.headers.getlist(name)
         return values[0] if len(values) == 1 else None
 
-    def read(self, model: type[B]) -> B:
-        """The body as ``model``. Raises ApiError 400, 415 or 422."""
+    @property
+    def lane(self) -> str:
+        """Whose turn this request waits for: its tenant's, also if a replica asks for the tenant, or the operator's."""
+        if self.signed is not None:
+            return self.signed.tenant
+        assert self.principal is not None
+        return OPERATOR_LANE if self.principal.tenant is None else self.principal.tenant
+
+    async def read(self, model: type[B]) -> Reading[B]:
+        """The body as ``model``, and its prompts. Raises ApiError 400, 415 or 422, Busy or Closed.
+
+        Raises ClientDisconnect when the client hangs up while its body waits for a process.
+        """
+        self._require_json()
+        intake = self.host.intake
+        try:
+            found = intake.read_now(self.lane, self.body, model)
+            if found is None:
+                found = await until_disconnect(self.request, intake.read(self.lane, self.body, model))
+        finally:
+            await self.receiving.aclose()
+        return found
+
+    def _require_json(self) -> None:
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = "the body has to be JSON"
@@ -153,10 +189,6 @@ class Call:
                 value=kind or None,
                 allowed="application/json",
             )
-        try:
-            return model.model_validate_json(self.body)
-        except ValidationError as error:
-            raise problems.of_validation(error, model) from None
 
     def path_text(self, name: str) -> str:
         """A parameter of the path, decoded; a slash in it was written as ``%2F``."""
@@ -165,6 +197,10 @@ class Call:
 
     def query(self, *allowed: str) -> dict[str, str]:
         """The query's fields, each at most once. Raises ApiError 422 for others."""
+        length = len(self.request.scope["query_string"])
+        if length > MAX_QUERY_BYTES:
+            message = f"the query has {length} bytes, more than {MAX_QUERY_BYTES}"
+            raise problems.invalid(message, "query", length, f"at most {MAX_QUERY_BYTES} bytes")
         found: dict[str, str] = {}
         for name, value in self.request.query_params.multi_items():
             if name not in allowed:
@@ -190,7 +226,7 @@ class Endpoint:
     who: Who
     replies: Mapping[int, Any]
     """Status → model of the body, a union of models, or text that is a media type."""
-    body: type[BaseModel] | None = None
+    body: type[RequestBody] | None = None
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
@@ -223,9 +259,10 @@ async def _answer(call: Call) -> Response:
     if call.endpoint.who == "replica":
         return await _answer_replica(call)
     with _admitted(call) as max_body_bytes:
-        if call.endpoint.body is not None:
-            call.body = await _body_in_time(call, max_body_bytes)
-        return await _in_time(call)
+        async with call.receiving:
+            if call.endpoint.body is not None:
+                call.body = await _received(call, call.endpoint.body, max_body_bytes)
+            return await _in_time(call)
 
 
 async def _answer_replica(call: Call) -> Response:
@@ -234,9 +271,9 @@ async def _answer_replica(call: Call) -> Response:
     path = call.endpoint.path + (f"?{query}" if query else "")
     headers = {name: value for name in SIGNED_HEADERS if (value := call.header(name)) is not None}
     call.signed = fleet.verified(headers, call.endpoint.method, path)
-    async with fleet.admitted(call.endpoint.path, limits.body_timeout_s):
+    async with fleet.admitted(call.endpoint.path, limits.body_timeout_s), call.receiving:
         if call.endpoint.body is not None:
-            call.body = await _body_in_time(call, limits.max_body_bytes)
+            call.body = await _received(call, call.endpoint.body, limits.max_body_bytes)
         try:
             call.signed.check_body(call.body)
         except UnverifiedRequest:
@@ -255,6 +292,21 @@ def _admitted(call: Call) -> Iterator[int]:
     rate, burst = own.requests_per_s or limits.requests_per_s, own.burst or limits.burst
     with call.host.gate.admit(principal.tenant, rate, burst):
         yield own.max_body_bytes or limits.max_body_bytes
+
+
+async def _received(call: Call, model: type[RequestBody], max_bytes: int) -> bytes:
+    """The bytes of the body. A long one waits until few others of its tenant are received."""
+    max_bytes = min(max_bytes, call.host.intake.max_bytes(model) or max_bytes)
+    stated = call.request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > max_bytes:
+        raise _too_large(max_bytes, int(stated))
+    if not stated.isdecimal() or int(stated) > call.host.intake.most_inline:
+        try:
+            async with asyncio.timeout(call.host.limits.timeout_s):
+                await call.receiving.enter_async_context(call.host.intake.admit(call.lane))
+        except TimeoutError:
+            raise problems.timed_out(call.host.limits.timeout_s) from None
+    return await _body_in_time(call, max_bytes)
 
 
 async def _body_in_time(call: Call, max_bytes: int) -> bytes:
@@ -291,9 +343,6 @@ def _authenticated(call: Call) -> Principal:
 
 
 async def _bounded_body(request: Request, max_bytes: int) -> bytes:
-    stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > max_bytes:
-        raise _too_large(max_bytes, int(stated))
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():

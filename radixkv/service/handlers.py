@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
@@ -18,7 +18,6 @@ from radixkv.errors import CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.orders import Order
 from radixkv.service.problems import ApiError, internal, invalid, not_found, store_unavailable
-from radixkv.service.prompts import prefix_of
 from radixkv.service.schemas.pins import PinOrder
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
 from radixkv.service.schemas.tenants import OperatorStatsReply, TenantSettings, TenantStatsReply
@@ -41,10 +40,10 @@ async def warm(call: Call) -> Response:
     an `Idempotency-Key` of up to 255 visible ASCII characters it is one, too: repeated with the same key, at any
     replica, it is the same job, for as long as that is kept.
     """
-    body = call.read(WarmRequest)
     service = call.service
     key = _idempotency_key(call)
-    prefix = await prefix_of(body, service.tokenizer, service.rules)
+    reading = await call.read(WarmRequest)
+    body, prefix = reading.body, reading.prompts[0]
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.wait and body.replicas == "self" and key is None:
         with service.warmer.join(namespace, prefix.ids) as warming:
@@ -93,10 +92,9 @@ async def ordered(call: Call, schema: type[Ordered]) -> tuple[Ordered, Namespace
     service, tenant = call.service, call.signed_tenant
     if tenant not in service.keyring.tenants:
         raise not_found("tenant")
-    body = call.read(schema)
-    prompt = LookupRequest(prompt=None, token_ids=body.token_ids, salt=body.salt, adapter=body.adapter)
-    prefix = await prefix_of(prompt, service.tokenizer, service.rules)
-    return body, service.namespace(tenant, body.salt, body.adapter), prefix.ids
+    reading = await call.read(schema)
+    body = reading.body
+    return body, service.namespace(tenant, body.salt, body.adapter), reading.prompts[0].ids
 
 
 async def purge_for_replica(call: Call) -> Response:
@@ -120,9 +118,8 @@ async def warm_job(call: Call) -> Response:
 
 async def lookup(call: Call) -> Response:
     """How much of a prompt is resident for the caller; it is cut where warm cuts it. Counts and touches nothing."""
-    body = call.read(LookupRequest)
-    service = call.service
-    prefix = await prefix_of(body, service.tokenizer, service.rules)
+    reading = await call.read(LookupRequest)
+    service, body, prefix = call.service, reading.body, reading.prompts[0]
     match = service.cache.match(service.namespace(call.tenant, body.salt, body.adapter), prefix.ids)
     return reply(LookupReply(matched_tokens=match.num_tokens, matched_blocks=match.num_blocks))
 
@@ -143,7 +140,7 @@ async def clear(call: Call) -> Response:
     for namespace in found:
         service.warmer.forget(namespace)
         service.keeper.cleared(namespace)
-        num_blocks += await anyio.to_thread.run_sync(service.cache.clear, namespace)
+        num_blocks += await service.threads.run(call.tenant, partial(service.cache.clear, namespace))
     return reply(ClearReply(namespaces=len(found), blocks=num_blocks))
 
 

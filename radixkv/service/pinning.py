@@ -16,7 +16,6 @@ from radixkv.service.fleet import PIN_PATH
 from radixkv.service.handlers import ordered
 from radixkv.service.keeping import Kept
 from radixkv.service.problems import invalid, not_found
-from radixkv.service.prompts import prefix_of
 from radixkv.service.schemas.pins import PinOrder, PinPart, PinReply, PinRequest, PinsReply
 
 
@@ -25,9 +24,8 @@ async def pin(call: Call) -> Response:
 
     On this replica alone it has to be resident: warm it first. Several replicas compute what they lack.
     """
-    body = call.read(PinRequest)
-    service = call.service
-    prefix = await prefix_of(body, service.tokenizer, service.rules)
+    reading = await call.read(PinRequest)
+    service, body, prefix = call.service, reading.body, reading.prompts[0]
     if not len(prefix.ids):
         allowed = f"at least a block of {service.rules.block_size} tokens up to its last stable boundary"
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)

@@ -10,6 +10,7 @@ are the same bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -28,6 +29,7 @@ from radixkv.errors import (
     RadixKVError,
     TokenError,
 )
+from radixkv.service.schemas.base import UNKNOWN_FIELDS
 
 MAX_ECHO = 80
 RETRY_AFTER_S = 1
@@ -173,6 +175,12 @@ def shutting_down() -> ApiError:
     return ApiError(503, "shutting_down", "the server is shutting down", retry_after_s=OUTAGE_RETRY_AFTER_S)
 
 
+def not_read() -> ApiError:
+    """503: the process that read the body ended before it was done."""
+    message = "the body couldn't be read, as the process that read it ended; try again"
+    return ApiError(503, "not_read", message, retry_after_s=RETRY_AFTER_S)
+
+
 def store_unavailable(message: str) -> ApiError:
     """503: what the fleet shares can't be reached."""
     return ApiError(503, "store_unavailable", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
@@ -217,20 +225,27 @@ def of_library(error: RadixKVError) -> ApiError:
 
 
 def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """The answer to a body that is not what ``model`` says: the first thing that is wrong with it."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    """The answer to a body that is not what ``model`` says: the first thing that is wrong, and how much more is.
+
+    The schemas bound the number of errors: unknown fields are one, lists stop at the first bad item.
+    """
+    first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, "invalid_json", first["msg"], allowed="one JSON object")
-    field = field_name(first["loc"])
-    value = None if first["type"] == "missing" else first["input"]
-    if first["type"] == "extra_forbidden":
+    context = first.get("ctx", {})
+    is_unknown = first["type"] == UNKNOWN_FIELDS
+    num_more = error.error_count() - 1 + (context["more"] if is_unknown else 0)
+    more = f" (and {num_more} more)" if num_more else ""
+    if is_unknown:
+        field = str(shown(field_name((*first["loc"], context["name"]))))
         return invalid(
-            f"unknown field {shown(field)}", str(shown(field)), value, _known_fields(first["loc"], model)
+            f"unknown field {field}{more}", field, context["value"], _known_fields(first["loc"], model)
         )
+    field = str(shown(field_name(first["loc"])))
     if first["type"] == "missing":
-        return invalid(f"{field} is required", field, None, "a value")
+        return invalid(f"{field} is required{more}", field, None, "a value")
     allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return invalid(f"{field or 'the body'}: {first['msg']}", field or None, value, allowed)
+    return invalid(f"{field or 'the body'}: {first['msg']}{more}", field or None, first["input"], allowed)
 
 
 def field_name(loc: tuple[int | str, ...]) -> str:
@@ -245,13 +260,18 @@ def field_name(loc: tuple[int | str, ...]) -> str:
 
 
 def _known_fields(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    schema = model.model_json_schema()
+    schema = _schema(model)
     definition: dict[str, Any] = schema
-    for part in loc[:-1]:
+    for part in loc:
         if isinstance(part, str) and part in definition.get("properties", {}):
             reference = _reference(definition["properties"][part])
             definition = schema["$defs"][reference] if reference else {}
     return "one of " + ", ".join(definition.get("properties", {}))
+
+
+@cache
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
 
 
 def _reference(schema: dict[str, Any]) -> str | None:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 async def route(call: Call) -> Response:
     """Rank the replicas for a prompt; the first is taken to get it, unless ``predict`` is false."""
-    body = call.read(RouteRequest)
-    router = call.host.router
-    namespace, ids = await call.host.routed_prompt(call.tenant, body)
+    reading = await call.read(RouteRequest)
+    body, ids, router = reading.body, reading.prompts[0].ids, call.host.router
+    namespace = call.host.routed_to(call.tenant, body)
     own = call.host.keyring.settings.get(call.tenant)
     found = router.rank(
         namespace,

@@ -19,10 +19,11 @@ from radixkv.service import routing
 from radixkv.service.app import make_app
 from radixkv.service.auth import Keyring
 from radixkv.service.endpoint import problem_of
+from radixkv.service.intake import Intake
 from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.problems import ApiError, invalid, no_replica
-from radixkv.service.prompts import Ids, PromptRules, prefix_of
+from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind
 from radixkv.service.settings import RouteSettings
@@ -45,13 +46,15 @@ class RouterHost:
         *,
         limits: Limits | None = None,
         clock: Clock = monotonic,
+        tokenizer_path: str | None = None,
     ) -> None:
+        """``tokenizer_path``: where ``load_tokenizer`` finds the same tokenizer."""
         source = router.source
         assert isinstance(source, Observer)
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits = limits or Limits()
         self.gate = Gate(self.limits.max_concurrent, clock)
-        self._tokenizer = tokenizer
+        self.intake = Intake(tokenizer, _RULES, tokenizer_path)
         view = source.view
         self.metrics = RequestMetrics(
             [
@@ -73,6 +76,7 @@ class RouterHost:
 
     def close(self) -> None:
         """Close the router."""
+        self.intake.close()
         self.router.close()
 
     def problem(self, error: Exception) -> ApiError:
@@ -84,10 +88,9 @@ class RouterHost:
         known = [each.info for each in self.source.reader.known()]
         return sorted(known, key=lambda info: info.id)
 
-    async def routed_prompt(self, tenant: str, body: RouteRequest) -> tuple[Namespace, Ids]:
-        """The namespace and the ids of a prompt. Raises ApiError."""
-        prefix = await prefix_of(body, self._tokenizer, _RULES)
-        return Namespace(tenant, body.model or self._model(), body.adapter, body.salt), prefix.ids
+    def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
+        """The namespace of a prompt. Raises ApiError."""
+        return Namespace(tenant, body.model or self._model(), body.adapter, body.salt)
 
     def sickness(self) -> list[str]:
         """Why this process ought to be replaced."""
@@ -134,7 +137,8 @@ def run(settings: RouteSettings, version: str, on_ready: Callable[[RouterHost, s
 def make_host(settings: RouteSettings) -> RouterHost:
     """A router that follows the replicas already. Raises ConfigError."""
     keys = KeyStore.open(settings.keys)
-    tokenizer = load_tokenizer(None if settings.model is None else str(settings.model))
+    tokenizer_path = None if settings.model is None else str(settings.model)
+    tokenizer = load_tokenizer(tokenizer_path)
     router = Router.connect(
         settings.redis,
         fleet_secret=settings.fleet_secret,
@@ -142,7 +146,7 @@ def make_host(settings: RouteSettings) -> RouterHost:
         cost=settings.cost,
         temperature=settings.temperature,
     )
-    return RouterHost(router, keys, tokenizer, limits=settings.limits)
+    return RouterHost(router, keys, tokenizer, limits=settings.limits, tokenizer_path=tokenizer_path)
 
 
 def _listening(listener: socket.socket) -> socket.socket:

@@ -66,13 +66,20 @@ class BaseTokenizer(ABC):
         return self._join(self._chat.segments(messages, add_generation_prompt))
 
     def stable_messages(self, messages: Sequence[Message]) -> tuple[list[int], int]:
-        """See ``Tokenizer.stable_messages``. Renders the conversation and a few continuations of it."""
+        """See ``Tokenizer.stable_messages``. Renders a template's conversation and a few continuations of it.
+
+        Encodes each segment once, the last text that stays twice.
+        """
         segments = self._chat.segments(messages, False)
         kept, open_text = common_segments(self._chat, messages, segments)
         ids = self._join(kept)
+        rest = segments[len(kept) :]
+        num_left_out = len(self._opening()) if rest and not kept else 0
+        num_left_out += sum(1 if isinstance(each, int) else len(self._ids(each)) for each in rest)
         if open_text is not None and (tail := self._stable_ids(open_text)[0]):
-            ids = ids + tail if kept else self._opening() + tail
-        return ids, len(self._join(segments)) - len(ids)
+            stable = [*([] if kept else self._opening()), *tail]
+            ids, num_left_out = ids + stable, num_left_out - len(stable)
+        return ids, num_left_out
 
     def _stable_ids(self, text: str) -> tuple[list[int], int]:
         whole = self._ids(text)

@@ -45,6 +45,9 @@ class Chat(Protocol):
     opens_like_text: bool
     """Whether the ids that lead a plain text lead a conversation too."""
 
+    only_grows: bool
+    """Whether every continuation begins with the conversation's segments, but for a last text that may grow."""
+
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         """The segments of a conversation. Raises ArgumentError for messages that it can't take."""
         ...
@@ -54,6 +57,7 @@ class MarkerChat:
     """Roles and ends are single ids of the vocabulary."""
 
     opens_like_text = False
+    only_grows = True
 
     def __init__(self, bos_id: int, role_ids: Mapping[str, int], end_id: int) -> None:
         self._bos_id, self._role_ids, self._end_id = bos_id, role_ids, end_id
@@ -70,6 +74,7 @@ class PlainChat:
     """Roles are words at the start of a line."""
 
     opens_like_text = True
+    only_grows = True
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         check_messages(messages)
@@ -90,6 +95,7 @@ class TemplateChat:
     """A Jinja chat template. ``special_ids``: the strings that become ids where the template writes them."""
 
     opens_like_text = False
+    only_grows = False
 
     def __init__(
         self, template: str, special_ids: Mapping[str, int], variables: Mapping[str, object]
@@ -151,8 +157,12 @@ def common_segments(
     goes on, and the text after them if that at most grows.
 
     A template may write a message differently once it isn't the last (dropping its reasoning, say), so the
-    conversation is written with several continuations. Those that the template refuses don't count.
+    conversation is written with several continuations. Those that the template refuses don't count. A chat that only
+    grows isn't written again.
     """
+    if chat.only_grows:
+        last = segments[-1]
+        return (segments[:-1], last) if isinstance(last, str) else (segments, None)
     grown = [chat.segments(messages, True)]
     for roles in _CONTINUATIONS:
         try:

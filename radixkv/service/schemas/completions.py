@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from radixkv.errors import shown
 from radixkv.pins import MAX_TTL_S
-from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody, Seconds
+from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody, Seconds, first_at_most
 from radixkv.service.schemas.prompts import Adapter, Salt, Text, TokenIds
 
 MAX_CHOICES = 32
@@ -122,6 +123,8 @@ class CompletionRequest(RequestBody):
     only (``logprobs`` null, penalties 0, ``logit_bias`` empty, ``suffix`` empty); ``user`` changes nothing.
     """
 
+    without_prompts: ClassVar[Mapping[str, object]] = {"prompt": "-", "user": None}
+
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     prompt: Prompt
     salt: Salt = ""
@@ -145,7 +148,7 @@ class CompletionRequest(RequestBody):
     user: str | None = Field(None, description="changes nothing")
     suffix: Literal[""] | None = None
     logprobs: None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0), first_at_most(0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from radixkv.pins import MAX_TTL_S
-from radixkv.service.schemas.base import ReplyBody, RequestBody, Seconds
-from radixkv.service.schemas.prompts import Adapter, PromptFields, Salt, TokenIds
+from radixkv.service.schemas.base import ReplyBody, Seconds
+from radixkv.service.schemas.prompts import PromptFields, PromptOrder
 from radixkv.service.schemas.warming import Where
 
 
@@ -25,13 +25,10 @@ class PinRequest(PromptFields):
     wait: bool = Field(True, description="false: answer before the replicas have it; no difference for self")
 
 
-class PinOrder(RequestBody):
+class PinOrder(PromptOrder):
     """What a replica is to keep resident as its part of a pin of the fleet."""
 
     pin: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    token_ids: TokenIds
-    salt: Salt = ""
-    adapter: Adapter | None = None
 
 
 class PinPart(ReplyBody):

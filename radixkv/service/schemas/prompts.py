@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody
+
+MAX_MESSAGES = 4096
+"""Messages of one conversation; each costs its markers or its part of a template, also an empty one."""
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
@@ -26,14 +30,28 @@ class Message(RequestBody):
 class PromptForms(RequestBody):
     """A prompt in one of three forms."""
 
+    without_prompts: ClassVar[Mapping[str, object]] = {"prompt": None, "messages": None, "token_ids": None}
+
     prompt: Text | None = Field(None, description="text; exactly one of prompt, messages and token_ids")
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
     token_ids: TokenIds | None = None
 
 
 class PromptFields(PromptForms):
     """A prompt in one of three forms, and the namespace it belongs to."""
 
+    salt: Salt = ""
+    adapter: Adapter | None = None
+
+
+class PromptOrder(RequestBody):
+    """A prefix that another replica orders for a tenant, as ids."""
+
+    without_prompts: ClassVar[Mapping[str, object]] = {"token_ids": [0]}
+
+    token_ids: TokenIds
     salt: Salt = ""
     adapter: Adapter | None = None
 

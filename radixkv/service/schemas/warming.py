@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from radixkv.coordination.settings import REPLICA_ID
-from radixkv.service.schemas.base import ReplyBody, RequestBody, Seconds
+from radixkv.service.schemas.base import ReplyBody, Seconds
 from radixkv.service.schemas.errors import ErrorDetail
-from radixkv.service.schemas.prompts import Adapter, PromptFields, Salt, TokenIds
+from radixkv.service.schemas.prompts import PromptFields, PromptOrder
 
 MAX_NAMED_REPLICAS = 64
 
@@ -47,13 +47,10 @@ class WarmRequest(PromptFields):
     )
 
 
-class OrderRequest(RequestBody):
+class OrderRequest(PromptOrder):
     """What a replica is to warm as its part of a job, or to know in case the one that sees to the job dies."""
 
     job: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    token_ids: TokenIds
-    salt: Salt = ""
-    adapter: Adapter | None = None
     left_out: int = Field(0, ge=0)
 
 

@@ -1,0 +1,236 @@
+"""Processes that read bodies, and the lanes before them: what holds the interpreter's lock for long isn't done here.
+
+    read ─▶ lane of its tenant ─(turn by turn)─▶ a process ─▶ packed ids
+
+Each tenant has a lane, bounded in number and bytes: beyond that it gets Busy, whatever others do. Lanes are served in
+turn, so a tenant waits behind one body of each other tenant that has some waiting, however many those have. A body
+whose client hangs up leaves its lane; one that is being read is read to its end, and dropped.
+
+A process starts with its first body (0.5 s of a core, 60 MB) and ends with the service. It is replaced when it dies or
+takes longer than MAX_READING_S; only the body that it had fails then. The event loop only moves bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from radixkv.clock import Clock, monotonic
+from radixkv.service import problems
+from radixkv.service.frames import HEAD, framed, parts_of
+from radixkv.service.prompts import PromptRules
+from radixkv.service.worker import Busy, Closed
+
+MAX_READING_S = 60.0
+"""A process that takes longer for one body, its own start included, is ended."""
+MAX_WAITING = 256
+MAX_WAITING_BYTES = 64 * 2**20
+"""Bounds of a lane. A longer body is taken by an empty lane."""
+_RESTART_AFTER_S = 1.0
+_CODE = "import sys; from radixkv.service.reading_process import main; main(int(sys.argv[1]), sys.argv[2])"
+
+log = logging.getLogger("radixkv.service")
+
+
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """What a process has to know: where its tokenizer is, that tokenizer's digest, the rules of prompts."""
+
+    tokenizer: str | None
+    digest: str
+    rules: PromptRules
+
+    def document(self, niceness: int) -> str:
+        """The specification as an argument of the process."""
+        return json.dumps({**asdict(self), "niceness": niceness})
+
+
+class Died(Exception):
+    """A process ended, or was ended, before it answered."""
+
+
+class ReadingProcess:
+    """One process; it is started when it is first asked. To be asked one thing at a time, on one event loop."""
+
+    def __init__(self, specification: Specification, niceness: int = 0, clock: Clock = monotonic) -> None:
+        self._argument, self._clock = specification.document(niceness), clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._started_at = float("-inf")
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that runs, if one does."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it, unless it runs. Raises Died if it has just been started, and died."""
+        if self._process is not None:
+            return
+        if self._clock() < self._started_at + _RESTART_AFTER_S:
+            raise Died
+        self._started_at = self._clock()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            self._socket = ours
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CODE, str(theirs.fileno()), self._argument],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+
+    def stop(self) -> None:
+        """End it now. A few milliseconds."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._socket = self._process = None
+
+    async def ask(self, parts: Sequence[bytes]) -> list[memoryview]:
+        """The answer to a message. Raises Died; then it was ended, and the next call starts another."""
+        try:
+            async with asyncio.timeout(MAX_READING_S):
+                self.start()
+                return await self._answer(parts)
+        except (OSError, EOFError, TimeoutError) as error:
+            log.error("a process that reads bodies ended: %s", type(error).__name__)
+            self.stop()
+            raise Died from None
+        except BaseException:
+            self.stop()  # in the middle of a message, so that it can't be asked again
+            raise
+
+    async def _answer(self, parts: Sequence[bytes]) -> list[memoryview]:
+        loop, connection = asyncio.get_running_loop(), self._socket
+        assert connection is not None
+        for each in framed(parts):
+            await loop.sock_sendall(connection, each)
+        (size,) = HEAD.unpack(await self._exactly(connection, HEAD.size))
+        return parts_of(await self._exactly(connection, size))
+
+    @staticmethod
+    async def _exactly(connection: socket.socket, size: int) -> bytearray:
+        loop, found, at = asyncio.get_running_loop(), bytearray(size), 0
+        while at < size:
+            num = await loop.sock_recv_into(connection, memoryview(found)[at:])
+            if not num:
+                raise EOFError
+            at += num
+        return found
+
+
+class _Piece:
+    """A message that waits for a process, and its answer."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self.parts, self.size = parts, sum(map(len, parts))
+        self.answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
+
+
+class ReadingPool:
+    """Some processes, and a lane a tenant. To be used from one event loop; ``close`` it when done."""
+
+    def __init__(self, specification: Specification, num_processes: int, niceness: int = 0) -> None:
+        self.processes = [ReadingProcess(specification, niceness) for _ in range(num_processes)]
+        self._lanes: OrderedDict[str, deque[_Piece]] = OrderedDict()
+        self._num_bytes: dict[str, int] = {}
+        self._waiting = asyncio.Semaphore(0)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages in lanes."""
+        return sum(map(len, self._lanes.values()))
+
+    async def ask(self, lane: str, parts: Sequence[bytes]) -> list[memoryview]:
+        """The answer of a process, when the lane's turn has come. Raises Busy, Closed or ApiError 503."""
+        if self._is_closed:
+            raise Closed
+        piece = _Piece(parts)
+        self._enter(lane, piece)
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._serve(each)) for each in self.processes]
+        try:
+            return await piece.answer
+        except Died:
+            raise problems.not_read() from None
+        finally:
+            self._leave(lane, piece)
+
+    def close(self) -> None:
+        """End the processes; what waits gets Closed."""
+        self._is_closed = True
+        for task in self._tasks:
+            if not task.get_loop().is_closed():
+                task.cancel()
+        for lane in self._lanes.values():
+            for piece in lane:
+                if not piece.answer.done():
+                    piece.answer.set_exception(Closed())
+        for process in self.processes:
+            process.stop()
+
+    def _enter(self, lane: str, piece: _Piece) -> None:
+        waiting, size = self._lanes.get(lane, ()), self._num_bytes.get(lane, 0)
+        if waiting and (len(waiting) >= MAX_WAITING or size + piece.size > MAX_WAITING_BYTES):
+            raise Busy
+        self._lanes.setdefault(lane, deque()).append(piece)
+        self._num_bytes[lane] = size + piece.size
+        self._waiting.release()
+
+    def _leave(self, lane: str, piece: _Piece) -> None:
+        """Take a piece off its lane, if it is still there. O(lane)."""
+        waiting = self._lanes.get(lane)
+        if waiting is not None and piece in waiting:
+            waiting.remove(piece)
+            self._shrunk(lane, piece)
+
+    def _shrunk(self, lane: str, piece: _Piece) -> None:
+        self._num_bytes[lane] -= piece.size
+        if not self._lanes[lane]:
+            del self._lanes[lane], self._num_bytes[lane]
+
+    def _next(self) -> _Piece | None:
+        """The next piece of the lane whose turn it is."""
+        if not self._lanes:
+            return None
+        lane, waiting = next(iter(self._lanes.items()))
+        piece = waiting.popleft()
+        self._lanes.move_to_end(lane)
+        self._shrunk(lane, piece)
+        return piece
+
+    async def _serve(self, process: ReadingProcess) -> None:
+        while True:
+            await self._waiting.acquire()
+            piece = self._next()
+            if piece is None:
+                continue  # it has left its lane
+            try:
+                answer = await process.ask(piece.parts)
+            except asyncio.CancelledError:
+                _settle(piece, Closed())
+                raise
+            except Exception as error:  # noqa: BLE001 whoever waits gets it
+                _settle(piece, error)
+            else:
+                if not piece.answer.done():
+                    piece.answer.set_result(answer)
+
+
+def _settle(piece: _Piece, error: Exception) -> None:
+    if not piece.answer.done():
+        piece.answer.set_exception(error)

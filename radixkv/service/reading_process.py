@@ -1,0 +1,56 @@
+"""A process that reads bodies for a service: started by ``reading_pool``, ends when the service closes its socket.
+
+It imports no torch and holds no key: it has the schemas, a tokenizer and the rules of prompts. It ignores SIGINT and
+SIGTERM, which a terminal or a supervisor may send to the service and to it at once: the service ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from radixkv.service.endpoint import log_unforeseen
+from radixkv.service.frames import receive, send
+from radixkv.service.problems import ApiError, internal
+from radixkv.service.prompts import PromptRules
+from radixkv.service.reading import Reader, packed, packed_problem
+from radixkv.service.schemas.base import RequestBody
+from radixkv.tokenizer import load_tokenizer
+
+
+def main(descriptor: int, specification: str) -> None:
+    """Answer messages on a socket until it is closed. ``specification``: JSON, see ``reading_pool.Specification``."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    wanted = json.loads(specification)
+    os.nice(wanted["niceness"])
+    tokenizer = load_tokenizer(wanted["tokenizer"])
+    if tokenizer.digest != wanted["digest"]:
+        sys.exit("the tokenizer's files have changed since the service started: restart it")
+    reader = Reader(tokenizer, PromptRules(**wanted["rules"]))
+    with socket.socket(fileno=descriptor) as connection:
+        while (parts := receive(connection)) is not None:
+            send(connection, answer(reader, parts))
+
+
+def answer(reader: Reader, parts: Sequence[memoryview]) -> list[bytes]:
+    """The answer to one message: the name of a schema, and a body."""
+    module, _, name = bytes(parts[0]).decode().partition(":")
+    model: type[RequestBody] = getattr(import_module(module), name)
+    try:
+        return packed(reader.read(bytes(parts[1]), model))
+    except ApiError as error:
+        return packed_problem(error)
+    except Exception as error:  # noqa: BLE001 a bug of ours, which must not end the process
+        log_unforeseen(error)
+        return packed_problem(internal())
+
+
+def name_of(model: type[RequestBody]) -> bytes:
+    """What a message calls a schema."""
+    return f"{model.__module__}:{model.__qualname__}".encode()

@@ -1,0 +1,54 @@
+"""How long the event loop of a service under test stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from radixkv.service.core import Service
+from tests.service.running import eventually
+
+_TICK_S = 0.002
+
+
+class LoopWatch:
+    """The longest time between two ticks of a task on the loop, in seconds.
+
+    ``longest_s`` is by the clock, so a busy machine shows; ``longest_work_s`` is the CPU time of the loop's own thread.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = self.longest_work_s = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+    async def tick(self) -> None:
+        last, worked = time.monotonic(), time.thread_time()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now, work = time.monotonic(), time.thread_time()
+            self.longest_s = max(self.longest_s, now - last - _TICK_S)
+            self.longest_work_s = max(self.longest_work_s, work - worked)
+            last, worked = now, work
+
+
+@contextmanager
+def loop_watched(service: Service) -> Iterator[LoopWatch]:
+    """Watch the loop of a running service as long as the ``with`` lasts."""
+    watch, tick, found = LoopWatch(), service.keeper.tick, []
+
+    def begin(*_: Any) -> None:
+        service.keeper.tick = tick  # type: ignore[method-assign]
+        found.append(asyncio.get_running_loop())
+        watch.task = asyncio.create_task(watch.tick())
+        tick()
+
+    service.keeper.tick = begin  # type: ignore[method-assign]
+    eventually(lambda: watch.task, "the watch")
+    try:
+        yield watch
+    finally:
+        assert watch.task is not None
+        found[0].call_soon_threadsafe(watch.task.cancel)
