@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from radixkv.errors import ConfigError, shown
 from radixkv.namespaces import is_tenant_id
+from radixkv.service.problems import place_of
 from radixkv.service.schemas.tenants import TenantSettings
 
 DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
@@ -237,8 +238,8 @@ def _settings(values: Mapping[str, Any], place: str) -> TenantSettings:
     try:
         return TenantSettings.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join((place, *map(str, first["loc"])))
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join((place, *map(str, place_of(first))))
         raise ConfigError("keys", where, f"settings of a tenant ({first['msg']})") from None
 
 

@@ -56,7 +56,7 @@ class Budget:
                 return
         else:
             found = num_quotes // 4
-        message = f"the body has {found} values or more, too many for this endpoint"
+        message = f"the body has {found} values or more, more than {self.max_values}"
         raise invalid(message, None, found, f"at most {self.max_values} values")
 
 

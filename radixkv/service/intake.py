@@ -40,7 +40,8 @@ LOOP_SHARE = 0.25
 LOOP_BURST_S = 0.1
 MAX_RECEIVING = 4
 """Bodies of a tenant, longer than INLINE_COST, that are received or wait to be read at a time."""
-_NICENESS = 5
+_SHORT_NICENESS, _LONG_NICENESS = 2, 15
+"""So that the event loop gets a core at once, even where it shares one with the processes."""
 _MAX_PROCESSES = 4
 
 
@@ -54,8 +55,8 @@ class Intake:
         self._reader = Reader(tokenizer, rules)
         specification = Specification(path, tokenizer.digest, rules)
         num_long = min(max((os.cpu_count() or 1) - 1, 1), _MAX_PROCESSES)
-        self._short = ReadingPool(specification, 1)
-        self._long = ReadingPool(specification, num_long, _NICENESS)
+        self._short = ReadingPool(specification, 1, _SHORT_NICENESS)
+        self._long = ReadingPool(specification, num_long, _LONG_NICENESS)
         self._loop_time = LoopTime(clock)
         self._receiving: dict[str, _Turns] = {}
 

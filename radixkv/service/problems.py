@@ -15,6 +15,7 @@ from math import ceil
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
 from radixkv.errors import (
@@ -236,16 +237,20 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     is_unknown = first["type"] == UNKNOWN_FIELDS
     num_more = error.error_count() - 1 + (context["more"] if is_unknown else 0)
     more = f" (and {num_more} more)" if num_more else ""
+    field = str(shown(field_name(place_of(first))))
     if is_unknown:
-        field = str(shown(field_name((*first["loc"], context["name"]))))
         return invalid(
             f"unknown field {field}{more}", field, context["value"], _known_fields(first["loc"], model)
         )
-    field = str(shown(field_name(first["loc"])))
     if first["type"] == "missing":
         return invalid(f"{field} is required{more}", field, None, "a value")
     allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return invalid(f"{field or 'the body'}: {first['msg']}{more}", field or None, first["input"], allowed)
+
+
+def place_of(error: ErrorDetails) -> tuple[int | str, ...]:
+    """Where one of pydantic's errors is; unknown fields are reported as one error of the object that has them."""
+    return (*error["loc"], error["ctx"]["name"]) if error["type"] == UNKNOWN_FIELDS else error["loc"]
 
 
 def field_name(loc: tuple[int | str, ...]) -> str:
