@@ -32,6 +32,8 @@ from radixkv.service.schemas.tenants import TenantSettings
 DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
 """Keys of the two demo tenants. Public knowledge: served on loopback only."""
 DEMO_OPERATOR_KEY = "demo-operator"
+DEMO_PINNED_BLOCKS = 1024
+"""How many blocks each demo tenant may pin: a quarter of the default pool."""
 
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}\Z")
@@ -98,8 +100,12 @@ class Keyring:
 
     @classmethod
     def demo(cls) -> Keyring:
-        """Two demo tenants and a demo operator, with keys that everybody knows."""
-        return cls.from_document({"operator": DEMO_OPERATOR_KEY, "tenants": dict(DEMO_KEYS)}, "demo keys")
+        """Two demo tenants, which may pin, and a demo operator, with keys that everybody knows."""
+        tenants = {
+            tenant: {"keys": [key], "max_pinned_blocks": DEMO_PINNED_BLOCKS}
+            for tenant, key in DEMO_KEYS.items()
+        }
+        return cls.from_document({"operator": DEMO_OPERATOR_KEY, "tenants": tenants}, "demo keys")
 
     @classmethod
     def load(cls, path: Path) -> Keyring:

@@ -82,6 +82,7 @@ def test_what_isnt_resident_or_too_much_is_refused(service: Running) -> None:
         "pin_budget_exceeded",
         "at most 6 blocks",
     )
+    assert service.operator.put("/v1/tenants/globex", json={}).status_code == 200
     service.globex.post("/v1/warm", json=PROMPT)
     nothing = service.globex.post("/v1/pins", json={**PROMPT, "ttl_s": 600})
     assert refusal(nothing)["allowed"] == "at most 0 blocks", "no guarantee, no budget"
