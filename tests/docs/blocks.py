@@ -19,7 +19,7 @@ _SPAN = re.compile(r"`((?:radixkv|make) [^`]+)`")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. ``line``: of its first line in the document. ``not_run``: the marker's reason, if there is one."""
+    """A fenced block. ``line``: of its first line in the document. ``not_run``: the marker's reason."""
 
     document: str
     line: int

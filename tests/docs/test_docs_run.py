@@ -4,8 +4,8 @@ How a block is run is said by its language:
 
     python          executed, all blocks of a document in order in one namespace. PRELUDES holds the names that the
                     text around says are the reader's own.
-    console         each line after "$ " runs in bash, in order, in a folder of the document's own, against a demo server;
-                    http://127.0.0.1:8400 stands for its address. READERS_FILES lie in that folder.
+    console         each line after "$ " runs in bash, in order, in a folder of the document's own that holds
+                    READERS_FILES, against a demo server; http://127.0.0.1:8400 stands for its address.
     text            shown, but lines that begin with "curl " run
     json            the shape (names and types) of what the "curl " lines before have answered
     acl             shown
@@ -14,8 +14,8 @@ Any other language fails. A block that can't run says so in the line above its f
 
     <!-- not run: needs a GPU -->
 
-A line of a console block that can't run is matched by NOT_RUN, with the reason. Commands of radixkv and make are checked
-in any case, in blocks and in the text: the subcommand, each option and each target exist.
+A line of a console block that can't run is matched by NOT_RUN, with the reason. Commands of radixkv and make are
+checked in any case, in blocks and in the text: the subcommand, each option and each target exist.
 """
 
 from __future__ import annotations

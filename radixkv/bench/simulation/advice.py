@@ -86,7 +86,10 @@ def _best_overall(online: list[Row]) -> list[str]:
         (row for row in online if row["policy"] == name), key=lambda row: row["worst_slice"]["above_lru"]
     )
     dip = worst["worst_slice"]
-    said = f"Over all capacities, {name} closes most of the gap: {_percent(means[name])} on average."
+    said = (
+        f"Of what was tried, {name} closes the largest part of the gap from LRU to the optimum: "
+        f"{_percent(means[name])} on average over all capacities."
+    )
     if dip["above_lru"] < 0:
         said += (
             f" In its worst stretch, {dip['from_s']:,.0f}–{dip['to_s']:,.0f}\N{NO-BREAK SPACE}s "
