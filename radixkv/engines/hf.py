@@ -15,7 +15,9 @@ When a request ends, the KV of its output rows is committed, so that the next tu
 it: all tokens of a row but its newest, which was never computed. Whatever the end, normal, stopped or by an
 error, every sequence is released.
 
-An engine is used by one thread at a time; the cache may be shared.
+An engine is used by one thread at a time; the cache may be shared. While ``on_step``, ``stop``, ``on_chunk`` or
+``on_no_room`` runs, other threads may use the engine, one at a time: so requests can be interleaved, step by step, and
+each gets the tokens that it would have got alone.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -40,7 +43,7 @@ from radixkv.cache import PrefixCache, RequestHints
 from radixkv.clock import Clock, monotonic
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
-from radixkv.errors import ArgumentError, ConfigError, TokenError, wrong_count
+from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError, wrong_count
 from radixkv.namespaces import Namespace
 from radixkv.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
@@ -48,6 +51,9 @@ from radixkv.storage.device import DeviceStorage
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
 
 Prompt = NDArray[np.uint32]
+R = TypeVar("R")
+WaitForRoom = Callable[[CapacityError], bool]
+"""Called when a step found no room, with the error: True to try again, False to raise it."""
 
 _STOCK_SETTINGS: dict[str, Any] = {
     "use_cache": True,
@@ -121,6 +127,7 @@ class _Request:
     eos_token_ids: frozenset[int]
     on_step: Callable[[list[list[int]]], None] | None
     stop: Callable[[], bool] | None
+    on_no_room: WaitForRoom | None
     hints: RequestHints | None
 
     @property
@@ -187,17 +194,19 @@ class HFEngine:
         ids: tokens.TokenIds,
         *,
         on_chunk: Callable[[int, int], None] | None = None,
+        on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
     ) -> Prefill:
         """Compute the KV of all tokens of ``ids`` that isn't cached, and commit it, chunk by chunk.
 
-        ``on_chunk(done, total)`` hears the tokens done after each chunk; ``hints``: see ``PrefixCache.open``.
+        ``on_chunk(done, total)`` gets the tokens done after each chunk; ``on_no_room(error)`` is called when there is
+        no room, and True tries again; ``hints``: see ``PrefixCache.open``.
         Raises TokenError and ArgumentError for ids that the model can't take, CapacityError when there is no room;
         nothing stays open.
         """
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
-        return self._prefill(prompt, on_chunk, lambda: self.cache.open(ns, prompt, hints=hints))
+        return self._prefill(prompt, on_chunk, on_no_room, lambda: self.cache.open(ns, prompt, hints=hints))
 
     def publish(
         self,
@@ -207,6 +216,7 @@ class HFEngine:
         readers: Iterable[str],
         *,
         on_chunk: Callable[[int, int], None] | None = None,
+        on_no_room: WaitForRoom | None = None,
     ) -> Prefill:
         """Publish the whole blocks of ``ids`` for other tenants to read, and compute them: ``PrefixCache.publish``.
 
@@ -216,16 +226,19 @@ class HFEngine:
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
         size = self.cache.config.block_size
         prompt = prompt[: max(len(prompt) // size * size, min(len(prompt), 1))]
-        return self._prefill(prompt, on_chunk, lambda: self.cache.publish(base_id, ns, prompt, readers))
+        return self._prefill(
+            prompt, on_chunk, on_no_room, lambda: self.cache.publish(base_id, ns, prompt, readers)
+        )
 
     def _prefill(
         self,
         prompt: Prompt,
         on_chunk: Callable[[int, int], None] | None,
+        on_no_room: WaitForRoom | None,
         open_sequence: Callable[[], Sequence],
     ) -> Prefill:
         started = self._clock()
-        with open_sequence() as sequence:
+        with _with_room(open_sequence, on_no_room) as sequence:
             cached = sequence.num_cached_tokens
             paged = self._paged([sequence], [cached])
             with paged.attached(self.model):
@@ -251,6 +264,7 @@ class HFEngine:
         sequences: list[Sequence],
         num_computed: list[int],
         request: _Request | None = None,
+        watcher: _Watcher | None = None,
         fanout: int = 1,
     ) -> PagedCache:
         # Beams that end leave the running ones, so among those an end-of-sequence token ends nothing.
@@ -264,6 +278,7 @@ class HFEngine:
             fanout=fanout,
             eos_token_ids=eos,
             beam_steps=request.max_new_tokens if request is not None and is_search else 0,
+            on_no_room=None if watcher is None else watcher.wait_for_room,
         )
 
     # Generation -----------------------------------------------------------------------------------------------
@@ -284,6 +299,7 @@ class HFEngine:
         eos_token_id: int | Iterable[int] | None = None,
         on_step: Callable[[list[list[int]]], None] | None = None,
         stop: Callable[[], bool] | None = None,
+        on_no_room: WaitForRoom | None = None,
         hints: RequestHints | None = None,
     ) -> Generation:
         """Continue one prompt (ids in any form) or a batch of them (a list of prompts).
@@ -296,6 +312,7 @@ class HFEngine:
         eos_token_id: None for the model's own; -1 or an empty list for never.
         on_step: hears the new token of each output row after each step, ``[]`` for rows that ended; not with beams.
         stop: asked after each prefill chunk and each step; True ends the request with what there is.
+        on_no_room: called with the error when a step finds no room; True tries the step again.
         hints: what eviction policies may use of these requests, one for all: see ``PrefixCache.open``.
 
         Raises before anything happens: TokenError (ids that aren't token ids or lie outside the vocabulary),
@@ -317,9 +334,10 @@ class HFEngine:
             eos_token_ids=self.eos_token_ids if eos_token_id is None else _ids_of(eos_token_id),
             on_step=on_step,
             stop=stop,
+            on_no_room=on_no_room,
             hints=hints,
         )
-        watcher = _Watcher(request, self._clock)
+        watcher = _Watcher(request, self._clock, _Random(request.seed, self.model.device))
         with ExitStack() as stack:
             pages = self._prefill_rows(request, watcher, stack)
             cached = [page.sequences[0].num_cached_tokens for page in pages]
@@ -331,8 +349,9 @@ class HFEngine:
         """Open each prompt and compute all but its last token; ends early when the caller asks to stop."""
         pages: list[PagedCache] = []
         for prompt in request.prompts:
-            sequence = stack.enter_context(self.cache.open(request.namespace, prompt, hints=request.hints))
-            page = self._paged([sequence], [sequence.num_cached_tokens], request)
+            opening = partial(self.cache.open, request.namespace, prompt, hints=request.hints)
+            sequence = stack.enter_context(_with_room(opening, request.on_no_room))
+            page = self._paged([sequence], [sequence.num_cached_tokens], request, watcher)
             pages.append(page)
             with page.attached(self.model):
                 for _ in self._compute(page, prompt[:-1]):
@@ -351,10 +370,10 @@ class HFEngine:
         else:
             computed = [len(prompt) - 1 for prompt in request.prompts]
             sequences = [page.sequences[0] for page in pages]
-            paged = self._paged(sequences, computed, request, fanout=request.fanout)
+            paged = self._paged(sequences, computed, request, watcher, fanout=request.fanout)
         stack.callback(paged.release)
         input_ids, attention_mask = self._pad(request.prompts)
-        with paged.attached(self.model), _seeded(request.seed, self.model.device):
+        with paged.attached(self.model), watcher.random.inside():
             output: Tensor = cast(Any, self.model).generate(
                 input_ids,
                 attention_mask=attention_mask,
@@ -438,8 +457,8 @@ class HFEngine:
 class _Watcher(StoppingCriteria):
     """Sits in transformers' loop: notes the first token's time, tells the caller each step, asks whether to stop."""
 
-    def __init__(self, request: _Request, clock: Clock) -> None:
-        self._request, self._clock = request, clock
+    def __init__(self, request: _Request, clock: Clock, random: _Random) -> None:
+        self._request, self._clock, self.random = request, clock, random
         self._ended = [False] * request.num_rows
         self.first_token_at: float | None = None
         self.stopped = False
@@ -449,15 +468,25 @@ class _Watcher(StoppingCriteria):
         if self.first_token_at is None:
             self.first_token_at = self._clock()
         if self._request.on_step is not None:
-            self._request.on_step(self._step(input_ids[:, -1].tolist()))
+            step = self._step(input_ids[:, -1].tolist())
+            with self.random.outside():
+                self._request.on_step(step)
         self.ask_to_stop()
         return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
 
     def ask_to_stop(self) -> bool:
         """Ask the caller; once yes, always yes."""
         if self._request.stop is not None and not self.stopped:
-            self.stopped = bool(self._request.stop())
+            with self.random.outside():
+                self.stopped = bool(self._request.stop())
         return self.stopped
+
+    def wait_for_room(self, error: CapacityError) -> bool:
+        """Whether the caller says to try again."""
+        if self._request.on_no_room is None:
+            return False
+        with self.random.outside():
+            return self._request.on_no_room(error)
 
     def _step(self, newest: list[int]) -> list[list[int]]:
         step = [[] if ended else [token_id] for token_id, ended in zip(newest, self._ended, strict=True)]
@@ -466,20 +495,69 @@ class _Watcher(StoppingCriteria):
         return step
 
 
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, the device's random state is that after ``torch.manual_seed(seed)``; afterwards what it was before."""
-    if seed is None:
-        yield
-        return
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
-        yield
+class _Random:
+    """The device's random state of a request with a seed: set inside ``inside``, but for ``outside`` within that.
+
+    So the caller, and the requests of others that run in its callbacks, find the state that they left, and so does
+    this one. Without a seed nothing is set. Costs two copies of a state of 5 kB at each ``outside``.
+    """
+
+    def __init__(self, seed: int | None, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._outer: list[Tensor] | None = None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The random state is that after ``torch.manual_seed(seed)``; afterwards it is what it was before."""
+        if self._seed is None:
+            yield
+            return
+        self._outer = self._state()
+        try:
+            if self._device.type == "cuda":
+                with torch.cuda.device(self._device):
+                    torch.cuda.manual_seed(self._seed)
+            else:
+                torch.default_generator.manual_seed(self._seed)
+            yield
+        finally:
+            self._set(self._outer)
+            self._outer = None
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """The random state is the caller's."""
+        if self._outer is None:
+            yield
+            return
+        own = self._state()
+        self._set(self._outer)
+        try:
+            yield
+        finally:
+            self._outer = self._state()
+            self._set(own)
+
+    def _state(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self._device)
+
+
+def _with_room(step: Callable[[], R], on_no_room: WaitForRoom | None) -> R:
+    """The result of a step, tried again while it finds no room and ``on_no_room`` says so."""
+    while True:
+        try:
+            return step()
+        except CapacityError as error:
+            if on_no_room is None or not on_no_room(error):
+                raise
 
 
 def _commit_outputs(paged: PagedCache, request: _Request, rows: list[list[int]]) -> None:

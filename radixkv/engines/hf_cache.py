@@ -36,7 +36,7 @@ and values is refused with the reason.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -121,7 +121,8 @@ class PagedCache(Cache):
 
     ``sequences``: one for each group of ``fanout`` rows; the cache takes charge of them. ``num_computed[i]`` of
     their tokens are in the blocks already. ``width`` is what transformers calls the sequence length. ``beam_steps``:
-    the most steps of a beam search, if the device is to make them.
+    the most steps of a beam search, if the device is to make them. ``on_no_room``: called with the error when a step
+    finds no room; True tries the step again.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class PagedCache(Cache):
         fanout: int = 1,
         eos_token_ids: frozenset[int] = frozenset(),
         beam_steps: int = 0,
+        on_no_room: Callable[[CapacityError], bool] | None = None,
     ) -> None:
         self._prefix_cache, self._storage = prefix_cache, storage
         self._block_size = prefix_cache.config.block_size
@@ -145,7 +147,7 @@ class PagedCache(Cache):
         self._pads = [self.width - length for length in num_computed]
         self._finished = [False] * len(sequences)
         self._is_decoding = False
-        self._beam_steps = beam_steps
+        self._beam_steps, self._on_no_room = beam_steps, on_no_room
         self._beams: LentBeams | None = None
         self._parents: Tensor | None = None  # of the next beam step, on the device
         self._steps_ahead = 0  # beam steps for which there are blocks
@@ -163,13 +165,23 @@ class PagedCache(Cache):
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if kwargs.get("past_key_values") is self:
-                self.begin_step(kwargs["input_ids"])
+                self._begin_with_room(kwargs["input_ids"])
 
         handle = model.register_forward_pre_hook(before, with_kwargs=True)
         try:
             yield
         finally:
             handle.remove()
+
+    def _begin_with_room(self, input_ids: Tensor) -> None:
+        """``begin_step``, again while there is no room and ``on_no_room`` says so."""
+        while True:
+            try:
+                self.begin_step(input_ids)
+                return
+            except CapacityError as error:
+                if self._on_no_room is None or not self._on_no_room(error):
+                    raise
 
     def begin_step(self, input_ids: Tensor) -> None:
         """Make room for ``input_ids`` ``[rows, tokens]``; more than one token a row only where room exists.

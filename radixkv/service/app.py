@@ -29,6 +29,7 @@ from radixkv.service.completions import completions
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, Host, has_encoded_slash, serve
 from radixkv.service.fleet import PURGE_PATH, WARM_PATH
+from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
 from radixkv.service.schemas.completions import CompletionReply, CompletionRequest
@@ -182,7 +183,7 @@ def make_app(
             405: handlers.wrong_method,
             Exception: handlers.crashed,
         },
-        middleware=[Middleware(SecurityHeaders), Middleware(EncodedSlashes)],
+        middleware=[Middleware(SecurityHeaders), Middleware(Framing), Middleware(EncodedSlashes)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

@@ -50,9 +50,12 @@ async def publish(call: Call) -> Response:
         def on_chunk(done: int, total: int) -> None:
             work.num_prefill_tokens = total - done
             if done < total:
+                work.turn()
                 work.check()
 
-        return service.engine.publish(body.id, namespace, prefix.ids, readers, on_chunk=on_chunk)
+        return service.engine.publish(
+            body.id, namespace, prefix.ids, readers, on_chunk=on_chunk, on_no_room=work.wait_for_room
+        )
 
     work = service.worker.submit(ACCOUNT, compute, len(prefix.ids))
     try:

@@ -1,10 +1,13 @@
 """``POST /v1/completions``: OpenAI's shape over the engine, whole or as a stream of server-sent events.
 
     event loop:  validate ─▶ submit ─▶ wait, or forward pieces ─▶ reply
-    model thread:              generate ─▶ each step: ids → text, stop strings ─▶ pieces to the loop
+    model thread:              generate ─▶ each step: ids → text, stop strings ─▶ pieces to the loop, then other tenants
 
 A client that hangs up cancels the work: the generation ends at its next step and releases what it holds. A
 stream begins once the first token is there, so that a refusal is still an HTTP status.
+
+A stream that isn't read is suspended after MAX_STEPS_AHEAD steps, and goes on once it is read. If another request needs
+its place first, or its time is over, it is ended.
 
 Temperatures below 0.001 are greedy (dividing logits by less overflows fp32). Greedy completions of one prompt
 are equal, so ``n`` of them cost one. Beam search takes no temperature, top_p or top_k and isn't streamed:
@@ -15,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -38,7 +42,7 @@ from radixkv.service.schemas.completions import (
     Timings,
     Usage,
 )
-from radixkv.service.textstream import TextStream
+from radixkv.service.textstream import Stop, TextStream
 from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
@@ -46,6 +50,10 @@ if TYPE_CHECKING:
     from radixkv.service.core import Service
 
 MAX_ROWS = 64
+MAX_STEPS_AHEAD = 16
+"""Steps that the model makes for a stream before the event loop has taken the text of the first of them."""
+_TEXT_SLICE = 64
+"""Tokens whose text is made before other tenants have a turn, once the generation is over."""
 _GREEDY_BELOW = 1e-3
 _READING_S = 5.0
 """What a stream's reader has beyond the time of the answer, to read how it ended."""
@@ -90,6 +98,40 @@ class EventStream(StreamingResponse):
             self._work.cancel()
 
 
+class Progress:
+    """Steps that were made for a stream and not yet taken by it. The model's thread writes, the event loop reads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._lock = threading.Lock()
+        self._num_ahead = 0
+
+    def made(self) -> None:
+        """A step was made."""
+        with self._lock:
+            self._num_ahead += 1
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake the stream, from any thread."""
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    def is_full(self) -> bool:
+        """Whether the model is so far ahead that it has to wait."""
+        return self._num_ahead >= MAX_STEPS_AHEAD
+
+    def taken(self) -> None:
+        """The stream takes all text that there is."""
+        with self._lock:
+            self._num_ahead = 0
+
+    async def wait(self) -> None:
+        """Wait until something has happened since the last wait."""
+        await self._changed.wait()
+        self._changed.clear()
+
+
 class Run:
     """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
 
@@ -103,8 +145,10 @@ class Run:
         given = body.hints or Hints()
         self.hints = RequestHints({"type": COMPLETION, **given.labels}, given.priority, given.duration_s)
         rows = body.n // self.copies
+        stops = [Stop(each) for each in dict.fromkeys(body.stops)]
+        self.progress: Progress | None = None
         self.texts = [
-            TextStream(self.service.tokenizer, prompt.ids.tolist(), body.stops)
+            TextStream(self.service.tokenizer, prompt.ids[-16:].tolist(), stops)
             for prompt in prompts
             for _ in range(rows)
         ]
@@ -112,61 +156,62 @@ class Run:
 
     async def whole(self) -> Response:
         """The reply as one JSON body."""
-        work = self._submit(lambda: None)
+        work = self._submit()
         try:
             generation = await until_disconnect(self.call.request, finished(work))
         finally:
             work.cancel()
-        self._finish(generation)
-        texts = [self._echo(row) + text.take(final=True) for row, text in enumerate(self.texts)]
+        self._count(generation)
+        texts = [self._echo(row) + text.take() for row, text in enumerate(self.texts)]
         choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(texts)]
         return reply(self._reply(choices, self._usage(generation), self._timings(generation)))
 
     async def streamed(self) -> Response:
         """The reply as server-sent events, begun once the first step is done."""
-        steps: asyncio.Queue[None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        work = self._submit(lambda: loop.call_soon_threadsafe(steps.put_nowait, None))
-        work.future.add_done_callback(lambda _: loop.call_soon_threadsafe(steps.put_nowait, None))
+        self.progress = progress = Progress()
+        work = self._submit()
+        work.future.add_done_callback(lambda _: progress.tell())
         try:
-            await until_disconnect(self.call.request, steps.get())
+            await until_disconnect(self.call.request, progress.wait())
             if work.future.done():
                 await finished(work)
         except BaseException:
             work.cancel()
             raise
         headers = {"X-Accel-Buffering": "no"}
-        return EventStream(self._events(work, steps), work, headers, self._time_left() + _READING_S)
+        return EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
 
     def _time_left(self) -> float:
         return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
 
-    async def _events(self, work: Work[Generation], steps: asyncio.Queue[None]) -> AsyncIterator[bytes]:
+    async def _events(self, work: Work[Generation], progress: Progress) -> AsyncIterator[bytes]:
         try:
             if self.body.echo:
                 yield self._chunk(
                     [self._choice(row, self._echo(row), None) for row in range(len(self.texts))]
                 )
             while not work.future.done():
+                progress.taken()
+                work.resume()
                 if pieces := self._pieces():
                     yield self._chunk(pieces)
-                await self._next(steps)
+                await self._next(progress)
             generation = await finished(work)
-            self._finish(generation)
+            self._count(generation)
             for event in self._last_events(generation):
                 yield event
         except Exception as error:  # noqa: BLE001 too late for a status: the stream says it
             yield _event({"error": self.service.problem(error).body})
 
-    async def _next(self, steps: asyncio.Queue[None]) -> None:
+    async def _next(self, progress: Progress) -> None:
         """Wait for a step. Raises ApiError when the answer's time is over."""
         try:
-            await asyncio.wait_for(steps.get(), self._time_left())
+            await asyncio.wait_for(progress.wait(), self._time_left())
         except TimeoutError:
             raise timed_out(self.service.limits.timeout_s) from None
 
     def _last_events(self, generation: Generation) -> list[bytes]:
-        rest = [text.take(final=True) for text in self.texts]
+        rest = [text.take() for text in self.texts]
         choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(rest)]
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         timings = self._timings(generation)
@@ -176,42 +221,58 @@ class Run:
             events.append(_event(self._reply([], usage, timings).model_dump()))
         return [*events, b"data: [DONE]\n\n"]
 
-    def _submit(self, on_progress: Callable[[], object]) -> Work[Generation]:
+    def _submit(self) -> Work[Generation]:
         namespace = self.service.namespace(self.call.tenant, self.body.salt, self.body.adapter)
         cache = self.service.cache
         lacking = [len(each.ids) - cache.match(namespace, each.ids).num_tokens for each in self.prompts]
         return self.service.worker.submit(
-            self.call.tenant, lambda work: self._generate(namespace, work, on_progress), sum(lacking)
+            self.call.tenant, lambda work: self._generate(namespace, work), sum(lacking)
         )
 
-    def _generate(
-        self, namespace: Namespace, work: Work[Generation], on_progress: Callable[[], object]
-    ) -> Generation:
+    def _generate(self, namespace: Namespace, work: Work[Generation]) -> Generation:
         """In the model's thread."""
         self.began_at = self.service.clock()
-        if (
-            self.body.use_beam_search
-        ):  # no step of beams is told, so their prefill would seem to last for all of it
+        progress = self.progress
+        if self.body.use_beam_search:  # no step of beams is told: their prefill would seem to last to the end
             work.num_prefill_tokens = 0
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0
             for text, ids in zip(self.texts, new_ids, strict=True):
                 text.push(ids)
-            on_progress()
+            if progress is not None:
+                progress.made()
+
+        def is_over() -> bool:
+            if not all(text.stopped for text in self.texts):
+                work.turn(None if progress is None else progress.is_full)
+                return work.stopping
+            return True
 
         generation = self.service.engine.generate(
             namespace,
             [prompt.ids.tolist() for prompt in self.prompts],
             self.body.max_tokens,
             on_step=None if self.body.use_beam_search else on_step,
-            stop=lambda: work.stopping or all(text.stopped for text in self.texts),
+            stop=is_over,
+            on_no_room=work.wait_for_room,
             hints=self.hints,
             **self._sampling(),
         )
+        self._complete(generation, work)
         if self.service.recorder is not None:
             self._record(self.service.recorder, namespace, generation)
         return generation
+
+    def _complete(self, generation: Generation, work: Work[Generation]) -> None:
+        """Bring the texts up to the last token, which a beam's steps don't tell. Raises Cancelled."""
+        for text, ids in zip(self.texts, generation.token_ids, strict=True):
+            while not text.stopped and text.num_tokens < len(ids):
+                text.push(ids[text.num_tokens : text.num_tokens + _TEXT_SLICE])
+                work.turn()
+                work.check()
+            text.close()
+        work.check()
 
     def _record(self, recorder: Recorder, namespace: Namespace, generation: Generation) -> None:
         rows = len(generation.token_ids) // len(self.prompts)
@@ -236,11 +297,7 @@ class Run:
             "num_return_sequences": body.n,
         }
 
-    def _finish(self, generation: Generation) -> None:
-        """Bring the texts up to the last token, which a beam's steps don't tell."""
-        for text, ids in zip(self.texts, generation.token_ids, strict=True):
-            text.push(ids[text.num_tokens :])
-            text.close()
+    def _count(self, generation: Generation) -> None:
         usage, timings = self._usage(generation), self._timings(generation)
         self.service.metrics.completed(
             self.call.tenant,

@@ -37,7 +37,7 @@ from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.tenants import TenantSettings
-from radixkv.service.worker import Busy, Cancelled, Closed
+from radixkv.service.worker import Busy, Cancelled, Closed, Stalled
 
 if TYPE_CHECKING:
     from radixkv.clock import Clock
@@ -372,6 +372,8 @@ def problem_of(error: Exception) -> ApiError:
         return problems.busy()
     if isinstance(error, TooFast):
         return problems.too_fast(error.wait_s, str(error))
+    if isinstance(error, Stalled):
+        return problems.stalled()
     if isinstance(error, Closed | Cancelled):
         return problems.shutting_down()
     answer = problems.of_library(error) if isinstance(error, RadixKVError) else problems.internal()

@@ -171,6 +171,12 @@ def cleared() -> ApiError:
     return ApiError(409, "conflict", message, retry_after_s=RETRY_AFTER_S)
 
 
+def stalled() -> ApiError:
+    """503: the answer wasn't read, and other requests needed its place."""
+    message = "this stream was not read while other requests needed its place; ask again"
+    return ApiError(503, "stalled", message, retry_after_s=RETRY_AFTER_S)
+
+
 def shutting_down() -> ApiError:
     """503: this process is about to end."""
     return ApiError(503, "shutting_down", "the server is shutting down", retry_after_s=OUTAGE_RETRY_AFTER_S)

@@ -20,51 +20,17 @@ from contextlib import contextmanager
 import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from radixkv.errors import ConfigError
 from radixkv.service.app import create_app
 from radixkv.service.build import build_service
+from radixkv.service.connection import Connection, quieten
 from radixkv.service.core import Service
 from radixkv.service.limits import Limits
 from radixkv.service.settings import ServeSettings, Tls
 
 GRACE_S = 5
-HEAD_TIMEOUT_S = 20.0
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
-
-
-class ImpatientProtocol(H11Protocol):
-    """HTTP/1.1 that closes a connection on which the head of a request takes longer than HEAD_TIMEOUT_S."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first head."""
-        super().connection_made(transport)
-        self._await_head()
-
-    def data_received(self, data: bytes) -> None:
-        """Wait on, unless these bytes ended a head."""
-        super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._await_head()
-        else:
-            self._stop_waiting()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing."""
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _await_head(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 class Listener(uvicorn.Server):
@@ -75,7 +41,8 @@ class Listener(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=ImpatientProtocol,
+            http=Connection,
+            ws="none",
             ssl_certfile=None if tls is None else tls.cert,
             ssl_keyfile=None if tls is None else tls.key,
             log_config=None,
@@ -85,6 +52,7 @@ class Listener(uvicorn.Server):
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)
+        quieten()
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -7,10 +7,15 @@ both come from here.
 
     ids:   … prompt tail | new …
                 ▲ start        ▲ done      decode([start, now)) − decode([start, done)) is the next piece
+
+Stop strings are matched by the automaton of Knuth, Morris and Pratt: each character of the text is looked at once for
+each stop string, whatever their lengths, and the state of the automaton is how much of the text's end may become a
+stop string. So a completion costs O(text × stop strings).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from radixkv.tokenizer import Tokenizer
@@ -18,17 +23,58 @@ from radixkv.tokenizer import Tokenizer
 _CONTEXT = 6
 """Ids of the prompt that the first piece is decoded after."""
 _UNFINISHED = "\ufffd"
+_MAX_UNFINISHED = 16
+"""Ids that may wait for the end of a character; a character has at most 4 bytes, so more of them are broken text."""
+
+
+class Stop:
+    """A stop string and its failure function: O(length) to make, shared by all rows of a request."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.fallback = [0] * len(text)
+        length = 0
+        for place in range(1, len(text)):
+            while length and text[place] != text[length]:
+                length = self.fallback[length - 1]
+            length += text[place] == text[length]
+            self.fallback[place] = length
+
+
+class _Matcher:
+    """How much of a stop string the text so far ends with."""
+
+    __slots__ = ("matched", "stop")
+
+    def __init__(self, stop: Stop) -> None:
+        self.stop, self.matched = stop, 0
+
+    def feed(self, piece: str) -> int | None:
+        """Where in ``piece`` the stop string first ends, or None. O(piece), amortised."""
+        text, fallback, matched = self.stop.text, self.stop.fallback, self.matched
+        for place, character in enumerate(piece, 1):
+            while matched and text[matched] != character:
+                matched = fallback[matched - 1]
+            matched += text[matched] == character
+            if matched == len(text):
+                return place
+        self.matched = matched
+        return None
 
 
 class TextStream:
-    """The text of one completion. ``push`` ids, take ``text[emitted:]`` when it may be shown."""
+    """The text of one completion: ``push`` ids, ``take`` what may be shown.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Iterable[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+    One thread pushes and another may take.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Iterable[Stop] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._matchers = [_Matcher(stop) for stop in stops]
         self._ids = [int(token_id) for token_id in prompt_ids[-_CONTEXT:]]
         self._start, self._done = 0, len(self._ids)
-        self._emitted = 0
-        self.text = ""
+        self._ready: deque[str] = deque()
+        self._held = ""
         self.num_tokens = 0
         self.stopped = False
 
@@ -46,35 +92,49 @@ class TextStream:
         """No more ids: what was held back is text now."""
         if not self.stopped:
             self._decode(final=True)
+            self._show(self._held)
+            self._held = ""
 
-    def take(self, *, final: bool = False) -> str:
+    def take(self) -> str:
         """The text that may be shown and was not taken yet; what may become a stop string is held back."""
-        end = len(self.text) if final or self.stopped else len(self.text) - self._held_back()
-        piece, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
-        return piece
+        parts = []
+        while self._ready:
+            parts.append(self._ready.popleft())
+        return "".join(parts)
 
     def _decode(self, *, final: bool) -> None:
         before = self._tokenizer.decode(self._ids[self._start : self._done])
         after = self._tokenizer.decode(self._ids[self._start :])
         if len(after) <= len(before) or (after.endswith(_UNFINISHED) and not final):
+            if len(self._ids) - self._done > _MAX_UNFINISHED:
+                self._move_on(before, after)
             return
-        searched = len(self.text)
-        self.text += after[len(before) :]
+        self._add(after[len(before) :])
         self._start, self._done = self._done, len(self._ids)
-        self._find_stop(searched)
 
-    def _find_stop(self, searched: int) -> None:
-        """Cut the text before the first stop string, if one ends behind ``searched``."""
-        found = [
-            at for stop in self._stops if (at := self.text.find(stop, max(searched - len(stop) + 1, 0))) >= 0
+    def _move_on(self, before: str, after: str) -> None:
+        """Hand out the text of all but the last ids, where it can be split: it is broken and won't become whole."""
+        for done in range(len(self._ids) - 1, len(self._ids) - 9, -1):
+            text = self._tokenizer.decode(self._ids[self._start : done])
+            if len(text) > len(before) and text + self._tokenizer.decode(self._ids[done:]) == after:
+                self._add(text[len(before) :])
+                self._start, self._done = self._done, done
+                return
+
+    def _add(self, piece: str) -> None:
+        """More text: show it up to the first stop string in it, or up to what may become one."""
+        ends = [
+            (end - len(each.stop.text)) for each in self._matchers if (end := each.feed(piece)) is not None
         ]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        text = self._held + piece
+        if ends:
+            self.stopped, self._held = True, ""
+            self._show(text[: len(text) - len(piece) + min(ends)])
+            return
+        shown = len(text) - max((each.matched for each in self._matchers), default=0)
+        self._held = text[shown:]
+        self._show(text[:shown])
 
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self._stops):
-                return size
-        return 0
+    def _show(self, piece: str) -> None:
+        if piece:
+            self._ready.append(piece)

@@ -128,13 +128,16 @@ class Warmer:
 
         def on_chunk(num_ready: int, _total: int) -> None:
             warming.num_ready, work.num_prefill_tokens = num_ready, len(ids) - num_ready
+            work.turn()
             work.check()
 
         cache = self._engine.cache
         match = cache.match(namespace, ids)
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, len(ids) - match.num_tokens
         if match.num_tokens < len(ids):
-            self._engine.prefill(namespace, ids, on_chunk=on_chunk, hints=_HINTS)
+            self._engine.prefill(
+                namespace, ids, on_chunk=on_chunk, on_no_room=work.wait_for_room, hints=_HINTS
+            )
             if cache.match(namespace, ids).num_tokens < len(ids):
                 raise ClearedMeanwhile
         else:

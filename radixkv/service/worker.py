@@ -1,11 +1,24 @@
-"""The one thread that runs the model, and the queue before it.
+"""The threads that run the model, one at a time, and the queue before them.
 
-The queue has one lane a tenant, served in turn, so that a tenant with much waiting delays another by one
-piece of work at most, and each lane is bounded: beyond that the tenant is told Busy, whatever others do.
-Work is cancelled by its ``Work`` handle: what waits never starts, what runs is told through ``Work.stopping``
-and ends itself at its next step.
+    submit ──▶ lane of its tenant ──(turn by turn, a step each)──▶ a thread with the turn ──▶ Work.future
 
-    submit ──▶ lane of its tenant ──(turn by turn)──▶ thread ──▶ Work.future
+The queue has one lane a tenant. Tenants take turns, a step each: between two steps a piece of work calls
+``Work.turn``, which lets the other tenants' work run first. So a tenant with much or endless work slows another down
+by its share of the steps, and no more. Each lane is bounded: beyond that the tenant's next request is Busy, whatever
+others do.
+
+Work that has begun is *open*. It keeps its thread and its place in the cache until it ends, but computes only while
+it has the turn, so one thread at a time uses the model. Open work without the turn is
+
+- ready: it waits for its next turn;
+- suspended: its reader has to take what is there first (``Work.turn(is_ahead)``), and it isn't given a turn until then;
+- short of room: other open work has to end first (``Work.wait_for_room``).
+
+A lane begins its next piece of work when it has none that is ready. At most MAX_OPEN_EACH pieces of a lane and MAX_OPEN
+in all are open. Where that bound, or the room in the cache, keeps other work waiting, the piece that has been suspended
+longest is ended, if that is longer than STALLED_AFTER_S: it raises Stalled.
+
+Work is cancelled by its ``Work`` handle: what waits never starts, what is open ends itself at its next step.
 """
 
 from __future__ import annotations
@@ -15,9 +28,20 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from radixkv.clock import monotonic
+from radixkv.errors import CapacityError, QuotaExceeded
+
 T = TypeVar("T")
+
+MAX_OPEN_EACH = 4
+"""Pieces of a tenant's work that are open at once; all but one of them are suspended or short of room."""
+MAX_OPEN = 64
+"""Pieces of work that are open at once: each has a thread."""
+STALLED_AFTER_S = 1.0
+"""Work that has been suspended for so long may be ended when its place is needed."""
 
 
 class Busy(Exception):
@@ -29,17 +53,26 @@ class Closed(Exception):
 
 
 class Cancelled(Exception):
-    """Raised inside running work that was told to stop."""
+    """Raised inside open work that was told to stop."""
+
+
+class Stalled(Cancelled):
+    """The work waited for its reader, and its place was needed."""
 
 
 class Work(Generic[T]):
     """One piece of work: its future, whether it has to stop, and how many prompt tokens it has still to compute."""
 
-    def __init__(self, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0) -> None:
+    def __init__(
+        self, worker: ModelWorker, tenant: str, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0
+    ) -> None:
         self.future: Future[T] = Future()
+        self.tenant = tenant
         self.num_prefill_tokens = num_prefill_tokens
-        self._run = run
+        self.has_turn = threading.Semaphore(0)
+        self._worker, self._run = worker, run
         self._stopping = threading.Event()
+        self._is_stalled = False
 
     @property
     def stopping(self) -> bool:
@@ -47,17 +80,41 @@ class Work(Generic[T]):
         return self._stopping.is_set()
 
     def check(self) -> None:
-        """Raise Cancelled if the work was cancelled."""
+        """Raise Cancelled if the work was cancelled, Stalled if that was because nobody read what it made."""
         if self._stopping.is_set():
-            raise Cancelled
+            raise Stalled if self._is_stalled else Cancelled
+
+    def turn(self, is_ahead: Callable[[], bool] | None = None) -> None:
+        """Let the other tenants' work make a step, and wait while ``is_ahead()``; from the work's own thread.
+
+        ``is_ahead`` is asked once and has to be quick; ``resume`` ends the wait, and so does ``cancel``.
+        """
+        self._worker.give_way(self, is_ahead)
+
+    def wait_for_room(self, error: CapacityError) -> bool:
+        """Wait until other open work has ended; False if there is none, so that waiting won't help.
+
+        From the work's own thread, when it found no room for its next step.
+        """
+        return self._worker.wait_for_room(self, error)
+
+    def resume(self) -> None:
+        """The reader took what was there: go on. From any thread."""
+        self._worker.wake(self)
 
     def cancel(self) -> None:
         """Never start, or stop at the next step. From any thread, as often as you like."""
         self._stopping.set()
         self.future.cancel()
+        self._worker.wake(self)
+
+    def stall(self) -> None:
+        """Stop with Stalled."""
+        self._is_stalled = True
+        self._stopping.set()
 
     def execute(self, on_error: Callable[[Exception], object]) -> None:
-        """Run, in the calling thread, and settle the future; ``on_error`` hears of errors that nobody waits for too."""
+        """Run in the calling thread and settle the future; errors go to ``on_error`` too."""
         if self.future.set_running_or_notify_cancel():
             try:
                 result = self._run(self)
@@ -69,88 +126,261 @@ class Work(Generic[T]):
                 self.future.set_result(result)
 
 
+class _Lane:
+    """A tenant's work that hasn't begun, that is ready for a turn, and the number of pieces that are open."""
+
+    __slots__ = ("num_open", "ready", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[Work[Any]] = deque()
+        self.ready: deque[Work[Any]] = deque()
+        self.num_open = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.ready or self.num_open)
+
+
+class _Thread(threading.Thread):
+    """Runs a piece of work, and then the next one that it is given; None ends it."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        super().__init__(name="radixkv-model", daemon=True)
+        self.given: SimpleQueue[Work[Any] | None] = SimpleQueue()
+        self._worker = worker
+
+    def run(self) -> None:
+        while (work := self.given.get()) is not None:
+            self._worker.run(work, self)
+
+
 class ModelWorker:
-    """A thread with fair, bounded lanes. ``close`` it when done."""
+    """Fair, bounded lanes of work on one model. Thread-safe. ``close`` it when done."""
 
     def __init__(
         self, max_queued: int = 32, on_error: Callable[[Exception], object] = lambda _: None
     ) -> None:
         self.max_queued, self._on_error = max_queued, on_error
-        self._lanes: OrderedDict[str, deque[Work[Any]]] = OrderedDict()
-        self._unfinished: dict[Work[Any], str] = {}
-        self._wakeup = threading.Condition()
+        self._lanes: OrderedDict[str, _Lane] = OrderedDict()
+        self._unfinished: dict[Work[Any], None] = {}
+        self._open: set[Work[Any]] = set()
+        self._suspended: dict[Work[Any], float] = {}  # since when
+        self._short: dict[Work[Any], bool] = {}  # whether of its tenant's own quota
+        self._running: Work[Any] | None = None
+        self._idle: list[_Thread] = []
+        self._lock = threading.Condition()
+        self._timer: threading.Timer | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="radixkv-model", daemon=True)
-        self._thread.start()
 
     @property
     def num_unfinished(self) -> int:
-        """Pieces of work that wait or run."""
-        with self._wakeup:
+        """Pieces of work that wait or are open."""
+        with self._lock:
             return len(self._unfinished)
 
     @property
+    def num_suspended(self) -> int:
+        """Pieces of work that wait until their reader takes what is there."""
+        with self._lock:
+            return len(self._suspended)
+
+    @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens that all of it has still to compute, as far as who submitted it says. O(unfinished)."""
-        with self._wakeup:
+        """Prompt tokens that all of it has still to compute, as far as its ``submit`` said. O(unfinished)."""
+        with self._lock:
             return sum(work.num_prefill_tokens for work in self._unfinished if not work.future.cancelled())
 
     def submit(self, tenant: str, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0) -> Work[T]:
-        """Queue ``run`` in the tenant's lane. O(1). Raises Busy or Closed."""
-        with self._wakeup:
+        """Queue ``run`` in the tenant's lane. O(tenants with work). Raises Busy or Closed."""
+        with self._lock:
             if self._closed:
                 raise Closed
-            lane = self._lanes.setdefault(tenant, deque())
-            if len(lane) >= self.max_queued:
+            lane = self._lanes.setdefault(tenant, _Lane())
+            if len(lane.waiting) >= self.max_queued:
                 self._drop_cancelled(lane)
-            if len(lane) >= self.max_queued:
+            if len(lane.waiting) >= self.max_queued:
                 raise Busy
-            work = Work(run, num_prefill_tokens)
-            lane.append(work)
-            self._unfinished[work] = tenant
-            self._wakeup.notify()
+            work = Work(self, tenant, run, num_prefill_tokens)
+            lane.waiting.append(work)
+            self._unfinished[work] = None
+            self._dispatch()
             return work
 
     def close(self) -> None:
-        """Cancel everything, wait for what runs to stop, end the thread."""
-        with self._wakeup:
+        """Cancel everything, wait for what runs to stop, end the threads."""
+        with self._lock:
             self._closed = True
-            for work in self._unfinished:
-                work.cancel()
-            self._wakeup.notify()
-        self._thread.join()
+            unfinished = list(self._unfinished)
+        for work in unfinished:
+            work.cancel()
+        with self._lock:
+            self._dispatch()
+            self._lock.wait_for(lambda: not self._open)
+            for lane in self._lanes.values():
+                self._drop_cancelled(lane)
+            threads, self._idle = self._idle, []
+            if self._timer is not None:
+                self._timer.cancel()
+        for thread in threads:
+            thread.given.put(None)
+            thread.join()
 
-    def _drop_cancelled(self, lane: deque[Work[Any]]) -> None:
-        """Let go of what would never start. O(lane), and only when the lane is full."""
-        kept = [work for work in lane if not work.future.cancelled()]
-        for work in lane:
-            if work.future.cancelled():
-                del self._unfinished[work]
-        lane.clear()
-        lane.extend(kept)
+    # ---- from the threads that run work
 
-    def _forget(self, work: Work[Any]) -> None:
-        with self._wakeup:
+    def run(self, work: Work[Any], thread: _Thread) -> None:
+        """Run a piece of work that has the turn, to its end."""
+        work.execute(self._on_error)
+        with self._lock:
+            self._open.discard(work)
             self._unfinished.pop(work, None)
+            lane = self._lanes[work.tenant]
+            lane.num_open -= 1
+            if lane.is_empty:
+                del self._lanes[work.tenant]
+            for each in [*self._short]:
+                self._make_ready(each)
+            self._running = None
+            self._idle.append(thread)
+            self._dispatch()
+            self._lock.notify_all()
 
-    def _serve(self) -> None:
-        while (work := self._next()) is not None:
-            work.execute(self._on_error)
-            self._forget(work)
+    def give_way(self, work: Work[Any], is_ahead: Callable[[], bool] | None) -> None:
+        """Let others have the turn, if there are any, and wait for the next one: see ``Work.turn``."""
+        with self._lock:
+            if work.stopping:
+                return
+            if is_ahead is not None and is_ahead():
+                self._suspended[work] = monotonic()
+                self._relieve()
+            elif self._is_awaited(work.tenant):
+                self._lanes[work.tenant].ready.append(work)
+            else:
+                return
+            self._running = None
+            self._dispatch()
+        work.has_turn.acquire()
+
+    def wait_for_room(self, work: Work[Any], error: CapacityError) -> bool:
+        """Wait for the end of other work, of the same tenant if its own quota is what is over."""
+        with self._lock:
+            is_own = isinstance(error, QuotaExceeded)
+            others = [
+                each
+                for each in self._open
+                if each is not work and each not in self._short and (each.tenant == work.tenant or not is_own)
+            ]
+            if work.stopping or not others:
+                return False
+            self._short[work] = is_own
+            self._relieve()
+            self._running = None
+            self._dispatch()
+        work.has_turn.acquire()
+        return not work.stopping
+
+    def wake(self, work: Work[Any]) -> None:
+        """Suspended work, and work that is short of room, is ready for a turn."""
+        with self._lock:
+            if work in self._suspended or work in self._short:
+                self._make_ready(work)
+                self._dispatch()
+
+    # ---- with the lock held
+
+    def _make_ready(self, work: Work[Any]) -> None:
+        self._suspended.pop(work, None)
+        self._short.pop(work, None)
+        self._lanes[work.tenant].ready.append(work)
+
+    def _is_awaited(self, tenant: str) -> bool:
+        """Whether anything else than this tenant's one open piece of work could have the turn."""
+        return any(lane.ready or (lane.waiting and name != tenant) for name, lane in self._lanes.items())
+
+    def _dispatch(self) -> None:
+        """Give the turn to the next piece of work, if nothing has it."""
+        if self._running is not None or (work := self._next()) is None:
+            return
+        self._running = work
+        if work in self._open:
+            work.has_turn.release()
+            return
+        self._open.add(work)
+        self._lanes[work.tenant].num_open += 1
+        if self._idle:
+            thread = self._idle.pop()
+        else:
+            thread = _Thread(self)
+            thread.start()
+        thread.given.put(work)
 
     def _next(self) -> Work[Any] | None:
-        with self._wakeup:
-            while not self._lanes:
-                if self._closed:
-                    return None
-                self._wakeup.wait()
-            tenant, lane = next(iter(self._lanes.items()))
-            work = lane.popleft()
-            if lane:
+        for tenant, lane in list(self._lanes.items()):
+            work = self._next_of(lane)
+            if work is not None:
                 self._lanes.move_to_end(tenant)
-            else:
+                return work
+            if lane.is_empty:
                 del self._lanes[tenant]
-            return work
+        return None
+
+    def _next_of(self, lane: _Lane) -> Work[Any] | None:
+        if lane.ready:
+            return lane.ready.popleft()
+        while lane.waiting and lane.waiting[0].future.cancelled():
+            del self._unfinished[lane.waiting.popleft()]
+        if not lane.waiting:
+            return None
+        is_full = lane.num_open >= MAX_OPEN_EACH
+        if not is_full and len(self._open) < MAX_OPEN:
+            return lane.waiting.popleft()
+        found = self._stalled(lane.waiting[0].tenant if is_full else None)
+        if found is not None:
+            self._stall(found)
+        return found
+
+    def _relieve(self) -> None:
+        """End stalled work for each piece that is short of room."""
+        for work, is_own in list(self._short.items()):
+            found = self._stalled(work.tenant if is_own else None)
+            if found is not None:
+                self._stall(found)
+                self._lanes[found.tenant].ready.append(found)
+
+    def _stalled(self, tenant: str | None) -> Work[Any] | None:
+        """The work, of a tenant or of any, that was suspended longest, if long enough; else look again in time."""
+        for work, since in self._suspended.items():
+            if tenant in (None, work.tenant):
+                wait_s = since + STALLED_AFTER_S - monotonic()
+                if wait_s <= 0:
+                    return work
+                self._look_again(wait_s)
+                break
+        return None
+
+    def _look_again(self, wait_s: float) -> None:
+        if self._timer is None and not self._closed:
+            self._timer = threading.Timer(wait_s, self._on_time)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _on_time(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._relieve()
+            self._dispatch()
+
+    def _stall(self, work: Work[Any]) -> None:
+        del self._suspended[work]
+        work.stall()
+
+    def _drop_cancelled(self, lane: _Lane) -> None:
+        """Forget what would never start. O(lane), and only when the lane is full or the worker is closed."""
+        kept = [work for work in lane.waiting if not work.future.cancelled()]
+        for work in lane.waiting:
+            if work.future.cancelled():
+                del self._unfinished[work]
+        lane.waiting.clear()
+        lane.waiting.extend(kept)
 
 
 async def finished(work: Work[T]) -> T:
@@ -167,5 +397,5 @@ async def finished(work: Work[T]) -> T:
 
 
 def _detach(waiting: asyncio.Future[Any]) -> None:
-    """Let nobody be told about the outcome of a future that nobody waits for any more."""
+    """Ignore the outcome of a future that nothing waits for any more."""
     waiting.add_done_callback(lambda done: None if done.cancelled() else done.exception())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.hf_cache import PagedCache
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError
 from radixkv.namespaces import Namespace, Tenant
+from radixkv.service.worker import ModelWorker, Work
 from radixkv.storage.layout import KVLayout
 from radixkv_policies import LRU, RequestHints
 from tests.engines.support import EOS, VOCAB, engine_over, model_of, prompt_of, stock
@@ -287,6 +290,84 @@ def test_a_seed_leaves_the_random_state_alone() -> None:
             torch.manual_seed(1)
             assert engine.generate(ns, prompt_of(12), 20, **sampled).token_ids == first
             assert engine.generate(ns, prompt_of(12), 20, **sampled).token_ids != first
+
+
+INTERLEAVED: tuple[dict[str, Any], ...] = (
+    {"do_sample": True, "seed": 1},
+    {"do_sample": True, "seed": 2, "num_return_sequences": 3},
+    {},
+    {"num_beams": 3},
+    {"do_sample": True, "seed": 1, "temperature": 0.7},
+)
+
+
+def test_requests_that_are_interleaved_step_by_step_get_their_own_tokens() -> None:
+    """Each in a thread of the worker's, a tenant each: they take turns after each chunk and each step."""
+    with engine_over(model_of(), num_blocks=200, chunk_tokens=5) as engine:
+        namespaces = [engine.namespace(f"t{place}") for place in range(len(INTERLEAVED))]
+        prompts = [prompt_of(20 + place, place) for place in range(len(INTERLEAVED))]
+        requests = list(zip(namespaces, prompts, INTERLEAVED, strict=True))
+        alone = [
+            engine.generate(ns, ids, 12, eos_token_id=-1, **mode).token_ids for ns, ids, mode in requests
+        ]
+        for ns in namespaces:
+            engine.cache.clear(ns)
+        before, order = torch.random.get_rng_state(), list[int]()
+        worker, held = ModelWorker(), threading.Event()
+
+        def generate(place: int, work: Work[Any]) -> list[list[int]]:
+            ns, ids, mode = requests[place]
+
+            def stop() -> bool:
+                order.append(place)
+                work.turn()
+                return work.stopping
+
+            return engine.generate(ns, ids, 12, eos_token_id=-1, stop=stop, **mode).token_ids
+
+        worker.submit("z", lambda _: held.wait(60))
+        works = [worker.submit(f"t{n}", partial(generate, n)) for n in range(len(requests))]
+        held.set()
+        assert [work.future.result(120) for work in works] == alone
+        worker.close()
+        assert order[:10] == [0, 1, 2, 3, 4] * 2, "they were interleaved"
+        assert torch.random.get_rng_state().equal(before)
+        assert engine.cache.stats().num_sequences == 0
+        audit.check(engine.cache)
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1, "num_return_sequences": 3}]
+)
+def test_a_step_without_room_is_tried_again(mode: dict[str, Any]) -> None:
+    with engine_over(model_of(), num_blocks=40) as engine:
+        ns, prompt = engine.namespace("acme"), prompt_of(20)
+        expected = engine.generate(ns, prompt, 12, eos_token_id=-1, **mode).token_ids
+        held = engine.cache.open(engine.namespace("other"), prompt_of(4 * 33, 9))
+        asked: list[CapacityError] = []
+
+        def on_no_room(error: CapacityError) -> bool:
+            asked.append(error)
+            torch.rand(3)  # what others draw meanwhile
+            held.release()
+            return True
+
+        made = engine.generate(ns, prompt, 12, eos_token_id=-1, on_no_room=on_no_room, **mode)
+        assert made.token_ids == expected and len(asked) == 1
+        audit.check(engine.cache)
+
+
+def test_a_prefill_without_room_is_tried_again() -> None:
+    with engine_over(model_of(), num_blocks=10) as engine:
+        held = engine.cache.open(engine.namespace("other"), prompt_of(30, 9))
+        with pytest.raises(CapacityError):
+            engine.prefill(engine.namespace("acme"), prompt_of(30), on_no_room=lambda _: False)
+
+        def on_no_room(_: CapacityError) -> bool:
+            held.release()
+            return True
+
+        assert engine.prefill(engine.namespace("acme"), prompt_of(30), on_no_room=on_no_room).num_tokens == 30
 
 
 # --- capacity

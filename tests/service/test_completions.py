@@ -11,7 +11,7 @@ import pytest
 
 from radixkv import audit
 from radixkv.service.completions import EventStream
-from radixkv.service.worker import Work
+from radixkv.service.worker import ModelWorker, Work
 from tests.service.running import Running, client, eventually, model_held, sent
 
 
@@ -222,7 +222,8 @@ def test_one_that_waits_and_is_hung_up_on_never_starts(live: Running, salt: str)
 
 
 def test_a_stream_that_never_began_is_cancelled_too() -> None:
-    work: Work[None] = Work(lambda _: None)
+    worker = ModelWorker()
+    work: Work[None] = Work(worker, "acme", lambda _: None)
 
     async def events() -> AsyncIterator[bytes]:
         yield b"data: never\n\n"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
+from radixkv.clock import ManualClock
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.app import SECURITY_HEADERS
 from radixkv.service.client import Client
+from radixkv.service.connection import Noise
 from radixkv.service.endpoint import problem_of
 from radixkv.service.settings import RouteSettings, ServeSettings
 from radixkv.service.worker import Work
@@ -272,3 +277,83 @@ def test_there_is_no_pickle() -> None:
 
 def test_it_settles_after_all_that(live: Running) -> None:
     assert eventually(lambda: live.nobody.get("/healthz").status_code == 200)
+
+
+def raw_answer(live: Running, request: bytes) -> bytes:
+    """All that the server sends until it closes the connection."""
+    place = urlsplit(live.url)
+    received = b""
+    with socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S) as connection:
+        connection.sendall(request)
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(65_536):
+                received += part
+    return received
+
+
+SMUGGLED = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("path", [b"/v1/lookup", b"/healthz", b"/nowhere"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        b"content-length: 5\r\ntransfer-encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+        b"content-length: 5\r\ncontent-length: 6\r\n",
+        b"content-length: 5, 6\r\n",
+        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
+    ],
+)
+def test_a_length_that_can_be_read_in_two_ways_is_refused(live: Running, path: bytes, lengths: bytes) -> None:
+    for key in (b"", b"authorization: Bearer demo-acme\r\ncontent-type: application/json\r\n"):
+        head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\n" + key + lengths + b"\r\n"
+        answer = raw_answer(live, head + b"0\r\n\r\n" + SMUGGLED)
+        assert re.match(rb"HTTP/1.1 (400|501) ", answer), answer
+        assert answer.count(b"HTTP/1.1 ") == 1, "what follows is no request"
+
+
+RUBBISH = (
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"GET / HTTP/9.9\r\nconnection: close\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: websocket\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n\r\n",
+    b"POST /v1/lookup HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/lookup HTTP/1.1\r\nhost: x\r\nauthorization: Bearer demo-acme\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n5\r\n{}\r\n\r\nzz",
+    b"GET /v1/stats HTTP/1.1\r\nhost: x\r\nauthorization: Bearer rubbish\r\nconnection: close\r\n\r\n",
+    b"PUT /v1/stats HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n\xff\xff\r\n\r\n",
+)
+
+
+def test_rubbish_writes_no_line_each(live: Running, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    for request in RUBBISH * 5:
+        raw_answer(live, request)
+    assert len(caplog.records) <= 2, [each.getMessage() for each in caplog.records]
+    assert not any(each.exc_info for each in caplog.records)
+    assert live.nobody.get("/healthz").status_code == 200
+
+
+def test_rubbish_is_counted_in_one_line_a_minute() -> None:
+    clock = ManualClock()
+    noise = Noise(clock)
+
+    def heard(msg: str, level: int = logging.WARNING) -> str | None:
+        record = logging.LogRecord("uvicorn.error", level, "", 0, msg, (), None)
+        return record.getMessage() if noise.filter(record) else None
+
+    assert (
+        heard("Invalid HTTP request received.") == "1 requests were not valid HTTP since the last such line"
+    )
+    assert [heard("Invalid HTTP request received.") for _ in range(40)] == [None] * 40
+    assert heard("Unsupported upgrade request.") is None
+    assert heard("Something else") == "Something else"
+    clock.advance(61)
+    assert (
+        heard("Invalid HTTP request received.") == "42 requests were not valid HTTP since the last such line"
+    )

@@ -16,7 +16,7 @@ import pytest
 
 from radixkv import audit
 from radixkv.service import client as service_client
-from radixkv.service import server
+from radixkv.service import connection as connections
 from radixkv.service.limits import Gate, Limits, TokenBucket, TooFast
 from radixkv.service.worker import Busy
 from tests.service.running import DEADLINE_S, Running, client, eventually, model_held, service_in_thread
@@ -181,7 +181,7 @@ def test_a_body_that_does_not_arrive_is_408() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /"])
 def test_a_head_that_does_not_arrive_closes_the_connection(monkeypatch: Any, sent: bytes) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
     with service_in_thread(**{"num-blocks": "64"}) as live, connection(live) as raw:
         raw.sendall(sent)
         received = b""

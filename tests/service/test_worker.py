@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from radixkv.service.worker import Busy, Cancelled, Closed, ModelWorker, Work
-from tests.service.running import DEADLINE_S
+from radixkv.errors import CapacityError, QuotaExceeded
+from radixkv.service.worker import Busy, Cancelled, Closed, ModelWorker, Stalled, Work
+from tests.service.running import DEADLINE_S, eventually
 
 
 @pytest.fixture
@@ -98,3 +99,167 @@ def test_closing_cancels_everything() -> None:
     with pytest.raises(Closed):
         worker.submit("a", lambda _: None)
     worker.close()
+
+
+def steps(worker: ModelWorker, tenant: str, order: list[str], num: int) -> Work[None]:
+    """Work of so many steps, each of which is noted."""
+
+    def run(work: Work[None]) -> None:
+        for _ in range(num):
+            work.turn()
+            work.check()
+            order.append(tenant)
+
+    return worker.submit(tenant, run)
+
+
+def test_running_work_yields_to_other_tenants_at_each_step(worker: ModelWorker) -> None:
+    release, order = hold(worker), list[str]()
+    endless = steps(worker, "a", order, 10**9)
+    works = [steps(worker, tenant, order, 3) for tenant in ("b", "c", "b")]
+    release.set()
+    for work in works:
+        work.future.result(DEADLINE_S)
+    endless.cancel()
+    with pytest.raises(Cancelled):
+        endless.future.result(DEADLINE_S)
+    done = order[: len(order) - order[::-1].index("b")]
+    assert done.count("b") == 6 and done.count("c") == 3
+    assert done.count("a") <= 10, "one step of a's for each of b's"
+
+
+def test_a_tenants_own_work_goes_one_after_the_other(worker: ModelWorker) -> None:
+    order: list[str] = []
+    release = hold(worker)
+    works = [
+        worker.submit("a", lambda work, n=n: [order.append(n) or work.turn() for _ in range(3)])  # type: ignore[func-returns-value]
+        for n in ("1", "2")
+    ]
+    steps(worker, "b", order, 6)
+    release.set()
+    for work in works:
+        work.future.result(DEADLINE_S)
+    assert [each for each in order if each != "b"] == ["1"] * 3 + ["2"] * 3
+
+
+def test_only_one_piece_of_work_computes_at_a_time(worker: ModelWorker) -> None:
+    inside = threading.Lock()
+
+    def run(work: Work[None]) -> None:
+        for _ in range(200):
+            assert inside.acquire(blocking=False)
+            inside.release()
+            work.turn()
+
+    for work in [worker.submit(tenant, run) for tenant in "abcdefgh"]:
+        work.future.result(DEADLINE_S)
+
+
+def ahead(worker: ModelWorker, tenant: str = "a") -> tuple[Work[str], threading.Event]:
+    """Work that is suspended until the event is set and it is told to go on."""
+    taken = threading.Event()
+
+    def run(work: Work[str]) -> str:
+        while not taken.is_set():
+            work.turn(lambda: not taken.is_set())
+            work.check()
+        return "read"
+
+    return worker.submit(tenant, run), taken
+
+
+def test_work_that_is_ahead_of_its_reader_is_suspended(worker: ModelWorker) -> None:
+    work, taken = ahead(worker)
+    eventually(lambda: worker.num_suspended == 1)
+    assert worker.submit("a", lambda _: "next").future.result(DEADLINE_S) == "next"
+    assert worker.submit("b", lambda _: "other").future.result(DEADLINE_S) == "other"
+    work.resume()
+    eventually(lambda: worker.num_suspended == 1)
+    taken.set()
+    work.resume()
+    assert work.future.result(DEADLINE_S) == "read" and worker.num_suspended == 0
+
+
+def test_suspended_work_can_be_cancelled(worker: ModelWorker) -> None:
+    work, _ = ahead(worker)
+    eventually(lambda: worker.num_suspended == 1)
+    work.cancel()
+    assert type(work.future.exception(DEADLINE_S)) is Cancelled
+
+
+@pytest.mark.parametrize("bound", ["MAX_OPEN_EACH", "MAX_OPEN"])
+def test_what_is_suspended_longest_ends_when_its_place_is_needed(
+    worker: ModelWorker, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr("radixkv.service.worker.STALLED_AFTER_S", 0.2)
+    monkeypatch.setattr(f"radixkv.service.worker.{bound}", 2)
+    first, _ = ahead(worker)
+    eventually(lambda: worker.num_suspended == 1)
+    second, taken = ahead(worker)
+    eventually(lambda: worker.num_suspended == 2)
+    tenant = "a" if bound == "MAX_OPEN_EACH" else "b"
+    assert worker.submit(tenant, lambda _: 5).future.result(DEADLINE_S) == 5
+    assert isinstance(first.future.exception(DEADLINE_S), Stalled)
+    taken.set()
+    second.resume()
+    assert second.future.result(DEADLINE_S) == "read"
+
+
+def lacking(worker: ModelWorker, tenant: str, error: CapacityError, has_room: threading.Event) -> Work[str]:
+    """Work that needs room until the event is set."""
+
+    def run(work: Work[str]) -> str:
+        while not has_room.is_set():
+            if not work.wait_for_room(error):
+                work.check()
+                return "refused"
+        return "found"
+
+    return worker.submit(tenant, run)
+
+
+def test_work_without_room_waits_for_the_end_of_other_work(worker: ModelWorker) -> None:
+    room = threading.Event()
+    other = hold(worker)
+    work = lacking(worker, "a", CapacityError(), room)
+    last = worker.submit("z", lambda each: [each.turn() for _ in range(5)] and room.set())
+    other.set()
+    assert work.future.result(DEADLINE_S) == "found" and last.future.done()
+
+
+def test_nothing_waits_for_room_that_cannot_come(worker: ModelWorker) -> None:
+    never = threading.Event()
+    assert lacking(worker, "a", CapacityError(), never).future.result(DEADLINE_S) == "refused"
+    release = hold(worker)
+    both = [lacking(worker, tenant, CapacityError(), never) for tenant in "ab"]
+    release.set()
+    assert [work.future.result(DEADLINE_S) for work in both] == ["refused", "refused"]
+    suspended, _ = ahead(worker)
+    eventually(lambda: worker.num_suspended == 1)
+    own = QuotaExceeded(2, 1, 1, 0)
+    assert lacking(worker, "b", own, never).future.result(DEADLINE_S) == "refused"
+    suspended.cancel()
+
+
+def test_a_suspended_stream_makes_room(worker: ModelWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.service.worker.STALLED_AFTER_S", 0.2)
+    suspended, _ = ahead(worker)
+    eventually(lambda: worker.num_suspended == 1)
+    work = lacking(worker, "b", CapacityError(), threading.Event())
+    assert isinstance(suspended.future.exception(DEADLINE_S), Stalled)
+    assert work.future.result(DEADLINE_S) == "refused", "all others have ended, and there still is none"
+
+
+def test_closing_ends_what_is_suspended() -> None:
+    worker = ModelWorker()
+    work, _ = ahead(worker)
+    eventually(lambda: worker.num_suspended == 1)
+    worker.close()
+    assert isinstance(work.future.exception(0), Cancelled) and worker.num_unfinished == 0
+
+
+def test_threads_are_used_again(worker: ModelWorker) -> None:
+    def name(_: Work[int]) -> int:
+        return threading.get_ident()
+
+    assert len({worker.submit(tenant, name).future.result(DEADLINE_S) for tenant in "abcabc"}) <= 2

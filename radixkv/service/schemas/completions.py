@@ -13,6 +13,8 @@ from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody, Secon
 from radixkv.service.schemas.prompts import Adapter, Salt, Text, TokenIds
 
 MAX_CHOICES = 32
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
 MAX_PROMPTS = 64
 MAX_LABELS = 16
 MAX_LABEL_NAME = 64
@@ -39,8 +41,10 @@ def _stop_form(value: Any) -> str:
     return "many" if isinstance(value, list) else "one"
 
 
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop = Annotated[
-    Annotated[Text, Tag("one")] | Annotated[list[Text], Field(max_length=4, fail_fast=True), Tag("many")],
+    Annotated[_StopText, Tag("one")]
+    | Annotated[list[_StopText], Field(max_length=MAX_STOPS, fail_fast=True), Tag("many")],
     Discriminator(_stop_form),
 ]
 
