@@ -21,7 +21,7 @@ from click.core import ParameterSource
 from radixkv import COMPILED, __version__
 from radixkv.cli_bench import bench
 from radixkv.cli_client import keys, purge, stats, warm
-from radixkv.cli_output import NewFile, Number, counter, listed, print_result
+from radixkv.cli_output import NewFile, Number, counter, listed, needs_extra, print_result
 from radixkv.cli_output import json_option as _json_option
 from radixkv.cli_output import print_json as _print_json
 from radixkv.cli_output import progress as _progress
@@ -29,6 +29,7 @@ from radixkv.cli_output import table as _table
 from radixkv.clock import monotonic
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
+from radixkv.extras import MissingExtra, require
 
 if TYPE_CHECKING:
     from radixkv.audit.verdict import AuditReport
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         code = _complain(error.format_message(), error.exit_code)
     except (ConfigError, ArgumentError) as error:
+        code = _complain(str(error), 2)
+    except MissingExtra as error:
         code = _complain(str(error), 2)
     except (RadixKVError, OSError) as error:  # OSError: output that can't be written
         code = _complain(str(error), 1)
@@ -142,6 +145,7 @@ def _given(
 @commands.command()
 @_options(_SERVE_OPTIONS)
 @click.pass_context
+@needs_extra("service")
 def serve(context: click.Context, /, **values: str | None) -> None:
     """Serve a model and its prefix cache over HTTP."""
     from radixkv.service.settings import ServeSettings
@@ -192,6 +196,7 @@ _ROUTE_OPTIONS: Mapping[str, str] = {
 @commands.command()
 @_options(_ROUTE_OPTIONS)
 @click.pass_context
+@needs_extra("route")
 def route(context: click.Context, /, **values: str | None) -> None:
     """Say which replica a prompt should go to, over HTTP, beside any number of replicas."""
     from radixkv.service.settings import RouteSettings
@@ -251,6 +256,7 @@ def audit() -> None:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--html", type=NewFile(), help="Write the report there as a page.")
 @_json_option
+@needs_extra("audit")
 def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) -> None:
     """Audit a library's caches in this process, or a server with the keys of two of its tenants.
 
@@ -262,9 +268,6 @@ def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) 
         raise
     except RadixKVError as error:
         raise _NoVerdict(str(error)) from error
-    except ImportError as error:
-        allowed = "an installation with the extra: pip install 'radixkv[audit]'"
-        raise ConfigError("audit", error.name, allowed) from None
     if html is not None:
         from pathlib import Path
 
@@ -449,9 +452,9 @@ def simulate(
 
     model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
     given = {"policies": listed(policy), "capacities": _capacities(capacity), "tenants": listed(tenants)}
-    for option, path, library in (("--html", html, "plotly"), ("--svg", svg, "matplotlib")):
+    for option, path in (("--html", html), ("--svg", svg)):
         if path is not None:
-            report.require(option, library)
+            require(f"radixkv simulate {option}", "bench")
     with _progress(1_000, "simulating") as advance:
         result = simulator.run(
             [Path(each) for each in traces],

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from radixkv.cli_output import counter, json_option, listed, print_result, progress, table
+from radixkv.cli_output import counter, json_option, listed, needs_extra, print_result, progress, table
+from radixkv.extras import require
 
 
 @click.group()
@@ -22,6 +23,7 @@ def bench() -> None:
 @click.option("--tokens", type=click.IntRange(1), default=1500, show_default=True, help="Prompt length.")
 @click.option("--pairs", type=click.IntRange(1), default=5, show_default=True)
 @json_option
+@needs_extra("http")
 def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_json: bool) -> None:
     """Time to first token, cold against warmed."""
     from radixkv.bench import ttft
@@ -29,6 +31,7 @@ def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_jso
 
     with ExitStack() as stack:
         if url is None:
+            require("radixkv bench ttft without --url", "service")
             from radixkv.service.local import demo_service
 
             url = stack.enter_context(demo_service())
@@ -127,6 +130,7 @@ def bench_concurrency(as_json: bool, **options: Any) -> None:
 @click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @json_option
+@needs_extra("storage")
 def bench_fork(as_json: bool, **options: Any) -> None:
     """What a fork's copies cost."""
     from radixkv.bench import fork
@@ -149,6 +153,7 @@ def bench_fork(as_json: bool, **options: Any) -> None:
 @click.option("--repeats", type=click.IntRange(1), default=30, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @json_option
+@needs_extra("storage")
 def bench_kernels(as_json: bool, **options: Any) -> None:
     """Whether the kernels are right, and on a GPU how fast."""
     from radixkv.bench import kernels
@@ -170,6 +175,7 @@ def bench_kernels(as_json: bool, **options: Any) -> None:
 @click.option("--redis", help="URL of a Redis to use.  [one of its own]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @json_option
+@needs_extra("redis")
 def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """What routing costs, and what it gains."""
     from pathlib import Path
@@ -191,6 +197,7 @@ def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @json_option
+@needs_extra("service")
 def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """What other tenants and the operator feel while the service is attacked."""
     from radixkv.bench import hostile

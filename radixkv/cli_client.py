@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import click
 
-from radixkv.cli_output import Number, client_options, json_option, print_json, progress, table
+from radixkv.cli_output import Number, client_options, json_option, needs_extra, print_json, progress, table
 from radixkv.pins import MAX_TTL_S
 
 _LOOK_AGAIN_S = 0.2
@@ -34,6 +34,7 @@ _LOOK_AGAIN_S = 0.2
     help="Keep them resident there so long.",
 )
 @json_option
+@needs_extra("http")
 def warm(
     files: tuple[str, ...],
     url: str,
@@ -110,6 +111,7 @@ def _outcomes(rows: list[dict[str, Any]]) -> list[str]:
 @click.command()
 @client_options
 @json_option
+@needs_extra("http")
 def stats(url: str, key: str | None, as_json: bool) -> None:
     """Print a tenant's own counts, or everybody's with the operator's key."""
     from radixkv.service.client import Client
@@ -136,6 +138,7 @@ def keys() -> None:
 @keys.command("list")
 @client_options
 @json_option
+@needs_extra("http")
 def list_keys(url: str, key: str | None, as_json: bool) -> None:
     """Ids, prefixes, owners and dates of all keys."""
     found = _asked(url, key, "GET", "/v1/keys")["keys"]
@@ -158,6 +161,7 @@ def list_keys(url: str, key: str | None, as_json: bool) -> None:
 @click.argument("tenant", required=False)
 @client_options
 @json_option
+@needs_extra("http")
 def create_key(tenant: str | None, url: str, key: str | None, as_json: bool) -> None:
     """Make a key of TENANT's, which comes into being if there is none; without TENANT one of the operator's."""
     path = "/v1/keys" if tenant is None else f"/v1/tenants/{quote(tenant, safe='')}/keys"
@@ -168,6 +172,7 @@ def create_key(tenant: str | None, url: str, key: str | None, as_json: bool) -> 
 @click.argument("key_id", metavar="ID")
 @client_options
 @json_option
+@needs_extra("http")
 def rotate_key(key_id: str, url: str, key: str | None, as_json: bool) -> None:
     """Put a new key in the place of key ID, which is refused from then on."""
     _show_new(_asked(url, key, "POST", f"/v1/keys/{quote(key_id, safe='')}/rotate"), as_json)
@@ -176,6 +181,7 @@ def rotate_key(key_id: str, url: str, key: str | None, as_json: bool) -> None:
 @keys.command("revoke")
 @click.argument("key_id", metavar="ID")
 @client_options
+@needs_extra("http")
 def revoke_key(key_id: str, url: str, key: str | None) -> None:
     """Refuse key ID from now on."""
     _asked(url, key, "DELETE", f"/v1/keys/{quote(key_id, safe='')}")
@@ -193,6 +199,7 @@ def revoke_key(key_id: str, url: str, key: str | None) -> None:
     help="Seconds to wait for the replicas.",
 )
 @json_option
+@needs_extra("http")
 def purge(tenant: str, url: str, key: str | None, timeout: float, as_json: bool) -> None:
     """Forget all that TENANT has, on all replicas, and wait until every live one has confirmed.
 

@@ -7,10 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from math import isnan
 from typing import Any
 
 import click
+
+from radixkv.extras import require
 
 DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
@@ -45,6 +48,20 @@ class Number(click.FloatRange):
         if isnan(number):
             self.fail(f"{value!r} is no number.", param, ctx)
         return number
+
+
+def needs_extra(extra: str) -> Callable[[Command], Command]:
+    """Ends the command with one line, before it does anything, in an installation without the extra."""
+
+    def add(command: Command) -> Command:
+        @wraps(command)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            require(click.get_current_context().command_path, extra)
+            return command(*arguments, **options)
+
+        return checked
+
+    return add
 
 
 def client_options(command: Command) -> Command:

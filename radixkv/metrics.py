@@ -7,6 +7,10 @@ here is for the operator: the tenant is a label, and no token id, prompt or key 
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.metrics", "http")
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING

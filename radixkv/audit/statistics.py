@@ -14,6 +14,10 @@ Three questions, on seconds to the first token:
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.audit.statistics", "audit")
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

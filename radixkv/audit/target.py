@@ -8,6 +8,10 @@ clock starts anew; how often that happened is counted and reported.
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.audit.target", "audit")
+
 import json
 import time
 from collections.abc import Mapping

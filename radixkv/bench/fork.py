@@ -25,6 +25,10 @@ Needs torch (and Triton on a GPU): the command imports this module only when ask
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.bench.fork", "storage")
+
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence

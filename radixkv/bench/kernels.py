@@ -19,6 +19,10 @@ Needs torch (and Triton on a GPU): the command imports this module only when ask
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.bench.kernels", "storage")
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -25,6 +25,7 @@ from radixkv.coordination.router import Candidate, Router
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
 from radixkv.errors import ConfigError
+from radixkv.extras import needs
 
 if TYPE_CHECKING:
     from radixkv.coordination.base import BaseCoordinator
@@ -89,7 +90,5 @@ def connect(
     try:
         from radixkv.coordination.redis import RedisCoordinator
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "redis", "a URL", f"only with the extra radixkv[redis] installed ({error})"
-        ) from None
+        raise ConfigError("redis", url, "None", problem=needs("redis")) from error
     return RedisCoordinator(settings, url)

@@ -24,6 +24,10 @@ a tenant, and as many that were ended, of 1,024 parts.
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.coordination.redis", "redis")
+
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -38,6 +38,7 @@ from radixkv.coordination.settings import check_count, check_number
 from radixkv.coordination.sources import Member, Observer, Source
 from radixkv.coordination.wire import TIERS
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.extras import needs
 from radixkv.namespaces import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
@@ -118,8 +119,7 @@ class Router:
         try:
             from radixkv.coordination.redis import RedisStore
         except ModuleNotFoundError as error:
-            allowed = f"only with the extra radixkv[redis] installed ({error})"
-            raise ConfigError("redis", "a URL", allowed) from None
+            raise ConfigError("redis", url, "None", problem=needs("redis")) from error
         source = Observer(RedisStore(url), fleet_secret, max_segments=max_segments, background=background)
         try:
             return cls(source, **options)

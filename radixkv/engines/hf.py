@@ -22,6 +22,10 @@ each gets the tokens that it would have got alone.
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.engines.hf", "hf")
+
 import inspect
 import math
 import operator

@@ -35,6 +35,10 @@ and values is refused with the reason.
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.engines.hf_cache", "hf")
+
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

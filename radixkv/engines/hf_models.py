@@ -10,6 +10,10 @@
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.engines.hf_models", "hf")
+
 import hashlib
 import json
 import math

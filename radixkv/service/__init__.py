@@ -2,5 +2,9 @@
 
 ``app.create_app(service)`` makes the application of a ``core.Service``; ``build.build_service(settings)`` makes the
 service of ``settings.ServeSettings``; ``server.run(settings)`` is ``radixkv serve``. Importing this package loads
-nothing of them.
+nothing of them; without the extra ``http`` it raises ImportError.
 """
+
+from radixkv.extras import require
+
+require("radixkv.service", "http")

@@ -19,12 +19,6 @@ __all__ = ["BlockStorage", "DeviceStorage", "KVLayout"]
 def __getattr__(name: str) -> object:
     if name not in ("BlockStorage", "DeviceStorage"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from radixkv.storage import device
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(
-            f"{name} needs torch: pip install 'radixkv[storage]'", name="torch"
-        ) from error
+    from radixkv.storage import device
+
     return getattr(device, name)

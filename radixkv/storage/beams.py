@@ -6,6 +6,10 @@ asked. Nothing here waits for the device but ``state`` and ``read``.
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.storage.beams", "storage")
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple

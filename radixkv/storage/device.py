@@ -18,6 +18,10 @@ waits for the device. Not locked: the cache calls it under its own lock.
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.storage.device", "storage")
+
 import os
 from contextlib import nullcontext
 from typing import Any

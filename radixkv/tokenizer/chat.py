@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.extras import needs
 from radixkv.tokenizer.protocol import Message, check_messages
 
 if TYPE_CHECKING:
@@ -193,9 +194,7 @@ def _compiled(template: str) -> jinja2.Template:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise ConfigError(
-            "tokenizer", "chat_template", "needs Jinja: pip install 'radixkv[tokenizer]'"
-        ) from error
+        raise ConfigError("chat_template", template, "None", problem=needs("tokenizer")) from error
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from radixkv.errors import ConfigError
+from radixkv.extras import needs
 from radixkv.tokenizer.chat import Chat, MarkerChat, PlainChat, TemplateChat
 from radixkv.tokenizer.protocol import Tokenizer, digest_of
 
@@ -119,9 +120,7 @@ def _door(module: str, name: str) -> ModuleType:
 
         return fast
     except ImportError as error:
-        raise ConfigError(
-            "tokenizer", name, f"needs {error.name}: pip install 'radixkv[tokenizer]'"
-        ) from error
+        raise ConfigError("tokenizer", name, "None", problem=f"{name} {needs('tokenizer')}") from error
 
 
 def _config(files: Mapping[str, bytes]) -> dict[str, Any]:

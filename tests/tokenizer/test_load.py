@@ -66,7 +66,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    assert "needs sentencepiece: pip install 'radixkv[tokenizer]'" in run_python(code)
+    assert "needs the extra 'tokenizer': pip install 'radixkv[tokenizer]'" in run_python(code)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model"])

@@ -23,6 +23,10 @@ An integrator hands in a factory and gets it attacked::
 
 from __future__ import annotations
 
+from radixkv.extras import require
+
+require("radixkv.audit.properties", "audit")
+
 from radixkv.audit.properties.adapter import (
     Adapter,
     CacheAdapter,

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from html import escape
-from importlib.util import find_spec
 from typing import Any, Final
 
 from radixkv.bench.simulation.score import BASELINES, LRU, OPTIMUM, OPTIMUM_BYPASS
-from radixkv.errors import ConfigError
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -42,12 +40,6 @@ tr.first td { border-top: 2px solid #afb8c1; }
 _CONTENT_POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
-
-
-def require(option: str, library: str) -> None:
-    """Raise ConfigError unless the library that this option needs is there."""
-    if find_spec(library) is None:
-        raise ConfigError(option, library, "an installation with the extra: pip install 'radixkv[bench]'")
 
 
 def render(result: Result) -> str:

@@ -1,0 +1,342 @@
+"""Each extra runs the commands that the docs tie to it, in an environment with exactly its requirements, and no others.
+
+An environment is a venv without pip whose site-packages link to the distributions of the extra's closure: the
+requirements of ``pyproject.toml``, theirs, and so on, as installed here. Nothing is downloaded; making one takes some
+0.1 s. Distributions that share a folder (``nvidia``) are linked together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tomllib
+import venv
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from radixkv.extras import LIBRARIES
+from tests.packaging.building import ROOT
+from tests.redis_server import RedisServer
+from tests.service.running import START_S, Running, eventually, service_in_thread
+
+pytestmark = pytest.mark.timeout(600)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+DEVELOPMENT = {"fuzz", "browser", "dev"}
+"""Extras for work on radixkv itself; no command of ``radixkv`` belongs to them."""
+
+
+def requirements(extra: str) -> set[str]:
+    """Names of the distributions that ``pip install radixkv[extra]`` brings; ``""`` for no extra."""
+    wanted = [Requirement(each) for each in PROJECT["dependencies"] + (EXTRAS[extra] if extra else [])]
+    found: set[str] = set()
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while wanted:
+        requirement = wanted.pop()
+        name, extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        if name == "radixkv":
+            wanted += [Requirement(each) for extra in extras for each in EXTRAS[extra]]
+            continue
+        found.add(name)
+        for text in metadata.requires(name) or []:
+            each = Requirement(text)
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras | {""}):
+                wanted.append(each)
+    return found
+
+
+def _applies(text: str) -> bool:
+    marker = Requirement(text).marker
+    return marker is None or marker.evaluate()
+
+
+EXTRAS = {extra: [text for text in listed if _applies(text)] for extra, listed in EXTRAS.items()}
+
+
+class Environment:
+    """A Python that has what an extra brings, and radixkv from the tree."""
+
+    def __init__(self, extra: str, folder: Path) -> None:
+        self.extra = extra
+        venv.create(folder, symlinks=True, with_pip=False)
+        (site,) = folder.glob("lib/python*/site-packages")
+        for name in requirements(extra):
+            distribution = metadata.distribution(name)
+            for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+                link, target = site / top, Path(str(distribution.locate_file(top)))
+                if not link.exists():
+                    link.symlink_to(target)
+        paths = (ROOT, ROOT / "kernels", ROOT / "policies")
+        (site / "radixkv-tree.pth").write_text("".join(f"{path}\n" for path in paths))
+        self.python = folder / "bin" / "python"
+        unset = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+        kept = {k: v for k, v in os.environ.items() if k not in unset and not k.startswith("RADIXKV_")}
+        self.variables = {**kept, "PYTHONWARNINGS": "error", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """``radixkv`` with these arguments; the exit code has to be ``code``."""
+        command = [str(self.python), "-m", "radixkv", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.variables)
+        assert done.returncode == code, (arguments, done.stdout[-2000:], done.stderr[-2000:])
+        return done
+
+    def evaluate(self, code: str) -> str:
+        command = [str(self.python), "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def serves(self, *arguments: str, log: Path) -> None:
+        """The command comes up, and ends at a signal."""
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [str(self.python), "-m", "radixkv", *arguments], stdout=out, stderr=out, env=self.variables
+            )
+        try:
+            eventually(lambda: "Ctrl-C" in log.read_text() or process.poll() is not None, "banner", START_S)
+            assert process.poll() is None, log.read_text()
+            process.terminate()
+            assert process.wait(60) == 0, log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Environment]:
+    @cache
+    def made(extra: str) -> Environment:
+        return Environment(extra, tmp_path_factory.mktemp(extra or "base") / "venv")
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Running]:
+    with service_in_thread(**{"num-blocks": "64"}) as running:
+        yield running
+
+
+Make = Callable[[str], Environment]
+
+
+def test_the_table_of_libraries_is_that_of_the_extras() -> None:
+    """Each extra brings the modules that are looked for."""
+    assert {*LIBRARIES, "all"} == {*EXTRAS} - DEVELOPMENT
+    names = {"prometheus_client": "prometheus-client"}
+    for extra, modules in LIBRARIES.items():
+        brought = requirements(extra)
+        assert {names.get(module, module) for module in modules} <= brought, extra
+
+
+def test_every_extra_that_is_named_anywhere_is_one() -> None:
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "radixkv").rglob("*.py")]
+    named = {
+        extra
+        for path in texts
+        for found in re.findall(r"(?:radixkv|'\.)\[([a-z,]+)\]", path.read_text())
+        for extra in found.split(",")
+    }
+    assert named <= set(EXTRAS), named - set(EXTRAS)
+    assert {"all", "audit", "bench", "route"} <= named
+
+
+def test_a_plain_installation_runs_the_command_line(environment: Make, tmp_path: Path) -> None:
+    base = environment("")
+    assert base.run("--version").stdout.startswith("radixkv ")
+    assert "Commands:" in base.run("--help").stdout
+    trace = tmp_path / "trace.jsonl"
+    base.run("workload", "--duration", "20s", "--output", str(trace))
+    assert (
+        "lru" in base.run("simulate", str(trace), "--policy", "lru", "--capacity", "50", "--jobs", "1").stdout
+    )
+    base.run("bench", "index", "--limit", "20", "--no-figures")
+    base.run("bench", "policies", "--limit", "20", "--policy", "lru,lfu", "--rounds", "1")
+
+
+def test_importing_the_library_does_not_import_click(environment: Make) -> None:
+    assert environment("").evaluate("import radixkv, sys; print('click' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        ("serve", "service"),
+        ("route", "route"),
+        ("warm x.txt", "http"),
+        ("stats", "http"),
+        ("keys list", "http"),
+        ("keys create", "http"),
+        ("keys rotate x", "http"),
+        ("keys revoke x", "http"),
+        ("purge acme", "http"),
+        ("audit run", "audit"),
+        ("audit run --url http://127.0.0.1:9 --key a --key b", "audit"),
+        ("bench ttft", "http"),
+        ("bench fork", "storage"),
+        ("bench kernels", "storage"),
+        ("bench replicas", "redis"),
+        ("bench hostile", "service"),
+        ("simulate TRACE --html report.html", "bench"),
+        ("simulate TRACE --svg curves.svg", "bench"),
+    ],
+)
+def test_a_missing_extra_is_one_line_that_names_it(environment: Make, arguments: str, extra: str) -> None:
+    done = environment("").run(*arguments.split(), code=2)
+    (line,) = done.stderr.splitlines()
+    command = " ".join(
+        word for word in arguments.split()[:2] if word.isalpha() and word.islower() and word != "acme"
+    )
+    assert line.startswith(f"radixkv: radixkv {command}") and not done.stdout
+    assert f"needs the extra '{extra}': pip install 'radixkv[{extra}]'" in line
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("radixkv.engines.hf", "hf"),
+        ("radixkv.engines.hf_cache", "hf"),
+        ("radixkv.service", "http"),
+        ("radixkv.service.app", "http"),
+        ("radixkv.service.client", "http"),
+        ("radixkv.metrics", "http"),
+        ("radixkv.coordination.redis", "redis"),
+        ("radixkv.storage.device", "storage"),
+        ("radixkv.audit.properties", "audit"),
+        ("radixkv.audit.inprocess", "audit"),
+        ("radixkv.audit.remote", "audit"),
+    ],
+)
+def test_an_import_says_which_extra_it_needs(environment: Make, module: str, extra: str) -> None:
+    code = f"""
+try:
+    import {module}
+except ImportError as error:
+    print(error)
+"""
+    said = environment("").evaluate(code)
+    assert (
+        said.startswith("radixkv.") and f"needs the extra '{extra}': pip install 'radixkv[{extra}]'" in said
+    )
+
+
+def test_other_parts_say_it_too(environment: Make) -> None:
+    code = """
+import radixkv, sys
+from radixkv.coordination import Router, connect
+from radixkv.tokenizer import load_tokenizer
+known = dict(replica_id="a", fleet_secret=b"s" * 16, fingerprint="f", block_size=16)
+for call in (
+    lambda: connect("redis://127.0.0.1:1", **known),
+    lambda: Router.connect("redis://127.0.0.1:1", fleet_secret=b"s" * 16),
+    load_tokenizer,
+    lambda: radixkv.storage.DeviceStorage,
+    lambda: radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=2, layout=radixkv.KVLayout(1, 1, 2, "float32"))),
+):
+    try:
+        call()
+    except (radixkv.ConfigError, ImportError) as error:
+        print(error)
+"""
+    lines = environment("").evaluate(code).splitlines()
+    wanted = ["redis", "redis", "tokenizer", "storage", "storage"]
+    assert [re.findall(r"needs the extra '(\w+)': pip install 'radixkv\[\1\]'", line) for line in lines] == [
+        [extra] for extra in wanted
+    ]
+
+
+def test_storage_and_engines(environment: Make) -> None:
+    environment("storage").evaluate("from radixkv.storage import DeviceStorage")
+    sizes = (
+        "--device cpu --num-layers 1 --num-kv-heads 1 --head-dim 8 --block-size 2 --num-blocks 8 --repeats 1"
+    )
+    assert "as the reference" in environment("storage").run("bench", "kernels", *sizes.split()).stdout
+    environment("hf").evaluate("import radixkv.engines.hf")
+
+
+def test_tokenizer_and_redis(environment: Make) -> None:
+    assert (
+        environment("tokenizer").evaluate(
+            "from radixkv.tokenizer import load_tokenizer; print(load_tokenizer().vocab_size)"
+        )
+        == "8000"
+    )
+    environment("redis").evaluate("import radixkv.coordination.redis")
+
+
+def test_http_runs_what_talks_to_a_service(environment: Make, live: Running, tmp_path: Path) -> None:
+    http, at = environment("http"), ("--url", live.url)
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("A line of a prompt.\n" * 20)
+    http.run("warm", str(prompt), *at)
+    assert "acme" in http.run("stats", *at).stdout
+    made = json.loads(http.run("keys", "create", "acme", *at, "--json").stdout)
+    assert made["id"] in http.run("keys", "list", *at).stdout
+    made = json.loads(http.run("keys", "rotate", made["id"], *at, "--json").stdout)
+    http.run("keys", "revoke", made["id"], *at)
+    http.run("purge", "acme", *at)
+    http.run("bench", "ttft", *at, "--tokens", "40", "--pairs", "1")
+
+
+def test_audit_runs_both_audits(environment: Make, live: Running, tmp_path: Path) -> None:
+    """Their verdicts don't matter here, only that there is one: small numbers make it inconclusive."""
+    audit, page = environment("audit"), tmp_path / "report.html"
+    verdicts = {0, 1, 3, 4}
+    for arguments in (
+        ["--examples", "1", "--steps", "5"],
+        ["--url", live.url, "--key", "demo-acme", "--key", "demo-globex", "--probes", "1", "--samples", "20",
+         "--control", "20", "--prompt-words", "3"],
+    ):  # fmt: skip
+        command = [str(audit.python), "-m", "radixkv", "audit", "run", *arguments, "--html", str(page)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=audit.variables)
+        assert done.returncode in verdicts, (arguments, done.stdout[-2000:], done.stderr[-2000:])
+        assert page.read_text().startswith("<!doctype html>") and "Traceback" not in done.stderr
+
+
+def test_bench_draws_what_was_simulated(environment: Make, tmp_path: Path) -> None:
+    bench, trace = environment("bench"), tmp_path / "trace.jsonl"
+    bench.run("workload", "--duration", "20s", "--output", str(trace))
+    options = ["--policy", "lru", "--capacity", "50", "--jobs", "1"]
+    bench.run(
+        "simulate", str(trace), *options, "--html", str(tmp_path / "a.html"), "--svg", str(tmp_path / "a.svg")
+    )
+    assert (tmp_path / "a.html").stat().st_size and "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_route_routes(environment: Make, redis_server: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    arguments = [
+        "route",
+        "--port",
+        "0",
+        "--redis",
+        redis_server.url,
+        "--fleet-secret",
+        str(tmp_path / "secret"),
+    ]
+    environment("route").serves(*arguments, log=tmp_path / "log")
+
+
+def test_service_serves(environment: Make, tmp_path: Path) -> None:
+    environment("service").serves("serve", "--port", "0", "--num-blocks", "64", log=tmp_path / "log")
+    said = environment("service").run(
+        "serve", "--redis", "redis://127.0.0.1:1", "--fleet-secret", str(ROOT / "README.md"), code=2
+    )
+    assert "needs the extra 'redis'" in said.stderr.splitlines()[-1]
+
+
+def test_all_brings_what_every_command_needs(environment: Make) -> None:
+    everything = requirements("all")
+    for extra in set(EXTRAS) - DEVELOPMENT:
+        assert requirements(extra) <= everything, extra
