@@ -213,15 +213,33 @@ class Loop:
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self.longest = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def watch(self) -> None:
         """Tick for ever."""
+        self._loop = asyncio.get_running_loop()
         wall, cpu = time.perf_counter(), time.process_time()
         while True:
             await asyncio.sleep(_TICK_S)
             now, spent = time.perf_counter(), time.process_time()
             self.longest = max(self.longest, min(now - wall - _TICK_S, spent - cpu))
             wall, cpu = now, spent
+
+    def block(self, seconds: float) -> None:
+        """Spend CPU time on the loop, as a test of the watch itself."""
+        loop = self._loop
+        assert loop is not None
+        self.longest = 0.0
+        until = time.process_time() + seconds
+        done = threading.Event()
+
+        def spend() -> None:
+            while time.process_time() < until:
+                pass
+            loop.call_later(2 * _SETTLE_S, done.set)
+
+        loop.call_soon_threadsafe(spend)
+        done.wait()
 
     def stall_s(self, recipe: Recipe) -> tuple[float, int]:
         """The stall of one send, and the status of the answer (0: none)."""
