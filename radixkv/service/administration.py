@@ -6,6 +6,7 @@ file, before it is answered. Requests that are under way with a key that goes en
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -42,7 +43,8 @@ T = TypeVar("T")
 async def list_keys(call: Call) -> Response:
     """All keys: id, prefix, whose. Never a key or a digest."""
     call.query()
-    return reply(KeysReply(keys=[_shown(key) for key in call.service.keyring.keys]))
+    keys = call.service.keyring.keys
+    return reply(await call.service.threads.administer(lambda: KeysReply(keys=[_shown(key) for key in keys])))
 
 
 async def create_operator_key(call: Call) -> Response:
@@ -76,7 +78,13 @@ async def revoke_key(call: Call) -> Response:
 async def list_tenants(call: Call) -> Response:
     """All tenants, and what holds for each."""
     call.query()
-    return reply(TenantsReply(tenants=[_tenant_reply(call, name) for name in call.service.keyring.tenants]))
+
+    def everybody() -> TenantsReply:
+        num_keys = Counter(key.principal.tenant for key in call.service.keyring.keys)
+        names = call.service.keyring.tenants
+        return TenantsReply(tenants=[_tenant_reply(call, name, num_keys[name]) for name in names])
+
+    return reply(await call.service.threads.administer(everybody))
 
 
 async def put_tenant(call: Call) -> Response:
@@ -86,7 +94,7 @@ async def put_tenant(call: Call) -> Response:
     settings = (await call.read(TenantSettings)).body
     await _changed(call, lambda: call.service.keys.put_tenant(tenant, settings), "tenant")
     await _said(call, tenant)
-    return reply(_tenant_reply(call, tenant))
+    return reply(_tenant_reply(call, tenant, len(call.service.keyring.of(Principal(tenant)))))
 
 
 async def purge_tenant(call: Call) -> Response:
@@ -104,7 +112,9 @@ async def purge_state(call: Call) -> Response:
     call.query()
     tenant = _known_tenant(call)
     try:
-        purge = await call.service.orders.call(call.service.fleet.coordinator.purge_report, tenant)
+        purge = await call.service.threads.administer(
+            partial(call.service.fleet.coordinator.purge_report, tenant)
+        )
     except CoordinationError:
         raise store_unavailable("how far the purge has come can't be known without the store") from None
     return reply(PurgeStateReply(**_state(purge)))
@@ -128,7 +138,7 @@ async def remove_tenant(call: Call) -> Response:
 async def _said(call: Call, tenant: str) -> None:
     """State the quota now, so that what is said next, wherever, is said later; without the store once it is back."""
     with suppress(CoordinationError):
-        await call.service.orders.call(call.service.quotas.say, tenant)
+        await call.service.threads.administer(partial(call.service.quotas.say, tenant))
 
 
 async def _purged(call: Call, tenant: str) -> PurgeReply:
@@ -137,12 +147,12 @@ async def _purged(call: Call, tenant: str) -> PurgeReply:
     blocks = await service.threads.administer(partial(service.cache.purge, tenant))
     service.warmer.forget_tenant(tenant)
     try:
-        pins = await service.orders.call(coordinator.fleet_pins, tenant)
-        purge = await service.orders.call(coordinator.purge, tenant)
+        pins = await service.threads.administer(partial(coordinator.fleet_pins, tenant))
+        purge = await service.threads.administer(partial(coordinator.purge, tenant))
         await service.keeper.purged(tenant, pins)
         if not purge.is_complete:
             await service.fleet.spread_purge(tenant)
-            purge = await service.orders.call(coordinator.purge_report, tenant)
+            purge = await service.threads.administer(partial(coordinator.purge_report, tenant))
     except CoordinationError:
         message = "purged here; other replicas haven't heard of it, as the store can't be reached: ask again"
         raise store_unavailable(message) from None
@@ -200,12 +210,12 @@ def _shown(key: Key) -> KeyReply:
     return KeyReply(id=key.id, tenant=key.principal.tenant, prefix=key.prefix, created=key.created)
 
 
-def _tenant_reply(call: Call, tenant: str) -> TenantReply:
+def _tenant_reply(call: Call, tenant: str, num_keys: int) -> TenantReply:
     ring, quotas = call.service.keyring, call.service.quotas
     return TenantReply(
         tenant=tenant,
         settings=ring.settings[tenant].model_copy(update={"fleet_blocks": quotas.limit(tenant)}),
-        num_keys=len(ring.of(Principal(tenant))),
+        num_keys=num_keys,
         granted_blocks=quotas.granted(tenant),
     )
 

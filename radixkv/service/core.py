@@ -173,7 +173,7 @@ class Service:
         stats = self.cache.stats()
         load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
         self.fleet.coordinator.report_load(load)
-        await self.orders.call(self.quotas.step)
+        await self.threads.administer(self.quotas.step)
 
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from radixkv.service.limits import Gate, Limits
     from radixkv.service.reading import Reading
     from radixkv.service.schemas.replicas import RouteRequest
+    from radixkv.service.threads import Threads
 
 Who = Literal["anyone", "tenant", "operator", "either", "replica"]
 B = TypeVar("B", bound=RequestBody)
@@ -104,6 +105,10 @@ class Host(Protocol):
     @property
     def intake(self) -> Intake:
         """Reads bodies."""
+
+    @property
+    def threads(self) -> Threads:
+        """Runs calls that block."""
 
     def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
         """The namespace of a prompt that is to be routed. Raises ApiError."""

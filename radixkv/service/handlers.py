@@ -101,7 +101,7 @@ async def purge_for_replica(call: Call) -> Response:
     """Obey and confirm now what was purged elsewhere, as the store says; the request only says when to look."""
     service = call.service
     try:
-        await service.orders.call(service.fleet.coordinator.heed)
+        await service.threads.administer(service.fleet.coordinator.heed)
     except CoordinationError:
         raise store_unavailable("the store can't be reached") from None
     service.warmer.forget_tenant(call.signed_tenant)
@@ -151,8 +151,12 @@ async def stats(call: Call) -> Response:
     assert call.principal is not None
     if call.principal.tenant is not None:
         return reply(_tenant_stats(service, call.principal.tenant))
-    tenants = [_tenant_stats(service, tenant) for tenant in service.keyring.tenants]
-    return reply(OperatorStatsReply(cache=asdict(service.cache.stats()), tenants=tenants))
+
+    def everybody() -> OperatorStatsReply:
+        tenants = [_tenant_stats(service, tenant) for tenant in service.keyring.tenants]
+        return OperatorStatsReply(cache=asdict(service.cache.stats()), tenants=tenants)
+
+    return reply(await service.threads.administer(everybody))
 
 
 def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:

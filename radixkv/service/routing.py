@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from radixkv.coordination import Candidate, Load, ReplicaInfo
     from radixkv.coordination.sources import Member
 
+_LOOP_TOKENS = 2**16
+"""Prompts of so many tokens are ranked on the event loop, in a millisecond or two; longer ones in a thread."""
+
 
 async def route(call: Call) -> Response:
     """Rank the replicas for a prompt; the first is taken to get it, unless ``predict`` is false."""
@@ -34,18 +37,23 @@ async def route(call: Call) -> Response:
     body, ids, router = reading.body, reading.prompts[0].ids, call.host.router
     namespace = call.host.routed_to(call.tenant, body)
     own = call.host.keyring.settings.get(call.tenant)
-    found = router.rank(
-        namespace,
-        ids,
-        cost=body.cost,
-        temperature=body.temperature,
-        limit=body.limit,
-        ignore_load=own is not None and own.mode == "strict",
-    )
+
+    def rank() -> list[Candidate]:
+        ranked = router.rank(
+            namespace,
+            ids,
+            cost=body.cost,
+            temperature=body.temperature,
+            limit=body.limit,
+            ignore_load=own is not None and own.mode == "strict",
+        )
+        if ranked and body.predict:
+            router.routed(namespace, ids, ranked[0].replica.id)
+        return ranked
+
+    found = rank() if len(ids) <= _LOOP_TOKENS else await call.host.threads.run(call.tenant, rank)
     if not found:
         raise no_replica("no replica that serves this model is known to live")
-    if body.predict:
-        router.routed(namespace, ids, found[0].replica.id)
     return reply(
         RouteReply(
             prompt_tokens=len(ids),

@@ -101,6 +101,7 @@ def run(settings: ServeSettings, version: str, on_ready: Callable[[Service, str]
     """Serve until a signal comes. ``on_ready`` gets the service and its base URL. Raises ConfigError."""
     with bind(settings.host, settings.port) as listener:
         service = registered(settings, listener)
+        service.intake.start()
         local = base_url(listener, settings.tls)
         Server(service, version, lambda: on_ready(service, local), settings.tls).run(sockets=[listener])
 

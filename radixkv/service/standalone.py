@@ -27,6 +27,7 @@ from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind
 from radixkv.service.settings import RouteSettings
+from radixkv.service.threads import Threads
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class RouterHost:
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits = limits or Limits()
         self.gate = Gate(self.limits.max_concurrent, clock)
-        self.intake = Intake(tokenizer, _RULES, tokenizer_path)
+        self.intake, self.threads = Intake(tokenizer, _RULES, tokenizer_path), Threads()
         view = source.view
         self.metrics = RequestMetrics(
             [
@@ -127,6 +128,7 @@ def run(settings: RouteSettings, version: str, on_ready: Callable[[RouterHost, s
     with bind(settings.host, settings.port) as listener:
         host = make_host(settings)
         try:
+            host.intake.start()
             url = base_url(listener, settings.tls)
             app = make_app(host, routing.ENDPOINTS, version)
             Listener(app, lambda: on_ready(host, url), settings.tls).run(sockets=[_listening(listener)])
