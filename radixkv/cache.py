@@ -875,9 +875,10 @@ class PrefixCache:
         """Keep a prefix resident for ``ttl_s`` seconds, whatever is evicted; pinned again, its time begins anew.
 
         All whole blocks of ``ids`` have to be resident; they count once against the tenant's ``pin_budget``, and as
-        in use. A clear or a purge ends the pin. Raises TokenError, ArgumentError, NotResident, PinBudgetExceeded, and
-        OutOfBlocks if they are borrowed and others couldn't have what they are guaranteed; then nothing is changed.
-        O(nodes on the path + blocks), and log of the tenant's pins.
+        in use. A tenant has at most ``Tenant.max_pins`` pins. A clear or a purge ends the pin. Raises TokenError,
+        ArgumentError, NotResident, PinLimitExceeded, PinBudgetExceeded, and OutOfBlocks if the blocks are borrowed and
+        others couldn't have what they are guaranteed; then nothing is changed. O(nodes on the path + blocks), and log
+        of the tenant's pins.
         """
         _require_namespace(namespace)
         ttl_s, key = require_ttl(ttl_s), encode(ids)
@@ -893,7 +894,8 @@ class PrefixCache:
                 self._pins.end_due(namespace.tenant)
                 match = self._match(namespace, key)
                 budget = self._registry.pin_budget(namespace.tenant)
-                pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget)
+                limit = self._registry.pin_limit(namespace.tenant)
+                pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget, limit)
                 if pin is None:
                     lease = Lease(self, self._lease_match(match), match)
                     self._leases.add(lease)
@@ -914,20 +916,33 @@ class PrefixCache:
                 mend(self, error)
                 raise
 
-    def pins(self, tenant: TenantId | None = None) -> list[Pin]:
-        """The pins that hold, of one tenant or of all, each with the seconds that are left."""
+    def pins(
+        self, tenant: TenantId | None = None, *, after: SupportsIndex = 0, limit: SupportsIndex | None = None
+    ) -> list[Pin]:
+        """The pins that hold, of one tenant or of all, each with the seconds that are left; a tenant's by id.
+
+        ``after``: only those with a greater id, ≥ 0. ``limit``: at most so many, ≥ 0; None for all. Raises
+        ArgumentError. O(the pins of these tenants), of one tenant's with ``limit`` little more than what is returned.
+        """
         if tenant is not None:
             require_tenant_id(tenant)
+        after = require_between("after", after, 0, None)
+        most = None if limit is None else require_between("limit", limit, 0, None)
         with self._lock:
-            return self._pins.told(tenant)
+            return self._pins.told(tenant, after, most)
 
     def _end_due_pins(self) -> None:
-        with self._lock:
-            try:
-                self._evictor.end_due_pins(None, 0)
-            except BaseException as error:
-                mend(self, error)
-                raise
+        """End what is due, in slices. O(what is due)."""
+        is_over = False
+        while not is_over:
+            with self._lock:
+                try:
+                    is_over = self._pins.end_slice()
+                except BaseException as error:
+                    mend(self, error)
+                    raise
+            if not is_over:
+                time.sleep(0)  # see evict
 
     # --- tenants
 

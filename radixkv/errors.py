@@ -9,7 +9,8 @@
     │   ├── OutOfBlocks       the pool can't give what is needed
     │   │   └── FlushRequired it can, once the engine has fetched the copies that wait
     │   ├── QuotaExceeded     the tenant's own limit can't
-    │   └── PinBudgetExceeded the tenant may not pin so much
+    │   ├── PinBudgetExceeded the tenant may not pin so much
+    │   └── PinLimitExceeded  the tenant may not have so many pins
     ├── LeaseError            a lease, match or sequence that isn't valid any more
     │   ├── StaleGeneration   its tenant was purged meanwhile
     │   ├── SequenceLent      it is lent to the device, which moves it on by itself
@@ -145,6 +146,14 @@ class PinBudgetExceeded(CapacityError):
         super().__init__(
             f"{needed} blocks to pin, {pinned} of the tenant's budget of {budget} pinned already"
         )
+
+
+class PinLimitExceeded(CapacityError):
+    """The tenant has as many pins as its ``limit`` allows; ``num_pins`` are more where the limit was lowered."""
+
+    def __init__(self, limit: int, num_pins: int) -> None:
+        self.limit, self.num_pins = limit, num_pins
+        super().__init__(f"{num_pins} of the tenant's {limit} pins are in use: unpin one, or let one end")
 
 
 class LeaseError(RadixKVError):

@@ -12,6 +12,7 @@ If something comes between two slices, what is left goes at once (``recovery``).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from radixkv.tree import Node
 
 SLICE_NODES = 256
-"""Nodes of a detached tree that are visited before others may have the lock."""
+"""Nodes of detached trees that are visited before others may have the lock."""
+
+PIN_NODES = 16
+"""The end of a pin takes about as long as visiting so many nodes."""
 
 Forgotten: TypeAlias = "tuple[list[NamespaceTree], int]"
 """Trees that are detached, and how many blocks a match could reach in them before."""
@@ -40,10 +44,7 @@ def clear(cache: PrefixCache, namespace: Namespace) -> int:
         state = cache._tenants.get(namespace.tenant)
         if state is None:
             return [], 0
-        own = cache._registry.tree(namespace)
-        trees = [own] if own is not None else []
-        if state.bases is not None:
-            trees = [tree for tree in state.trees.values() if tree.namespace == namespace]
+        trees = state.trees_of(namespace)
         forgotten = sum([tree.num_blocks for tree in trees])
         trees += _end_bases(cache, trees)
         if trees and cache._journal is not None:
@@ -116,11 +117,12 @@ def _end(cache: PrefixCache, base: Base) -> list[NamespaceTree]:
 def _end_bases(cache: PrefixCache, trees: list[NamespaceTree]) -> list[NamespaceTree]:
     """Unpublish what is, or is being, published from trees that are cleared; returns the trees behind that."""
     behind: list[NamespaceTree] = []
+    cleared = set(trees)
     for publication in cache._bases.under_way():
-        if cast(Sequence, publication.sequence)._tree in trees:
+        if cast(Sequence, publication.sequence)._tree in cleared:
             del cache._publishing[cast(Sequence, publication.sequence)]
     for base in list(cache._bases.published.values()):
-        if base.tree in trees:
+        if base.tree in cleared:
             behind += _end(cache, base)
     return behind
 
@@ -135,8 +137,7 @@ def _forget(cache: PrefixCache, begin: Callable[[], Forgotten]) -> int:
             except BaseException as error:
                 mend(cache, error)
                 raise
-        for tree in trees:
-            _reclaim(cache, tree)
+        _reclaim(cache, trees)
         return forgotten
     except BaseException as error:  # between two slices: what is left goes at once
         with cache._lock:
@@ -152,26 +153,36 @@ def _detach(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
     cache._progress.notify_all()
 
 
-def _reclaim(cache: PrefixCache, tree: NamespaceTree) -> None:
-    """End the pins of a detached tree, and free what nobody uses of it, slice by slice."""
-    pending = [tree.root]
-    while pending:
+def _reclaim(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
+    """End the pins of detached trees, and free what nobody uses of them, slice by slice. O(pins + nodes)."""
+    left, pending = trees[::-1], cast("list[Node]", [])
+    while left or pending:
         with cache._lock:
             try:
-                if not cache._pins.end_in(tree):
-                    _reclaim_slice(cache, pending)
+                _reclaim_slice(cache, left, pending)
             except BaseException as error:
                 mend(cache, error)
                 raise
+        if left or pending:
+            time.sleep(0)  # see PrefixCache.evict
 
 
-def _reclaim_slice(cache: PrefixCache, pending: list[Node]) -> None:
-    """Free the unused leaves of a detached tree, and with them their ancestors, as far as one slice goes."""
-    freed = bytearray()
-    for _ in range(min(SLICE_NODES, len(pending))):
-        node = pending.pop()
-        if node.children is not None:
-            pending += node.child_nodes()
+def _reclaim_slice(cache: PrefixCache, left: list[NamespaceTree], pending: list[Node]) -> None:
+    """One slice of that: ``left`` are trees that weren't begun yet, ``pending`` nodes of those that were.
+
+    Unused leaves are freed, and with them their ancestors. A pin that ends counts as PIN_NODES nodes.
+    """
+    freed, room = bytearray(), SLICE_NODES
+    while room > 0 and (left or pending):
+        room -= 1
+        if pending:
+            node = pending.pop()
+            if node.children is not None:
+                pending += node.child_nodes()
+            else:
+                cache._evictor.reclaim(node, freed)
+        elif cache._pins.end_one_in(left[-1]):
+            room -= PIN_NODES
         else:
-            cache._evictor.reclaim(node, freed)
+            pending.append(left.pop().root)
     cache._pool.give(freed)

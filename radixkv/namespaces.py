@@ -25,6 +25,9 @@ MAX_WEIGHT: Final = 1e100
 """Bounds of a tenant's weight: quotients and products of it with any number of blocks are finite."""
 
 
+MAX_PINS: Final = 1_024
+"""Pins that a tenant may have unless its settings say otherwise."""
+
 Mode = Literal["burst", "strict"]
 
 
@@ -118,6 +121,8 @@ class Tenant:
     max_pinned_blocks: blocks that it may pin (``PrefixCache.pin``), at most its limit; None for its guarantee, or, of a
     tenant that nobody added, for half of what it may use. What is pinned is used like the rest: it counts against the
     limit, and is borrowed beyond the guarantee.
+    max_pins: pins that it may have at a time, ≥ 0; 1,024 unless it is set. A pin of blocks that another pin, or a base,
+    has already takes nothing from ``max_pinned_blocks``, and about 2 KiB of memory.
     policy: its eviction policy's name, or what makes one, called like a ``radixkv_policies.Policy``; None: the cache's.
 
     Raises NamespaceError for the id and ArgumentError for the rest.
@@ -130,6 +135,7 @@ class Tenant:
     mode: Mode = "burst"
     max_pinned_blocks: int | None = None
     policy: str | Callable[..., Any] | None = None
+    max_pins: int = MAX_PINS
 
     def __post_init__(self) -> None:
         _check_tenant_id(self.id)
@@ -140,18 +146,19 @@ class Tenant:
         if not isinstance(self.mode, str) or self.mode not in ("burst", "strict"):
             raise ArgumentError("mode", self.mode, "'burst' or 'strict'")
         least = 1 if self.mode == "strict" else 0
-        _check_blocks("guaranteed_blocks", self.guaranteed_blocks, least)
+        _check_count("guaranteed_blocks", self.guaranteed_blocks, least)
         if self.max_blocks is not None:
-            _check_blocks("max_blocks", self.max_blocks, max(self.guaranteed_blocks, 1))
+            _check_count("max_blocks", self.max_blocks, max(self.guaranteed_blocks, 1))
             if self.mode == "strict" and self.max_blocks != self.guaranteed_blocks:
                 allowed = f"{self.guaranteed_blocks}, its guarantee, or None: a strict tenant borrows nothing"
                 raise ArgumentError("max_blocks", self.max_blocks, allowed)
+        _check_count("max_pins", self.max_pins, 0)
         if self.policy is not None and not isinstance(self.policy, str) and not callable(self.policy):
             raise ArgumentError(
                 "policy", self.policy, "the name of a policy, a callable that makes one, or None"
             )
         if self.max_pinned_blocks is not None:
-            _check_blocks("max_pinned_blocks", self.max_pinned_blocks, 0)
+            _check_count("max_pinned_blocks", self.max_pinned_blocks, 0)
             if self.limit is not None and self.max_pinned_blocks > self.limit:
                 raise ArgumentError(
                     "max_pinned_blocks", self.max_pinned_blocks, f"at most {self.limit}, its limit"
@@ -168,6 +175,6 @@ class Tenant:
         return self.guaranteed_blocks if self.max_pinned_blocks is None else self.max_pinned_blocks
 
 
-def _check_blocks(argument: str, value: object, least: int) -> None:
+def _check_count(argument: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(argument, value, f"an integer ≥ {least}")

@@ -7,26 +7,30 @@ interrupted call leaves behind is mended as for any lease. What is added here is
 - **Budget.** A tenant pins at most ``Registry.pin_budget`` blocks; what several of its pins share counts once. Block
   tables of one tenant, sorted as bytes, are a tree of common beginnings: what a pin adds is what neither of its
   neighbours has. O(log pins) comparisons, no count a node or a block.
+- **Number.** A tenant has at most ``Tenant.max_pins`` pins. The budget doesn't bound them: pins of the same blocks in
+  several namespaces, as of a base under several salts, take nothing from it, and each costs about 2 KiB.
 - **Time.** A pin ends when its time is over; somebody looks about once a second in upkeep, when a request is short of
   room, and when its tenant asks for its counts. Requests pay nothing for it. A request ends its own tenant's pins, and
   others' only where the pool is short and they borrow: so what a strict tenant sees never depends on others, and what
   others see doesn't as long as there is room.
-- A clear or a purge ends the pins of what it forgets.
+- A clear or a purge ends the pins of what it forgets: each tree knows its pins, so that costs what it ends.
 
 ``lock`` is the cache's; every method is called under it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
 from radixkv.blocks import unpack
-from radixkv.errors import ArgumentError, LeaseError, NotResident, PinBudgetExceeded
+from radixkv.errors import ArgumentError, LeaseError, NotResident, PinBudgetExceeded, PinLimitExceeded
 from radixkv.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -40,8 +44,8 @@ if TYPE_CHECKING:
 MAX_TTL_S: Final = 366 * 86_400.0
 """Longest time of a pin; it may be pinned again before it ends."""
 
-SLICE_PINS: Final = 16
-"""Pins of a cleared tree that end before others get the lock."""
+SLICE_PINS: Final = 64
+"""Pins that upkeep ends before others may have the lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,10 @@ class Held:
         self.table = lease._packed
         self.tree = cast("NamespaceTree", lease._node.tree)
 
+    def share(self, table: bytes) -> None:
+        """Use this copy of its block table, so that pins of the same blocks keep one."""
+        self.table = self.lease._packed = table
+
     @property
     def prefix(self) -> tuple[Namespace, bytes]:
         """What is pinned; two namespaces may pin the very blocks of a base."""
@@ -79,38 +87,47 @@ class Held:
 class TenantPins:
     """The pins of one tenant. ``num_blocks``: how many blocks they hold, each counted once."""
 
-    __slots__ = ("_due", "_tables", "by_id", "by_prefix", "last_id", "num_blocks")
+    __slots__ = ("_due", "_tables", "_users", "by_id", "by_prefix", "last_id", "num_blocks")
 
     def __init__(self) -> None:
         self.last_id = 0
-        self.by_id: dict[int, Held] = {}
+        self.by_id: dict[int, Held] = {}  # in the order of their ids
         self.settle()
 
     def settle(self) -> None:
         """Make everything anew that follows from ``by_id``. O(pins log pins)."""
-        self.by_prefix = {held.prefix: held for held in self.by_id.values()}
-        self._tables: list[bytes] = []
+        self.by_prefix: dict[tuple[Namespace, bytes], Held] = {}
+        self._tables: list[bytes] = []  # the different ones
+        self._users: dict[bytes, int] = {}
         self.num_blocks = 0
-        for _, table in self.by_prefix:
-            self.num_blocks += self.new_blocks(table)
-            insort(self._tables, table)
+        for held in self.by_id.values():
+            self._count(held)
         self._due = [(held.until, held.id) for held in self.by_id.values()]
         heapify(self._due)
 
     def new_blocks(self, table: bytes) -> int:
         """How many blocks of a table no other pin has. O(log pins) comparisons."""
+        if table in self._users:
+            return 0
         at = bisect_left(self._tables, table)
-        beside = [*self._tables[max(at - 1, 0) : at], *self._tables[at : at + 2]]
-        shared = [_num_common(table, other) for other in beside]
+        shared = [_num_common(table, other) for other in self._tables[max(at - 1, 0) : at + 1]]
         return len(table) // ID_BYTES - max(shared, default=0)
 
     def add(self, held: Held) -> None:
         """A pin of a prefix that no other is of."""
-        self.num_blocks += self.new_blocks(held.table)
-        insort(self._tables, held.table)
-        self.by_prefix[held.prefix] = held
+        self._count(held)
         self.by_id[held.id] = held
         self.keep_until(held, held.until)
+
+    def _count(self, held: Held) -> None:
+        """Count its blocks, and its table once for all pins that have the same."""
+        if held.table in self._users:
+            held.share(self._tables[bisect_left(self._tables, held.table)])
+        else:
+            self.num_blocks += self.new_blocks(held.table)
+            insort(self._tables, held.table)
+        self._users[held.table] = self._users.get(held.table, 0) + 1
+        self.by_prefix[held.prefix] = held
 
     def keep_until(self, held: Held, until: float) -> None:
         """Set its end anew. O(log pins), amortised."""
@@ -125,8 +142,18 @@ class TenantPins:
         """Without this one."""
         del self.by_id[held.id]
         del self.by_prefix[held.prefix]
-        del self._tables[bisect_left(self._tables, held.table)]
-        self.num_blocks -= self.new_blocks(held.table)
+        self._users[held.table] -= 1
+        if not self._users[held.table]:
+            del self._users[held.table]
+            del self._tables[bisect_left(self._tables, held.table)]
+            self.num_blocks -= self.new_blocks(held.table)
+
+    def later(self, after: int) -> Iterator[Held]:
+        """Those with a greater id, in the order of their ids. O(log pins), and a copy of the ids unless ``after`` is 0."""
+        if not after:
+            return iter(self.by_id.values())
+        ids = list(self.by_id)
+        return (self.by_id[pin_id] for pin_id in ids[bisect_right(ids, after) :])
 
     def next_due(self, now: float) -> Held | None:
         """A pin whose time is over, or None. O(1), amortised."""
@@ -145,6 +172,7 @@ class Pins:
     def __init__(self, clock: Clock, evictor: Evictor, leases: set[Lease]) -> None:
         self._clock, self._evictor, self._leases = clock, evictor, leases
         self.tenants: dict[str, TenantPins] = {}
+        self._in: dict[NamespaceTree, dict[int, Held]] = {}
         self._num_held = 0
 
     @property
@@ -157,10 +185,11 @@ class Pins:
 
     # --- a pin's life
 
-    def renew(self, match: Match, num_tokens: int, ttl_s: float, budget: int) -> Pin | None:
+    def renew(self, match: Match, num_tokens: int, ttl_s: float, budget: int, limit: int) -> Pin | None:
         """The pin of exactly this match, to hold for ``ttl_s`` from now on; None if there is none, and may be one.
 
-        ``num_tokens``: of the prefix that is to be pinned. Raises NotResident and PinBudgetExceeded.
+        ``num_tokens``: of the prefix that is to be pinned. ``budget``: blocks that the tenant may pin. ``limit``: pins
+        that it may have. Raises NotResident, PinLimitExceeded and PinBudgetExceeded.
         """
         if match.num_tokens < num_tokens:
             raise NotResident(num_tokens, match.num_tokens)
@@ -169,6 +198,8 @@ class Pins:
         if held is not None:
             own.keep_until(held, self._clock() + ttl_s)
             return self._told(held)
+        if len(own.by_id) >= limit:
+            raise PinLimitExceeded(limit, len(own.by_id))
         needed = own.new_blocks(match._packed)
         if own.num_blocks + needed > budget:
             raise PinBudgetExceeded(needed, budget, own.num_blocks)
@@ -182,6 +213,7 @@ class Pins:
         own.last_id += 1
         held = Held(own.last_id, lease, self._clock() + ttl_s)
         own.add(held)
+        self._in.setdefault(held.tree, {})[held.id] = held
         self._num_held += 1
         self._evictor.on_need = self.make_room
         return self._told(held)
@@ -200,16 +232,16 @@ class Pins:
             )
         self._end(own, held)
 
-    def told(self, tenant: str | None) -> list[Pin]:
-        """The pins that hold, of one tenant or of all, the oldest first."""
+    def told(self, tenant: str | None, after: int = 0, most: int | None = None) -> list[Pin]:
+        """The pins that hold, of one tenant or of all, the oldest first: those after an id, at most so many."""
         now = self._clock()
-        return [
+        holding = (
             self._told(held)
-            for tenant_id, own in self.tenants.items()
-            if tenant is None or tenant_id == tenant
-            for held in own.by_id.values()
+            for own in self._of(tenant)
+            for held in own.later(after)
             if held.until > now and not held.tree.detached
-        ]
+        )
+        return list(islice(holding, most))
 
     # --- their end
 
@@ -236,21 +268,35 @@ class Pins:
             while (held := own.next_due(now)) is not None:
                 self._end(own, held)
 
-    def end_in(self, tree: NamespaceTree) -> int:
-        """End some pins of a cleared tree, at most SLICE_PINS; returns how many. O(the tenant's pins)."""
-        own = self.tenants.get(tree.namespace.tenant)
-        if own is None:
-            return 0
-        ended = [held for held in own.by_id.values() if held.tree is tree][:SLICE_PINS]
-        for held in ended:
-            self._end(own, held)
-        return len(ended)
+    def end_slice(self) -> bool:
+        """End some of what is due, of all tenants, at most SLICE_PINS; whether that was all. O(tenants), and what ends."""
+        left, now = SLICE_PINS, self._clock()
+        for own in self.tenants.values():
+            while (held := own.next_due(now)) is not None:
+                if not left:
+                    return False
+                self._end(own, held)
+                left -= 1
+        return True
+
+    def end_one_in(self, tree: NamespaceTree) -> bool:
+        """End a pin of a tree; False if it has none. O(log pins)."""
+        pins = self._in.get(tree)
+        if not pins:
+            return False
+        _, held = pins.popitem()
+        self._end(self.tenants[tree.namespace.tenant], held)
+        return True
 
     def _end(self, own: TenantPins, held: Held) -> None:
         """Moves no node of a tree that can be reached, for a call may be about to lease one."""
         held.lease._is_open = False  # first: what an interrupted end leaves is settled by that
         self._leases.discard(held.lease)
         own.discard(held)
+        beside = self._in[held.tree]
+        beside.pop(held.id, None)
+        if not beside:
+            del self._in[held.tree]
         node = held.lease._node
         assert node is not None
         self._evictor.release(node, held.tree, False)
@@ -268,6 +314,10 @@ class Pins:
                     self._leases.discard(held.lease)
                     del own.by_id[held.id]
             own.settle()
+        self._in = {}
+        for own in self.tenants.values():
+            for held in own.by_id.values():
+                self._in.setdefault(held.tree, {})[held.id] = held
         self._num_held = sum([len(own.by_id) for own in self.tenants.values()])
         self._evictor.on_need = self.make_room if self._num_held else None
 
@@ -281,8 +331,11 @@ class Pins:
         """Pins of one tenant or of all."""
         return sum(len(own.by_id) for own in self._of(tenant))
 
-    def _of(self, tenant: str | None) -> list[TenantPins]:
-        return [own for tenant_id, own in self.tenants.items() if tenant is None or tenant_id == tenant]
+    def _of(self, tenant: str | None) -> Collection[TenantPins]:
+        if tenant is None:
+            return self.tenants.values()
+        own = self.tenants.get(tenant)
+        return () if own is None else (own,)
 
     def _told(self, held: Held) -> Pin:
         lease = held.lease

@@ -144,6 +144,8 @@ class _Books:
     def _settle_bases(self) -> None:
         """Who may read what follows from the published ones; what stands behind others is cleared, and holds them."""
         bases = self.cache._bases
+        for tenant in self.tenants:
+            tenant.settle_trees()
         behind = {tree for tenant in self.tenants for tree in tenant.trees.values() if tree.base is not None}
         for tree in behind:
             assert tree.base is not None

@@ -92,7 +92,7 @@ class Registry:
         self.tenants.setdefault(tree.namespace.tenant, tree.tenant)
         if tree.base is not None:
             tree.base.trees.add(tree)
-        tree.tenant.trees[tree.place] = tree
+        tree.tenant.register(tree)
 
     # --- tenants
 
@@ -112,6 +112,11 @@ class Registry:
         if tenant.is_added or settings.max_pinned_blocks is not None:
             return settings.pin_budget
         return (settings.limit or self._config.num_blocks) // 2
+
+    def pin_limit(self, tenant_id: str) -> int:
+        """How many pins a tenant may have."""
+        tenant = self.tenants.get(tenant_id)
+        return 0 if tenant is None else tenant.settings.max_pins
 
     def new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
         """What a tenant is to have, with nothing in it yet. Raises like ``new_policy``."""

@@ -37,11 +37,13 @@ class TenantState:
     ``protected_blocks``: leased in its trees, private to its sequences, or quarantined. ``evictable_blocks``: in its
     trees and protected by no lease. Together they are what it uses. ``on_…``: the policy's hooks, None for those that
     it leaves out, bound once so that a request doesn't look them up or call what does nothing.
-    ``trees``: by namespace, and by ``NamespaceTree.place`` those behind a base. ``bases``: what it may read, or None.
+    ``trees``: by namespace, and by ``NamespaceTree.place`` those behind a base, which ``behind`` lists by namespace.
+    ``bases``: what it may read, or None.
     """
 
     __slots__ = (
         "bases",
+        "behind",
         "declined_blocks",
         "detached",
         "evictable_blocks",
@@ -83,6 +85,7 @@ class TenantState:
         self.set(settings)
         self.follow(policy)
         self.trees: dict[object, NamespaceTree] = {}
+        self.behind: dict[Namespace, dict[NamespaceTree, None]] = {}
         self.bases: Readable | None = None
         self.detached: set[NamespaceTree] = set()
         self.protected_blocks = 0
@@ -129,9 +132,35 @@ class TenantState:
         """Blocks of cleared namespaces that running sequences still hold."""
         return sum(tree.num_blocks for tree in self.detached)
 
+    def trees_of(self, namespace: Namespace) -> list[NamespaceTree]:
+        """The trees of a namespace: its own, and those behind bases. O(these trees)."""
+        own = self.trees.get(namespace)
+        return [*([] if own is None else [own]), *self.behind.get(namespace, ())]
+
+    def register(self, tree: NamespaceTree) -> None:
+        """Make a tree reachable. O(1)."""
+        self.trees[tree.place] = tree
+        if tree.base is not None:
+            self.behind.setdefault(tree.namespace, {})[tree] = None
+
+    def _strike(self, tree: NamespaceTree) -> None:
+        """Make a tree unreachable. O(1)."""
+        self.trees.pop(tree.place, None)
+        behind = self.behind.get(tree.namespace)
+        if behind is not None:
+            behind.pop(tree, None)
+            if not behind:
+                del self.behind[tree.namespace]
+
+    def settle_trees(self) -> None:
+        """List anew which trees stand behind a base. O(trees)."""
+        self.behind = {}
+        for tree in list(self.trees.values()):
+            self.register(tree)
+
     def detach(self, tree: NamespaceTree) -> None:
         """Make a tree unreachable; it lives on for the sequences that lease it. O(1)."""
-        del self.trees[tree.place]
+        self._strike(tree)
         tree.detached = True
         self.detached.add(tree)
 
@@ -141,7 +170,7 @@ class TenantState:
             if tree.detached:
                 self.detached.discard(tree)
             else:
-                self.trees.pop(tree.place, None)
+                self._strike(tree)
             if tree.base is not None:
                 tree.base.trees.discard(tree)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import random
+import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from radixkv import (
     OutOfBlocks,
     Pin,
     PinBudgetExceeded,
+    PinLimitExceeded,
     PrefixCache,
     QuotaExceeded,
     Tenant,
@@ -32,6 +36,8 @@ from radixkv import (
 )
 from radixkv.clock import ManualClock
 from radixkv.errors import CapacityError
+from radixkv.forgetting import PIN_NODES, SLICE_NODES
+from radixkv.namespaces import MAX_PINS
 from radixkv.pins import MAX_TTL_S, SLICE_PINS
 from radixkv_policies import POLICIES
 from tests.core.support import NS, compute, same
@@ -265,16 +271,17 @@ def test_a_split_below_and_above_leaves_it() -> None:
 
 def test_a_clear_or_a_purge_ends_it() -> None:
     """Also so many that they end in slices; a running sequence keeps what it holds, not what is pinned."""
+    num_pins = 2 * SLICE_NODES // PIN_NODES + 1
     for forget in (lambda cache: cache.clear(NS), lambda cache: cache.purge("a")):
         cache = make(64, max_pinned_blocks=64)
-        for at in range(2 * SLICE_PINS + 1):
+        for at in range(num_pins):
             compute(cache, [at] * 4)
             cache.pin(NS, [at] * 4, 60)
         compute(cache, range(4), OTHER)
         kept = cache.pin(OTHER, range(4), 60)
         running = cache.open(NS, [0] * 8)
         pin = cache.pins("a")[0]
-        assert forget(cache) == 2 * SLICE_PINS + 1
+        assert forget(cache) == num_pins
         assert cache.pins() == [kept] and cache.stats().pinned_blocks == 1
         audit.check(cache)
         with pytest.raises(LeaseError):
@@ -374,6 +381,179 @@ def test_a_strict_tenant_may_pin_all_that_it_has() -> None:
     cache.open(NS, [9] * 4).release()
     assert cache.stats().num_pins == 0
     running.release()
+    audit.check(cache)
+
+
+def test_a_tenant_has_at_most_so_many_pins() -> None:
+    """Also where a pin takes nothing from the budget; one that ends makes room, and one may be renewed."""
+    cache = make(16, max_pins=3)
+    compute(cache, range(16))
+    pins = [cache.pin(NS, range(4 * blocks), 60) for blocks in (4, 3, 2)]
+    before = cache.snapshot()
+    with pytest.raises(PinLimitExceeded, match="3 of the tenant's 3 pins are in use") as caught:
+        cache.pin(NS, range(4), 60)
+    assert (caught.value.limit, caught.value.num_pins) == (3, 3)
+    assert same(before, cache)
+    with pytest.raises(NotResident):
+        cache.pin(NS, range(50, 54), 60)
+    assert cache.pin(NS, range(8), 60) == pins[2]
+    compute(cache, range(4), OTHER)
+    assert cache.pin(OTHER, range(4), 60).id == 1, "each tenant has its own"
+    cache.unpin(pins[0])
+    cache.pin(NS, range(4), 5)
+    with pytest.raises(PinLimitExceeded):
+        cache.pin(NS, range(16), 60)
+    advance(cache, 5)
+    cache.pin(NS, range(16), 60)
+    assert cache.stats().num_pins == 4
+    audit.check(cache)
+
+
+def test_the_number_of_pins_is_the_tenants_own() -> None:
+    assert Tenant("a").max_pins == MAX_PINS == 1_024
+    for wrong in (-1, True, 1.5, "1", None):
+        with pytest.raises(ArgumentError, match="max_pins"):
+            Tenant("a", max_pins=wrong)  # type: ignore[arg-type]
+    cache = make(16, Tenant("a", guaranteed_blocks=4, max_pins=2), max_pins=0)
+    compute(cache, range(16))
+    pins = [cache.pin(NS, range(size), 60) for size in (4, 8)]
+    cache.add_tenant(Tenant("a", guaranteed_blocks=4, max_pins=1))
+    assert cache.pins() == pins, "a limit that is lowered takes nothing back"
+    with pytest.raises(PinLimitExceeded, match="2 of the tenant's 1 pins"):
+        cache.pin(NS, range(16), 60)
+    compute(cache, range(4), OTHER)
+    with pytest.raises(PinLimitExceeded, match="0 of the tenant's 0 pins"):
+        cache.pin(OTHER, range(4), 60)
+    audit.check(cache)
+
+
+def test_pins_are_listed_in_parts() -> None:
+    cache = make(16, max_pins=20)
+    compute(cache, range(32))
+    compute(cache, range(4), OTHER)
+    pins = [cache.pin(NS, range(4 * blocks), 60 if blocks % 3 else 5) for blocks in range(1, 9)]
+    other = cache.pin(OTHER, range(4), 60)
+    assert cache.pins("a") == pins and cache.pins() == [*pins, other]
+    assert cache.pins("a", limit=3) == pins[:3] and cache.pins("a", after=3, limit=3) == pins[3:6]
+    assert cache.pins("a", after=8) == [] == cache.pins("a", limit=0) == cache.pins("c", limit=9)
+    advance(cache, 5)
+    cache.unpin(pins[4])
+    assert [pin.id for pin in cache.pins("a", after=1, limit=3)] == [2, 4, 7], "of those that hold"
+    for wrong in ({"after": -1}, {"after": "1"}, {"limit": -1}, {"limit": 1.5}):
+        with pytest.raises(ArgumentError):
+            cache.pins("a", **wrong)  # type: ignore[arg-type]
+
+
+def test_pins_of_the_same_blocks_keep_one_block_table() -> None:
+    """Readers of a base under several salts: a table of a long prefix is stored once, not once a pin."""
+    cache = make(16, Tenant("a", guaranteed_blocks=8))
+    with cache.publish("base", Namespace("operator", "m"), range(32), ["a"]) as sequence:
+        sequence.commit(32)
+    for salt in range(9):
+        cache.pin(NS._replace(salt=str(salt)), range(32), 60)
+    held = list(cache._pins.tenants["a"].by_id.values())
+    assert len({id(each.table) for each in held} | {id(each.lease._packed) for each in held}) == 1
+    assert cache.stats().pinned_blocks == 8
+    cache.unpin(cache.pins()[0])
+    assert cache.stats().pinned_blocks == 8
+    audit.check(cache)
+
+
+def num_steps(call: Callable[[], object]) -> int:
+    """How many bytecodes of radixkv's interpreted modules a call runs; ``pins`` is one of them in either build."""
+    found = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal found
+        if "radixkv" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        found += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+def pinned_in_salts(num_pins: int) -> PrefixCache:
+    """A cache in which a tenant pins a base in as many namespaces, and as much of its own, in one."""
+    cache = make(num_pins + 8, Tenant("a", guaranteed_blocks=num_pins + 4, max_pins=2 * num_pins))
+    with cache.publish("base", Namespace("operator", "m"), [7] * 8, ["a"]) as sequence:
+        sequence.commit(8)
+    for at in range(num_pins):
+        cache.pin(NS._replace(salt=str(at)), [7] * 8, 60)
+        compute(cache, [100 + at] * 4, NS)
+        cache.pin(NS, [100 + at] * 4, 60)
+    return cache
+
+
+def clear_all(cache: PrefixCache) -> None:
+    for namespace in cache.namespaces("a"):
+        cache.clear(namespace)
+
+
+def expire(cache: PrefixCache) -> None:
+    advance(cache, 60)
+    cache.maintain()
+
+
+def unpin_all(cache: PrefixCache) -> None:
+    for pin in cache.pins("a"):
+        cache.unpin(pin)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda cache: cache.unpublish("base"),
+        lambda cache: cache.set_readers("base", []),
+        lambda cache: cache.purge("a"),
+        lambda cache: cache.remove_tenant("a"),
+        clear_all,
+        expire,
+        unpin_all,
+    ],
+    ids=["unpublish", "set_readers", "purge", "remove_tenant", "clear", "expire", "unpin"],
+)
+def test_the_end_of_many_pins_costs_what_ends(end: Callable[[PrefixCache], object]) -> None:
+    """Sixteen times as many pins take sixteen times as many steps, not 256 times."""
+    few, many = pinned_in_salts(12), pinned_in_salts(192)
+    steps = [num_steps(lambda cache=cache: end(cache)) for cache in (few, many)]  # type: ignore[misc]
+    assert steps[1] < 16 * 1.3 * steps[0], steps
+    for cache in (few, many):
+        audit.check(cache)
+
+
+def test_one_pin_among_many_costs_what_it_did() -> None:
+    """A pin, its renewal, a part of the list and an end: no work for each of the others."""
+
+    def live(cache: PrefixCache) -> None:
+        cache.unpin(cache.pins("a", limit=1)[0])
+        pin = cache.pin(NS._replace(salt="new"), [7] * 8, 60)
+        cache.pin(NS._replace(salt="new"), [7] * 8, 60)
+        cache.unpin(cache.pins("a", after=pin.id - 1, limit=1)[0])
+
+    few, many = (num_steps(lambda: live(cache)) for cache in (pinned_in_salts(4), pinned_in_salts(128)))
+    assert many < 1.5 * few, (few, many)
+
+
+def test_upkeep_ends_pins_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is given up between them."""
+    cache = make(16, max_pins=300, max_pinned_blocks=16)
+    cache.add_tenant(Tenant("a", guaranteed_blocks=8, max_pins=300))
+    with cache.publish("base", Namespace("operator", "m"), range(8), ["a"]) as sequence:
+        sequence.commit(8)
+    for at in range(2 * SLICE_PINS + 1):
+        cache.pin(NS._replace(salt=str(at)), range(8), 60)
+    left: list[int] = []
+    monkeypatch.setattr(time, "sleep", lambda _: left.append(cache.stats().num_pins))
+    expire(cache)
+    assert left == [SLICE_PINS + 1, 1] and cache.stats().num_pins == 0
     audit.check(cache)
 
 
