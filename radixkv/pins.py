@@ -149,7 +149,7 @@ class TenantPins:
             self.num_blocks -= self.new_blocks(held.table)
 
     def later(self, after: int) -> Iterator[Held]:
-        """Those with a greater id, in the order of their ids. O(log pins), and a copy of the ids unless ``after`` is 0."""
+        """Those with a greater id, in the order of their ids; copies the ids unless ``after`` is 0."""
         if not after:
             return iter(self.by_id.values())
         ids = list(self.by_id)
@@ -269,7 +269,7 @@ class Pins:
                 self._end(own, held)
 
     def end_slice(self) -> bool:
-        """End some of what is due, of all tenants, at most SLICE_PINS; whether that was all. O(tenants), and what ends."""
+        """End some of what is due, of all tenants, at most SLICE_PINS; True if that was all. O(tenants + ended)."""
         left, now = SLICE_PINS, self._clock()
         for own in self.tenants.values():
             while (held := own.next_due(now)) is not None:

@@ -460,6 +460,25 @@ def budget_shared(patch: pytest.MonkeyPatch) -> None:
     _wrap(patch, Pins, "renew", shared)
 
 
+def pins_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A tenant may have any number of pins."""
+
+    def unbounded(original: Any, self: Any, *args: Any) -> Any:
+        return original(self, *args[:-1], 2**31)
+
+    _wrap(patch, Pins, "renew", unbounded)
+
+
+def pin_limit_shared(patch: pytest.MonkeyPatch) -> None:
+    """What others pin counts against the number of pins that a tenant may have."""
+
+    def shared(original: Any, self: Any, match: Any, *args: Any) -> Any:
+        others = self.num_pins() - self.num_pins(match.namespace.tenant)
+        return original(self, match, *args[:-1], args[-1] - others)
+
+    _wrap(patch, Pins, "renew", shared)
+
+
 def base_for_everybody(patch: pytest.MonkeyPatch) -> None:
     """A base is read by tenants that are not on its list."""
 
@@ -621,6 +640,10 @@ BUGS = {
     "pin without a lease": Bug(pin_without_lease, "leases|pinned"),
     "one budget for the pins of all": Bug(
         budget_shared, "A observes|counts, pins", ObservationAlone, "strict", "lru"
+    ),
+    "pins not counted": Bug(pins_not_counted, "beyond the 2 pins"),
+    "one limit of pins for all": Bug(
+        pin_limit_shared, "A observes|counts, pins", ObservationAlone, "strict", "lru"
     ),
     "global recency order": Bug(
         global_recency, "A observes|counts, names or bytes", ObservationAlone, "strict", "lru"

@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 from radixkv.audit import invariants
 from radixkv.audit.oracle import Engine, cache_with_engine, chain
-from radixkv.audit.properties.material import CacheFactory, Mirror
+from radixkv.audit.properties.material import MAX_PINS, CacheFactory, Mirror
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig
 from radixkv.errors import FlushRequired
@@ -278,6 +278,7 @@ OPERATOR = Tenant("op", guaranteed_blocks=6, mode="strict")
 def strict_halves(num_blocks: int) -> tuple[Tenant, Tenant]:
     """Tenants ``a`` and ``b``, strict, each of whom has half of the pool."""
     each = num_blocks // 2
-    return Tenant("a", guaranteed_blocks=each, mode="strict"), Tenant(
-        "b", guaranteed_blocks=each, mode="strict"
+    return (
+        Tenant("a", guaranteed_blocks=each, mode="strict", max_pins=MAX_PINS),
+        Tenant("b", guaranteed_blocks=each, mode="strict", max_pins=MAX_PINS),
     )

@@ -18,6 +18,7 @@ from radixkv.audit.properties.checked import CheckedCache
 from radixkv.audit.properties.material import (
     LAYOUT,
     MAX_OPEN,
+    MAX_PINS,
     NAMESPACES,
     Held,
     Mirror,
@@ -36,6 +37,7 @@ from radixkv.errors import (
     OutOfBlocks,
     PendingError,
     PinBudgetExceeded,
+    PinLimitExceeded,
     RadixKVError,
     TokenError,
 )
@@ -59,7 +61,7 @@ class CacheMachine(CheckedCache):
         cls = type(self)
         layout = LAYOUT if cls.with_storage[stored % len(cls.with_storage)] else None
         name = cls.policies[policy % len(cls.policies)]
-        everybody = Tenant("default", max_pinned_blocks=num_blocks // 3)
+        everybody = Tenant("default", max_pinned_blocks=num_blocks // 3, max_pins=MAX_PINS)
         self.start(CacheConfig(num_blocks, block_size, layout, policy=name, default_tenant=everybody))
         self._open(0, first, "compute")
 
@@ -297,16 +299,16 @@ class CacheMachine(CheckedCache):
     @precondition(lambda self: hasattr(self.cache, "pin"))
     @rule(where=where_to, prompt=prompts, seconds=st.integers(1, 20), which=small, unpins=st.booleans())
     def pin(self, where: int, prompt: tuple[int, ...], seconds: int, which: int, unpins: bool) -> None:
-        """A prefix is pinned, or pinned again; or a pin ends before its time."""
+        """Up to three prefixes of a prompt are pinned, or pinned again; or a pin ends before its time."""
         if unpins and self.pinned:
             pin, _ = self.pinned.pop(list(self.pinned)[which % len(self.pinned)])
             self.cache.unpin(pin)
             self._refused(lambda: self.cache.unpin(pin), LeaseError)
             return
         namespace, ids = self._place(where, prompt)
-        ids = ids[: len(ids) // self.block_size * self.block_size]
-        if ids:
-            self._pin(namespace, ids, float(seconds))
+        num_blocks = len(ids) // self.block_size
+        for stop in range(num_blocks, max(num_blocks - 1 - which % 3, 0), -1):
+            self._pin(namespace, ids[: stop * self.block_size], float(seconds))
 
     def _pin(self, namespace: Namespace, ids: tuple[int, ...], seconds: float) -> None:
         before = self.cache.snapshot()
@@ -314,11 +316,18 @@ class CacheMachine(CheckedCache):
         held = self._pinned_prefixes(namespace.tenant)
         wanted = held | self._prefixes(namespace, ids)
         budget = self.cache.config.default_tenant.max_pinned_blocks
+        num_pins = sum(where.tenant == namespace.tenant for where, _ in self.pinned)
+        is_full = num_pins >= MAX_PINS and (namespace, ids) not in self.pinned
         try:
             pin = self.cache.pin(namespace, ids, seconds)
         except NotResident as error:
             self._same(before)
             expect(error.resident_tokens == resident < len(ids), f"{error}, but {resident} are resident")
+            return
+        except PinLimitExceeded as error:
+            self._same(before)
+            said = (error.num_pins, error.limit)
+            expect(is_full and said == (num_pins, MAX_PINS), f"{error}, but the tenant has {num_pins} pins")
             return
         except PinBudgetExceeded as error:
             self._same(before)
@@ -329,6 +338,7 @@ class CacheMachine(CheckedCache):
             expect(told == facts and len(wanted) > budget, f"{error}, but the facts are {facts}")
             return
         expect(resident == len(ids) and len(wanted) <= budget, f"{pin} was granted")
+        expect(not is_full, f"{pin} was granted beyond the {MAX_PINS} pins of a tenant")
         expect(pin.num_tokens == len(ids) and pin.ttl_s == seconds, f"{pin} is another one")
         self.pinned[namespace, ids] = pin, self.clock() + seconds
 

@@ -24,6 +24,8 @@ NAMESPACES = (
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float64")
 MAX_OPEN = 6
 MAX_PROMPT_BLOCKS = 4
+MAX_PINS = 2
+"""Pins that a tenant may have, in all machines."""
 
 small = st.integers(0, 7)
 where_to = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3))

@@ -34,6 +34,7 @@ from radixkv.audit.oracle import Oracle
 from radixkv.audit.properties.adapter import OPERATOR, Adapter, CacheAdapter, strict_halves, strict_system
 from radixkv.audit.properties.material import (
     LAYOUT,
+    MAX_PINS,
     MAX_PROMPT_BLOCKS,
     NAMESPACES,
     CacheFactory,
@@ -623,7 +624,7 @@ class TwoRuns(TwoSystems):
         name = cls.policies[policy % len(cls.policies)]
         self.is_strict = cls.modes[mode % len(cls.modes)] == "strict"
         num_blocks = room + OPERATOR.guaranteed_blocks if self.is_strict else 12 if is_tiny else 512
-        everybody = Tenant("default", max_pinned_blocks=5)
+        everybody = Tenant("default", max_pinned_blocks=5, max_pins=MAX_PINS)
         config = CacheConfig(
             num_blocks, block_size, layout, policy=name, segment_tokens=block_size, default_tenant=everybody
         )
@@ -678,7 +679,7 @@ def _changed(tenant: str, guarantee: int, kind: int) -> Tenant:
     if kind >= 6 and guarantee:
         return Tenant(tenant, guaranteed_blocks=guarantee, mode="strict")
     most = guarantee + 3 if kind % 2 else None
-    return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most, max_pinned_blocks=most)
+    return Tenant(tenant, (1.0, 3.0, 0.5)[kind % 3], guarantee, most, max_pinned_blocks=most, max_pins=kind)
 
 
 class TwoAdapters(TwoSystems):
