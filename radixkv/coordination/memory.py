@@ -391,7 +391,9 @@ class MemoryStore:
 
     # ---- pins
 
-    def keep_pin(self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool) -> Durable:
+    def keep_pin(
+        self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool, most: int = MAX_PINS
+    ) -> Durable:
         """See the protocol."""
         with self._open():
             pinned = self._pinned(tenant)
@@ -404,7 +406,7 @@ class MemoryStore:
             if known is not None and not anew:
                 return Durable(1, None)
             num_live = sum(not each.pin.is_ended for name, each in pinned.items() if name != pin.id)
-            if (known is None or known.pin.is_ended) and num_live >= MAX_PINS:
+            if (known is None or known.pin.is_ended) and num_live >= most:
                 return Durable(0, None)
             parts = {} if known is None else known.parts
             kept = replace(pin, is_ended=False, parts=())

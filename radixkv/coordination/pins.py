@@ -26,7 +26,14 @@ from radixkv.coordination.checks import (
     checked_seconds,
 )
 from radixkv.coordination.keys import NAMESPACE_BYTES, mac
-from radixkv.coordination.protocol import FleetPin, JobPart, JobState, ReplicaInfo, check_amount
+from radixkv.coordination.protocol import (
+    MAX_FLEET_PINS,
+    FleetPin,
+    JobPart,
+    JobState,
+    ReplicaInfo,
+    check_amount,
+)
 from radixkv.coordination.settings import REPLICA_ID
 from radixkv.coordination.wire import is_pin_id
 from radixkv.errors import ArgumentError
@@ -69,13 +76,17 @@ class FleetPins(ABC):
         raised = self.tenants.raised(namespace.tenant)
         return mac(self.keys.namespace(namespace, raised.generation), "pin", raised.purge)
 
-    def keep_pin(self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True) -> bool:
+    def keep_pin(
+        self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True, most: int = MAX_FLEET_PINS
+    ) -> bool:
         """State that a prefix is to be kept resident for ``ttl_s`` from now on. See the protocol."""
         check_tenant(tenant)
         _check_pin(pin)
         seconds = checked_seconds("ttl_s", ttl_s, MAX_PIN_S, above=0.0)
         check_flag("anew", anew)
-        kept = self.store.keep_pin(self.keys.tenant(tenant), pin, seconds, anew=anew)
+        check_amount("most", most)
+        bound = min(most, MAX_FLEET_PINS)
+        kept = self.store.keep_pin(self.keys.tenant(tenant), pin, seconds, anew=anew, most=bound)
         return self._counted(kept).value == 1
 
     def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:

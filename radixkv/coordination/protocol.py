@@ -89,6 +89,8 @@ NOBODY = Writer("", 0, "")
 
 MAX_AMOUNT = 10**15 - 1
 """15 digits: what a store keeps of a number, and a reader takes for one."""
+MAX_FLEET_PINS: Final = 256
+"""Pins of the fleet that a tenant may have."""
 
 
 def check_amount(name: str, value: object) -> None:
@@ -433,10 +435,12 @@ class Coordinator(Protocol):
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
         """The job, or None if there is none of that tenant. Raises StoreUnavailable."""
 
-    def keep_pin(self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True) -> bool:
+    def keep_pin(
+        self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True, most: int = MAX_FLEET_PINS
+    ) -> bool:
         """State that a prefix is to be kept resident for ``ttl_s`` from now on; ``anew=False``: unless that stands.
 
-        False if as many stand as a tenant may have. Raises ArgumentError, StoreUnavailable.
+        False if the tenant has ``most`` others, 0 to 256. Raises ArgumentError, StoreUnavailable.
         """
 
     def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:

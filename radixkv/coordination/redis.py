@@ -738,9 +738,11 @@ class RedisStore:
     # ---- pins
 
     @translated()
-    def keep_pin(self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool) -> Durable:
+    def keep_pin(
+        self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool, most: int = MAX_PINS
+    ) -> Durable:
         """See the protocol."""
-        args: Args = [pin.id, max(1, int(ttl_s * 1000)), format_pin(pin), MAX_PINS, 1 if anew else 0]
+        args: Args = [pin.id, max(1, int(ttl_s * 1000)), format_pin(pin), MAX_PINS, 1 if anew else 0, most]
         answer, replicated = self.connection.run_durably(scripts.KEEP, [_pins_key(tenant)], args)
         return Durable(int(answer), replicated)
 

@@ -36,7 +36,7 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     add       KEYS job                            ARGV owner field epoch nonce value max-parts -> 1 if added
     part      KEYS job                            ARGV field value -> 1 if replaced
 
-    keep      KEYS pins                           ARGV pin ttl-ms stated max anew -> 1 unless there are too many
+    keep      KEYS pins                           ARGV pin ttl-ms stated max anew most -> 1 unless there are too many
     unpin     KEYS pins                           ARGV pin keep-ms stated -> 1 unless it was ended before
     state     KEYS pins                           ARGV pin replica epoch value max-parts -> 1 if set
 
@@ -415,7 +415,7 @@ end
 forget_parts(function(id) return kept[id] end)
 local _, state = stated(ARGV[1])
 if state and ARGV[5] == '0' then return 1 end
-if state ~= 'live' and live >= max then return 0 end
+if state ~= 'live' and live >= tonumber(ARGV[6]) then return 0 end
 state_until(ARGV[1], now + tonumber(ARGV[2]), 'live', ARGV[3])
 return 1
 """

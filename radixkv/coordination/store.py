@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from radixkv.coordination.protocol import FleetPin, JobPart, Load, WarmJob, Writer
+from radixkv.coordination.protocol import MAX_FLEET_PINS, FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.coordination.wire import NEVER, NO_LIMIT, Entry, Groups, Limit, Raised, Registration
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ MAX_REPLICAS = 1024
 MAX_PARTS = 1024
 MAX_JOBS = 4096
 """Warm jobs that are kept at a time; beyond it the oldest is forgotten."""
-MAX_PINS = 256
+MAX_PINS = MAX_FLEET_PINS
 """Pins of the fleet that a tenant may have; of those that were ended as many are kept, the longest."""
 MAX_CONFIRMED = 4 * MAX_REPLICAS
 """What a tenant's purge may keep of replicas; beyond it those that aren't listed any more are forgotten."""
@@ -262,9 +262,12 @@ class Store(Protocol):
     def load_job(self, job_id: str) -> WarmJob | None:
         """The job as stored."""
 
-    def keep_pin(self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool) -> Durable:
+    def keep_pin(
+        self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool, most: int = MAX_PINS
+    ) -> Durable:
         """Keep a pin for ``ttl_s`` from now on; unless ``anew``, only if nothing is kept of it. ``value`` 0: too many.
 
+        Too many: ``most`` others of the tenant's, at most MAX_PINS.
         Its parts stay. 1 also where it was kept already.
         """
 

@@ -137,9 +137,10 @@ async def clear(call: Call) -> Response:
     if wanted and not found:
         raise not_found("namespace")
     num_blocks = 0
+    cleared = set(found)
+    service.warmer.forget(cleared)
+    service.keeper.cleared(call.tenant, cleared)
     for namespace in found:
-        service.warmer.forget(namespace)
-        service.keeper.cleared(namespace)
         num_blocks += await service.threads.run(call.tenant, partial(service.cache.clear, namespace))
     return reply(ClearReply(namespaces=len(found), blocks=num_blocks))
 

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.keys import mac
 from radixkv.coordination.protocol import FleetPin, JobPart, JobState
+from radixkv.coordination.store import MAX_PINS
 from radixkv.errors import CoordinationError, LeaseError, PinBudgetExceeded
 from radixkv.pins import Pin
 from radixkv.service.fleet import PIN_PATH
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
+from radixkv.service.schemas.tenants import TenantSettings
 
 if TYPE_CHECKING:
     from radixkv.coordination.protocol import ReplicaInfo
@@ -77,11 +79,14 @@ class Keeper:
         tenant, names = namespace.tenant, self._asked(namespace, ids, where)
         fact = self._fact(namespace, ids, where)
         try:
-            is_kept = await self._call(self._coordinator.keep_pin, tenant, fact, ttl_s)
+            most = self._most(tenant)
+            is_kept = await self._call(self._coordinator.keep_pin, tenant, fact, ttl_s, most=most)
         except CoordinationError:
             raise store_unavailable("the store of pins can't be reached; nothing was pinned") from None
         if not is_kept:
-            raise ApiError(409, "conflict", "too many pins of the fleet", allowed="end one of them first")
+            message = f"the tenant has {most} pins of the fleet, as many as it may: end one of them first"
+            allowed = f"at most {most} pins of the fleet"
+            raise ApiError(409, "pin_limit_exceeded", message, value=most, allowed=allowed)
         mine = Kept(fact, namespace, ids, self._service.clock() + ttl_s)
         if self._name in names:
             self._keep(mine)
@@ -134,10 +139,17 @@ class Keeper:
             facts = [replace(fact, remaining_s=left_s) for fact, left_s in left]
         return [(replace(pin, parts=self._parts(pin, mine.get(pin.id))), mine.get(pin.id)) for pin in facts]
 
-    def local(self, tenant: str) -> list[Pin]:
-        """The pins of this replica alone."""
+    def local(self, tenant: str, after: int, limit: int) -> list[Pin]:
+        """The pins of this replica alone, by id: those after an id, at most so many."""
         kept = {mine.pin.id for mine in self._tenants.get(tenant, {}).values() if mine.pin is not None}
-        return [pin for pin in self._service.cache.pins(tenant) if pin.id not in kept]
+        pins = self._service.cache.pins(tenant, after=after, limit=limit + len(kept))
+        return [pin for pin in pins if pin.id not in kept][:limit]
+
+    def _holds(self, tenant: str, pin: Pin | None) -> bool:
+        """Whether the cache has a pin still."""
+        if pin is None:
+            return False
+        return any(each.id == pin.id for each in self._service.cache.pins(tenant, after=pin.id - 1, limit=1))
 
     # ---- what another replica asks
 
@@ -155,10 +167,10 @@ class Keeper:
 
     # ---- once a second
 
-    def cleared(self, namespace: Namespace) -> None:
-        """A tenant has forgotten a namespace here: what is pinned of it stays so elsewhere."""
-        for mine in self._tenants.get(namespace.tenant, {}).values():
-            if mine.namespace == namespace:
+    def cleared(self, tenant: str, namespaces: Collection[Namespace]) -> None:
+        """A tenant has forgotten these namespaces here: what is pinned of them stays so elsewhere."""
+        for mine in self._tenants.get(tenant, {}).values():
+            if mine.namespace in namespaces:
                 mine.state, mine.error, mine.ids, mine.pin = "failed", "cleared", None, None
 
     async def purged(self, tenant: str, facts: Sequence[FleetPin]) -> None:
@@ -223,8 +235,7 @@ class Keeper:
             return
         is_later = mine.fact.remaining_s > mine.until - now + _RENEW_S
         mine.until = now + mine.fact.remaining_s
-        held = {pin.id for pin in self._service.cache.pins(mine.namespace.tenant)}
-        is_gone = mine.state == "done" and (mine.pin is None or mine.pin.id not in held)
+        is_gone = mine.state == "done" and not self._holds(mine.namespace.tenant, mine.pin)
         may_pass = mine.state == "failed" and now > mine.failed_at + _AGAIN_S
         if mine.ids is not None and (is_gone or may_pass or (mine.state == "done" and is_later)):
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
@@ -353,6 +364,10 @@ class Keeper:
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode(), PIN_PATH)
 
     # ---- small things
+
+    def _most(self, tenant: str) -> int:
+        """Pins of the fleet that a tenant may have."""
+        return min(self._service.keyring.settings.get(tenant, TenantSettings()).max_pins, MAX_PINS)
 
     @property
     def _name(self) -> str:

@@ -6,6 +6,9 @@ loop, like a lookup. One on several replicas is ``keeping``'s: each of them comp
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from starlette.responses import Response
 
 from radixkv.coordination.protocol import FleetPin
@@ -17,6 +20,11 @@ from radixkv.service.handlers import ordered
 from radixkv.service.keeping import Kept
 from radixkv.service.problems import invalid, not_found
 from radixkv.service.schemas.pins import PinOrder, PinPart, PinReply, PinRequest, PinsReply
+
+MAX_LISTED: Final = 1_024
+"""Pins of one answer."""
+_LOCAL_ID = re.compile(r"0|[1-9][0-9]{0,15}")
+_LIMIT = re.compile(r"[1-9][0-9]{0,3}")
 
 
 async def pin(call: Call) -> Response:
@@ -53,11 +61,33 @@ async def pin_for_replica(call: Call) -> Response:
 
 
 async def list_pins(call: Call) -> Response:
-    """The caller's pins that hold: those of this replica, the oldest first, then those of the fleet."""
-    call.query()
-    keeper = call.service.keeper
-    fleet = [_shown_fleet(call, *each) for each in await keeper.told(call.tenant)]
-    return reply(PinsReply(pins=[*map(_shown, keeper.local(call.tenant)), *fleet]))
+    """The caller's pins that hold: those of this replica, the oldest first, then those of the fleet, by id.
+
+    At most `limit` at once; where there are more, the header `Link` has the address of the next part.
+    """
+    query = call.query("limit", "after")
+    limit, after = _limit(query.get("limit")), query.get("after", "0")
+    is_fleet = is_pin_id(after)
+    if not is_fleet and not _LOCAL_ID.fullmatch(after):
+        raise invalid("after is no id of a pin", "after", after, "the id of the last pin of the part before")
+    keeper, tenant = call.service.keeper, call.tenant
+    pins = [] if is_fleet else [_shown(pin) for pin in keeper.local(tenant, int(after), limit + 1)]
+    if len(pins) <= limit:
+        fleet = sorted(await keeper.told(tenant), key=lambda each: each[0].id)
+        pins += [_shown_fleet(call, *each) for each in fleet if not is_fleet or each[0].id > after]
+    answer = reply(PinsReply(pins=pins[:limit]))
+    if len(pins) > limit:
+        answer.headers["link"] = f'</v1/pins?after={pins[limit - 1].id}&limit={limit}>; rel="next"'
+    return answer
+
+
+def _limit(text: str | None) -> int:
+    """How many pins an answer may list. Raises ApiError."""
+    if text is None:
+        return MAX_LISTED
+    if not _LIMIT.fullmatch(text) or int(text) > MAX_LISTED:
+        raise invalid("limit is out of range", "limit", text, f"an integer from 1 to {MAX_LISTED}")
+    return int(text)
 
 
 async def unpin(call: Call) -> Response:
@@ -67,10 +97,10 @@ async def unpin(call: Call) -> Response:
     """
     call.query()
     keeper, wanted = call.service.keeper, call.request.path_params["pin"]
-    for each in keeper.local(call.tenant):
-        if str(each.id) == wanted:
-            call.service.cache.unpin(each)
-            return Response(status_code=204)
+    local = keeper.local(call.tenant, int(wanted) - 1, 1) if _LOCAL_ID.fullmatch(wanted) else []
+    if local and str(local[0].id) == wanted:
+        call.service.cache.unpin(local[0])
+        return Response(status_code=204)
     if not is_pin_id(wanted):
         raise not_found("pin")
     await keeper.end(call.tenant, wanted)
@@ -119,7 +149,19 @@ ENDPOINTS = (
         body=PinRequest,
         errors=(404, 409, 429, 503),
     ),
-    Endpoint("GET", "/v1/pins", list_pins, "Pins", "tenant", {200: PinsReply}, errors=(422,)),
+    Endpoint(
+        "GET",
+        "/v1/pins",
+        list_pins,
+        "Pins",
+        "tenant",
+        {200: PinsReply},
+        query={
+            "limit": f"most pins of an answer, 1 to {MAX_LISTED}",
+            "after": "only pins that come after this id",
+        },
+        errors=(422, 503),
+    ),
     Endpoint("DELETE", "/v1/pins/{pin}", unpin, "End a pin", "tenant", {204: None}, errors=(404, 422, 503)),
     Endpoint(
         "POST",

@@ -26,6 +26,7 @@ from radixkv.errors import (
     NotResident,
     PendingError,
     PinBudgetExceeded,
+    PinLimitExceeded,
     QuotaExceeded,
     RadixKVError,
     TokenError,
@@ -159,6 +160,12 @@ def pin_budget_exceeded(error: PinBudgetExceeded) -> ApiError:
     return ApiError(409, "pin_budget_exceeded", str(error), value=error.needed, allowed=allowed)
 
 
+def pin_limit_exceeded(error: PinLimitExceeded) -> ApiError:
+    """409: the caller may not have more pins; its own numbers only."""
+    allowed = f"at most {error.limit} pins"
+    return ApiError(409, "pin_limit_exceeded", str(error), value=error.num_pins, allowed=allowed)
+
+
 def not_resident(error: NotResident) -> ApiError:
     """409: what is to be pinned isn't there as a whole."""
     allowed = f"a prefix that is resident, with all its {error.num_tokens} tokens: warm it first"
@@ -222,6 +229,8 @@ def of_library(error: RadixKVError) -> ApiError:
         return quota_exceeded(error)
     if isinstance(error, PinBudgetExceeded):
         return pin_budget_exceeded(error)
+    if isinstance(error, PinLimitExceeded):
+        return pin_limit_exceeded(error)
     if isinstance(error, NotResident):
         return not_resident(error)
     if isinstance(error, CapacityError):

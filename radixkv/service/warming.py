@@ -11,7 +11,7 @@ from another, and a prefix that nobody wants any more costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -96,9 +96,9 @@ class Warmer:
             if not warming.num_shares:
                 self._end(key, warming)
 
-    def forget(self, namespace: Namespace) -> None:
-        """A namespace was cleared: what is under way there can't be joined any more."""
-        for key in [key for key in self._under_way if key[0] == namespace]:
+    def forget(self, namespaces: Collection[Namespace]) -> None:
+        """Namespaces are cleared: what is under way there can't be joined any more."""
+        for key in [key for key in self._under_way if key[0] in namespaces]:
             del self._under_way[key]
 
     def forget_tenant(self, tenant: str) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -523,7 +524,7 @@ def unpin_all(cache: PrefixCache) -> None:
 def test_the_end_of_many_pins_costs_what_ends(end: Callable[[PrefixCache], object]) -> None:
     """Sixteen times as many pins take sixteen times as many steps, not 256 times."""
     few, many = pinned_in_salts(12), pinned_in_salts(192)
-    steps = [num_steps(lambda cache=cache: end(cache)) for cache in (few, many)]  # type: ignore[misc]
+    steps = [num_steps(partial(end, cache)) for cache in (few, many)]
     assert steps[1] < 16 * 1.3 * steps[0], steps
     for cache in (few, many):
         audit.check(cache)
@@ -538,7 +539,7 @@ def test_one_pin_among_many_costs_what_it_did() -> None:
         cache.pin(NS._replace(salt="new"), [7] * 8, 60)
         cache.unpin(cache.pins("a", after=pin.id - 1, limit=1)[0])
 
-    few, many = (num_steps(lambda: live(cache)) for cache in (pinned_in_salts(4), pinned_in_salts(128)))
+    few, many = (num_steps(partial(live, pinned_in_salts(size))) for size in (4, 128))
     assert many < 1.5 * few, (few, many)
 
 

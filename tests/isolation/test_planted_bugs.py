@@ -453,7 +453,9 @@ def pin_without_lease(patch: pytest.MonkeyPatch) -> None:
 def budget_shared(patch: pytest.MonkeyPatch) -> None:
     """What others pin counts against a tenant's budget."""
 
-    def shared(original: Any, self: Any, match: Any, tokens: int, ttl_s: float, budget: int, limit: int) -> Any:
+    def shared(
+        original: Any, self: Any, match: Any, tokens: int, ttl_s: float, budget: int, limit: int
+    ) -> Any:
         others = self.num_blocks() - self.num_blocks(match.namespace.tenant)
         return original(self, match, tokens, ttl_s, budget - others, limit)
 

@@ -145,3 +145,79 @@ def test_on_the_command_line(service: Running, tmp_path: Path) -> None:
         refused = CliRunner().invoke(commands, ["warm", str(path), "--url", service.url, "--pin", wrong])
         assert refused.exit_code == 2 and "'--pin'" in refused.stderr and wrong in refused.stderr
     assert service.acme.post("/v1/lookup", json=other).json()["matched_tokens"] == 0, "nothing was warmed"
+
+
+def test_a_tenant_has_at_most_so_many_pins(service: Running) -> None:
+    """Those of the fleet among them; another tenant's don't count; the operator's settings say how many."""
+    settings = {"max_pinned_blocks": 6, "policy": "lrfu"}
+    for wrong in (-1, 65_537, 1.5, "3"):
+        answer = service.operator.put("/v1/tenants/acme", json={**settings, "max_pins": wrong})
+        assert answer.status_code == 422 and refusal(answer)["field"] == "max_pins"
+    answer = service.operator.put("/v1/tenants/acme", json={**settings, "max_pins": 2})
+    assert answer.json()["settings"]["max_pins"] == 2
+    try:
+        pins = [warm_and_pin(service, {"token_ids": PROMPT["token_ids"][:size]}) for size in (16, 32)]
+        assert service.acme.post("/v1/warm", json=PROMPT).status_code == 200
+        error = refusal(answer := service.acme.post("/v1/pins", json={**PROMPT, "ttl_s": 600}))
+        assert (answer.status_code, error["type"], error["value"], error["allowed"]) == (
+            409,
+            "pin_limit_exceeded",
+            2,
+            "at most 2 pins",
+        )
+        part = service.acme.post("/v1/pins", json={**PROMPT, "ttl_s": 600, "replicas": "all"}).json()
+        (mine,) = part["replicas"]
+        assert (mine["state"], mine["error"]) == ("failed", "pin_limit_exceeded")
+        for pin in pins:
+            assert service.acme.delete(f"/v1/pins/{pin['id']}").status_code == 204
+        fleet = {"ttl_s": 600, "replicas": "all"}
+        second = service.acme.post("/v1/pins", json={**fleet, "token_ids": PROMPT["token_ids"][:16]})
+        assert second.json()["replicas"][0]["state"] == "done"
+        third = service.acme.post("/v1/pins", json={**fleet, "token_ids": PROMPT["token_ids"][:32]})
+        error = refusal(third)
+        assert (third.status_code, error["type"], error["value"]) == (409, "pin_limit_exceeded", 2)
+        assert error["allowed"] == "at most 2 pins of the fleet"
+        for pin in service.acme.get("/v1/pins").json()["pins"]:
+            assert service.acme.delete(f"/v1/pins/{pin['id']}").status_code == 204
+    finally:
+        assert service.operator.put("/v1/tenants/acme", json=settings).status_code == 200
+    assert warm_and_pin(service)["blocks"] == 4
+
+
+def test_many_pins_are_listed_and_unpublished_in_parts(service: Running) -> None:
+    """A reader pins a base in 1,500 namespaces: each answer lists a part, and no call does work for all of them."""
+    cache = service.service.cache
+    settings = {"max_pinned_blocks": 6, "policy": "lrfu"}
+    put = {**settings, "max_pins": 1_500}
+    assert service.operator.put("/v1/tenants/acme", json=put).status_code == 200
+    ids = PROMPT["token_ids"]
+    base = {"id": "many", "token_ids": ids, "readers": ["acme"]}
+    assert service.operator.post("/v1/bases", json=base).status_code == 201
+    for salt in range(1_500):
+        cache.pin(service.service.engine.namespace("acme", salt=str(salt)), ids, 600)
+    try:
+        first = service.acme.get("/v1/pins")
+        assert len(first.json()["pins"]) == 1_024
+        found, link = first.json()["pins"], first.headers.get("link")
+        while link is not None:
+            assert link.endswith('; rel="next"')
+            part = service.acme.get(link.partition(">")[0][1:])
+            assert 0 < len(part.json()["pins"]) <= 1_024
+            found, link = found + part.json()["pins"], part.headers.get("link")
+        assert [pin["salt"] for pin in found] == [str(salt) for salt in range(1_500)]
+        few = service.acme.get("/v1/pins", params={"limit": 2, "after": found[9]["id"]})
+        assert [pin["id"] for pin in few.json()["pins"]] == [pin["id"] for pin in found[10:12]]
+        for query in (
+            {"limit": "0"},
+            {"limit": "1025"},
+            {"limit": "x"},
+            {"after": "-1"},
+            {"after": "x" * 32},
+        ):
+            answer = service.acme.get("/v1/pins", params=query)
+            assert answer.status_code == 422 and refusal(answer)["field"] == next(iter(query))
+        assert service.acme.delete(f"/v1/pins/{found[700]['id']}").status_code == 204
+    finally:
+        assert service.operator.delete("/v1/bases/many").status_code == 204
+        assert service.operator.put("/v1/tenants/acme", json=settings).status_code == 200
+    assert service.acme.get("/v1/pins").json() == {"pins": []}

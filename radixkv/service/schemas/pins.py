@@ -54,6 +54,6 @@ class PinReply(ReplyBody):
 
 
 class PinsReply(ReplyBody):
-    """The caller's pins on this replica, and those of the fleet."""
+    """The caller's pins on this replica, and those of the fleet: a part of them where there are many."""
 
     pins: list[PinReply]

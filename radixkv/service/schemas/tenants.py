@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from radixkv.errors import ArgumentError
-from radixkv.namespaces import Tenant
+from radixkv.namespaces import MAX_PINS, Tenant
 from radixkv.service.schemas.base import ReplyBody, RequestBody
 
 
@@ -30,6 +30,10 @@ class TenantSettings(RequestBody):
     )
     max_pinned_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=None, description="blocks that it may pin; null: as many as it is guaranteed"
+    )
+    max_pins: Annotated[int, Field(ge=0, le=65_536)] = Field(
+        default=MAX_PINS,
+        description="pins that it may have on a replica at a time, those of the fleet included",
     )
     policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
         default=None, description="name of its eviction policy; null: the server's"
@@ -61,6 +65,7 @@ class TenantSettings(RequestBody):
             self.mode,
             self.max_pinned_blocks,
             self.policy,
+            self.max_pins,
         )
         if self.fleet_blocks is not None and self.fleet_blocks < self.guaranteed_blocks:
             allowed = f"at least {self.guaranteed_blocks}, which each replica guarantees, or null"
