@@ -2,7 +2,8 @@
 
 A parser allocates an object for every value of a body and holds the interpreter's lock meanwhile. So the number of
 values is bounded first, on the raw bytes. The bounds follow from the schema alone: a new endpoint has them without
-any further code. A schema with a list or a map without a maximum is refused when its budget is made.
+any further code. A schema with a list, a map or a string without a maximum is refused when its budget is made, unless
+the field doesn't reach the event loop (``RequestBody.without_prompts``).
 
 The count is exact, as brackets, braces and commas inside strings don't count. Cost: a few passes of ``bytes.count``,
 about 0.5 ms a megabyte each. A body with many strings is also scanned by one regular expression: 40 ms a megabyte.
@@ -16,9 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-from pydantic import BaseModel
-
 from radixkv.service.problems import ApiError, invalid
+from radixkv.service.schemas.base import RequestBody
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
 """A string, or what is left of the body where a string doesn't end. Possessive, so that it never goes back: linear."""
@@ -61,13 +61,16 @@ class Budget:
 
 
 @cache
-def budget_of(model: type[BaseModel], max_ids: int) -> Budget:
+def budget_of(model: type[RequestBody], max_ids: int) -> Budget:
     """The budget of a schema; ``max_ids``: token ids that all prompts of a body may have together.
 
-    Raises AssertionError for a schema with another list or map that has no maximum.
+    Raises AssertionError for a schema that doesn't bound its bodies.
     """
     schema = model.model_json_schema()
-    need = _Need(schema.get("$defs", {}), max_ids)
+    need = _Need(schema.get("$defs", {}))
+    for name, field in schema.get("properties", {}).items():
+        is_bounded = need.of(field)[1] is not None or name in model.without_prompts
+        assert is_bounded, f"{model.__name__}.{name}: a string without maxLength"
     values, size = need.of(schema)
     values += max_ids if need.has_ids else 0
     return Budget(
@@ -88,9 +91,8 @@ def _is_balanced(outside: bytes) -> bool:
 class _Need:
     """What valid bodies of a JSON schema need: the most values, and the most bytes or None."""
 
-    def __init__(self, definitions: Mapping[str, Any], max_ids: int) -> None:
-        self._definitions, self._max_ids = definitions, max_ids
-        self.has_ids = False
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions, self.has_ids = definitions, False
 
     def of(self, schema: Mapping[str, Any]) -> tuple[int, int | None]:
         """The need of one schema. Lists of integers without a maximum are token ids, which are counted once."""
@@ -144,7 +146,7 @@ def _string_bytes(schema: Mapping[str, Any]) -> int | None:
 
 
 def _times(number: int, size: int | None) -> int | None:
-    return None if size is None else number * size
+    return 0 if not number else None if size is None else number * size
 
 
 def _most(needs: list[tuple[int, int | None]]) -> tuple[int, int | None]:

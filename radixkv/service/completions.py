@@ -54,6 +54,8 @@ MAX_STEPS_AHEAD = 16
 """Steps that the model makes for a stream before the event loop has taken the text of the first of them."""
 _TEXT_SLICE = 64
 """Tokens whose text is made before other tenants have a turn, once the generation is over."""
+MAX_ECHOED_CHARS = 2**20
+"""Characters of prompts that an answer repeats: it is written on the event loop."""
 _GREEDY_BELOW = 1e-3
 _READING_S = 5.0
 """What a stream's reader has beyond the time of the answer, to read how it ended."""
@@ -404,6 +406,10 @@ def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Pre
     """What could not be served even by an empty server. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
         raise invalid("too many completions", "n", body.n, f"at most {MAX_ROWS} completions, prompts × n")
+    echoed = body.n * sum(len(prompt.text) for prompt in prompts)
+    if echoed > MAX_ECHOED_CHARS:
+        message = f"echo would repeat {echoed} characters in the answer, more than {MAX_ECHOED_CHARS}"
+        raise invalid(message, "echo", True, f"at most {MAX_ECHOED_CHARS} characters, prompts × n")
     limit = service.engine.max_model_len
     longest = max(len(prompt.ids) for prompt in prompts)
     if longest + body.max_tokens > limit:

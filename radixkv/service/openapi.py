@@ -92,7 +92,7 @@ def _error_statuses(endpoint: Endpoint) -> list[int]:
     if endpoint.who in ("tenant", "either"):
         statuses.add(429)
     if endpoint.body is not None:
-        statuses |= {400, 408, 413, 415, 422}
+        statuses |= {400, 408, 413, 415, 422, 429, 503}
     return sorted(statuses)
 
 

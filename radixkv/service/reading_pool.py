@@ -72,9 +72,10 @@ class ReadingProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it, unless it runs. Raises Died if it has just been started, and died."""
-        if self._process is not None:
+        """Start it, unless it runs. Raises Died if it was just started, and died."""
+        if self._process is not None and self._process.poll() is None:
             return
+        self.stop()
         if self._clock() < self._started_at + _RESTART_AFTER_S:
             raise Died
         self._started_at = self._clock()
@@ -86,7 +87,8 @@ class ReadingProcess:
                 [sys.executable, "-P", "-c", _CODE, str(theirs.fileno()), self._argument],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
             )
 
     def stop(self) -> None:
@@ -229,6 +231,12 @@ class ReadingPool:
             else:
                 if not piece.answer.done():
                     piece.answer.set_result(answer)
+
+
+def _environment() -> dict[str, str]:
+    """The service's environment without its settings, of which some are secrets; the same modules are found."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _settle(piece: _Piece, error: Exception) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -81,7 +82,10 @@ def test_a_schema_that_bounds_nothing_is_refused_at_the_start() -> None:
     class Mapped(RequestBody):
         names: dict[str, int] = Field(default_factory=dict)
 
-    for model in (Unbounded, Mapped):
+    class Text(RequestBody):
+        name: str
+
+    for model in (Unbounded, Mapped, Text):
         with pytest.raises(AssertionError, match="max"):
             budget_of(model, 10)
 
@@ -318,16 +322,31 @@ def test_a_process_is_replaced_when_it_dies_and_needs_no_torch(monkeypatch: pyte
         try:
             assert unpacked(await process.ask(message), LookupRequest).prompts[0].left_out == 3
             assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            asked = asyncio.create_task(process.ask(message))
+            await asyncio.sleep(0.05)
             os.kill(process.pid, signal.SIGKILL)
             with pytest.raises(Died):
-                await process.ask(message)
+                await asked
             assert process.pid is None
+            assert unpacked(await process.ask(message), LookupRequest).prompts[0].left_out == 3
         finally:
             process.stop()
 
     asyncio.run(test())
     code = "import sys, radixkv.service.reading_process; sys.exit('torch' in sys.modules or 'redis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_processes_get_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_REDIS", "redis://:pa55word@127.0.0.1:6379/0")
+    process = ReadingProcess(Specification(None, TOKENIZER.digest, RULES))
+    try:
+        process.start()
+        place = Path(f"/proc/{process.pid}")
+        assert b"pa55word" not in (place / "environ").read_bytes() + (place / "cmdline").read_bytes()
+    finally:
+        process.stop()
 
 
 def test_a_process_with_another_tokenizer_does_not_start() -> None:
