@@ -87,6 +87,7 @@ _HTTP_OPTIONS: Mapping[str, str] = {
     "max-body-bytes": "Size of a body.  [4194304]",
     "timeout-s": "Seconds after which an answer is given up.  [600]",
     "body-timeout-s": "Seconds that a body may take to arrive.  [30]",
+    "drain-s": "Seconds that answers under way may take to end after SIGTERM.  [20]",
     "log-level": "critical, error, warning, info or debug.  [warning]",
 }
 

@@ -19,6 +19,7 @@ from radixkv.coordination.sources import Beside
 from radixkv.errors import CapacityError, CoordinationError, IntegrityError
 from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
+from radixkv.service.draining import Drain
 from radixkv.service.endpoint import log_unforeseen, problem_of
 from radixkv.service.fleet import Fleet
 from radixkv.service.intake import Intake
@@ -82,7 +83,7 @@ class Service:
         self.orders = Orders(self)
         self.keeper = Keeper(self)
         self._forgetting: set[asyncio.Task[None]] = set()
-        self.is_stopping = False
+        self.drain = Drain()
 
     @property
     def cache(self) -> PrefixCache:
@@ -148,7 +149,7 @@ class Service:
     def unreadiness(self) -> list[str]:
         """Why no requests should be sent here now; empty if it is ready."""
         reasons = self.sickness()
-        if self.is_stopping:
+        if self.drain.is_stopping:
             reasons.append("stopping")
         health = self.fleet.coordinator.health()
         if health.state not in ("ok", "unavailable", "fenced", "failed"):
@@ -187,7 +188,7 @@ class Service:
 
     def _left(self, job: Job) -> None:
         """A job left the table: if it was asked for here, nobody will ask for it any more."""
-        if job.is_mine and not self.is_stopping:
+        if job.is_mine and not self.drain.is_stopping:
             task = asyncio.create_task(self._forget(job.id))
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)

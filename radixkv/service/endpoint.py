@@ -32,6 +32,7 @@ from radixkv.coordination.signing import SIGNED_HEADERS, SignedHead
 from radixkv.errors import IntegrityError, RadixKVError, UnverifiedRequest
 from radixkv.service import problems
 from radixkv.service.auth import Principal
+from radixkv.service.draining import Ended
 from radixkv.service.fleet import unsigned
 from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
+    from radixkv.service.draining import Drain
     from radixkv.service.intake import Intake
     from radixkv.service.limits import Gate, Limits
     from radixkv.service.reading import Reading
@@ -87,6 +89,10 @@ class Host(Protocol):
     @property
     def gate(self) -> Gate:
         """Holds tenants to their rates."""
+
+    @property
+    def drain(self) -> Drain:
+        """The requests under way."""
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -243,7 +249,10 @@ async def serve(host: Host, endpoint: Endpoint, request: Request) -> Response:
     call = Call(host, request, endpoint, host.clock())
     response: Response | None = None
     try:
-        response = await _answer(call)
+        with host.drain.under_way():
+            if host.drain.is_stopping and endpoint.who != "anyone":
+                raise Ended
+            response = await _answer(call)
         return response
     except ClientDisconnect:
         response = Response(status_code=499)
@@ -379,7 +388,7 @@ def problem_of(error: Exception) -> ApiError:
         return problems.too_fast(error.wait_s, str(error))
     if isinstance(error, Stalled):
         return problems.stalled()
-    if isinstance(error, Closed | Cancelled):
+    if isinstance(error, Closed | Cancelled | Ended):
         return problems.shutting_down()
     answer = problems.of_library(error) if isinstance(error, RadixKVError) else problems.internal()
     if answer.status >= 500 and answer.status != 503:

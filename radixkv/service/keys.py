@@ -24,6 +24,7 @@ from pathlib import Path
 from radixkv.clock import Clock, monotonic
 from radixkv.errors import RadixKVError
 from radixkv.service.auth import Key, Keyring, Principal
+from radixkv.service.private import warn_unless_private
 from radixkv.service.schemas.tenants import TenantSettings
 
 LOOK_EVERY_S = 1.0
@@ -57,7 +58,10 @@ class KeyStore:
     @classmethod
     def open(cls, path: Path | None) -> KeyStore:
         """The keys of a file, or the demo keys. Raises ConfigError."""
-        return cls(Keyring.demo() if path is None else Keyring.load(path), path)
+        if path is None:
+            return cls(Keyring.demo())
+        warn_unless_private(path, "keys file")
+        return cls(Keyring.load(path), path)
 
     @property
     def ring(self) -> Keyring:
@@ -142,6 +146,7 @@ class KeyStore:
             seen = self._signature()
             if seen != self._seen and self._path is not None:
                 self._seen = seen
+                warn_unless_private(self._path, "keys file")
                 ring = Keyring.load(self._path)
                 self.on_change(ring)
                 self._ring = ring

@@ -21,7 +21,7 @@ class Limits:
 
     ``requests_per_s``, ``burst`` and ``max_body_bytes`` hold for tenants whose entry in the keys file says nothing
     else. ``body_timeout_s`` is the time a body may take to arrive, ``timeout_s`` that of a whole answer; jobs take
-    as long as they take.
+    as long as they take. When the process is told to end, answers under way have ``drain_s`` to end by themselves.
     """
 
     max_body_bytes: int = 4 * 2**20
@@ -33,6 +33,7 @@ class Limits:
     job_ttl_s: float = 600.0
     body_timeout_s: float = 30.0
     timeout_s: float = 600.0
+    drain_s: float = 20.0
 
 
 class TooFast(Exception):

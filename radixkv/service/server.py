@@ -1,10 +1,14 @@
 """``radixkv serve``: one process from start to end.
 
-    bind ─▶ load ─▶ listen ─▶ register ─▶ serve ─▶ signal ─▶ leave the fleet ─▶ let requests end ─▶ close
+    bind ─▶ load ─▶ listen ─▶ register ─▶ serve ─▶ signal ─▶ leave the fleet, drain ─▶ end requests ─▶ close
 
 The port is taken before the model is loaded, so that a busy port is known at once, and it listens before the
-replica registers, so that nobody is told an address where nothing answers. SIGINT and SIGTERM end the process
-with exit code 0: requests have GRACE_S to finish, then they are cancelled, and everything is released.
+replica registers, so that no other replica gets an address where nothing answers.
+
+SIGINT and SIGTERM end the process with exit code 0. While it drains, at most ``Limits.drain_s``, requests under way
+go on; ``/readyz`` says ``stopping``, and new requests are answered 503. Then each stream ends with an error event, and
+each request that still waits is answered 503. A client has GRACE_S to read that; then its connection is cut. A second
+signal ends the draining and the grace at once.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import anyio.to_thread
 import uvicorn
@@ -26,18 +31,24 @@ from radixkv.service.app import create_app
 from radixkv.service.build import build_service
 from radixkv.service.connection import Connection, quieten
 from radixkv.service.core import Service
+from radixkv.service.endpoint import Host
 from radixkv.service.limits import Limits
 from radixkv.service.settings import ServeSettings, Tls
 
-GRACE_S = 5
+GRACE_S = 2.0
+"""What clients have to read how their answers ended."""
+_HURRIED_GRACE_S = 0.2
+_LAST_RESORT_S = 30
+"""After this, uvicorn cancels what still runs; a request can't, since its connection was cut long before."""
+_LOOK_EVERY_S = 0.05
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server around one application. Says when it listens; ends quietly when it is told to."""
+    """uvicorn's server around one host's application. Says when it listens; drains when it is told to end."""
 
     def __init__(
-        self, app: Starlette, on_ready: Callable[[], None] | None = None, tls: Tls | None = None
+        self, app: Starlette, host: Host, on_ready: Callable[[], None] | None = None, tls: Tls | None = None
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -49,17 +60,57 @@ class Listener(uvicorn.Server):
             access_log=False,
             server_header=False,
             lifespan="on",
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=_LAST_RESORT_S,
         )
         super().__init__(config)
         quieten()
-        self._on_ready = on_ready
+        self._host, self._on_ready = host, on_ready
+        self._is_hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and say so."""
         await super().startup(sockets=sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, end what is under way, close."""
+        self._host.drain.is_stopping = True
+        leaving = asyncio.create_task(self.leave())
+        await self._until_idle(self._host.limits.drain_s)
+        self._host.drain.end()
+        ending = asyncio.create_task(self.end_work())
+        cutting = asyncio.create_task(self._cut_off())
+        await super().shutdown(sockets)
+        await asyncio.gather(leaving, ending)
+        cutting.cancel()
+
+    async def leave(self) -> None:
+        """Tell others that this process ends."""
+
+    async def end_work(self) -> None:
+        """End what streams wait for."""
+
+    async def _until_idle(self, most_s: float) -> None:
+        """Wait for requests under way, at most so long, and not after a second signal."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + most_s
+        while self.server_state.tasks and not self._is_hurried and clock() < until:
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _cut_off(self) -> None:
+        """Cut connections whose clients don't read how their answers ended."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + GRACE_S
+        while self.server_state.connections and not self._is_hurried and clock() < until:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_HURRIED_GRACE_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; the second time, hurry."""
+        self._is_hurried, self.should_exit = self.should_exit, True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -87,14 +138,16 @@ class Server(Listener):
         on_ready: Callable[[], None] | None = None,
         tls: Tls | None = None,
     ) -> None:
-        super().__init__(create_app(service, version=version), on_ready, tls)
+        super().__init__(create_app(service, version=version), service, on_ready, tls)
         self._service = service
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Leave the fleet, then let requests end."""
-        self._service.is_stopping = True
+    async def leave(self) -> None:
+        """Leave the fleet."""
         await anyio.to_thread.run_sync(self._service.fleet.coordinator.leave)
-        await super().shutdown(sockets=sockets)
+
+    async def end_work(self) -> None:
+        """Cancel the model's work."""
+        await anyio.to_thread.run_sync(self._service.worker.close)
 
 
 def run(settings: ServeSettings, version: str, on_ready: Callable[[Service, str], None]) -> None:

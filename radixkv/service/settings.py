@@ -26,6 +26,7 @@ from radixkv.coordination.costs import COSTS, MAX_TEMPERATURE
 from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID, without_password
 from radixkv.errors import ConfigError
 from radixkv.service.limits import Limits
+from radixkv.service.private import warn_unless_private
 
 HTTP_DEFAULTS: Mapping[str, str] = {
     "requests-per-s": "1000",
@@ -35,6 +36,7 @@ HTTP_DEFAULTS: Mapping[str, str] = {
     "max-body-bytes": str(4 * 2**20),
     "timeout-s": "600",
     "body-timeout-s": "30",
+    "drain-s": "20",
     "log-level": "warning",
 }
 """What holds for services and routers alike."""
@@ -283,6 +285,7 @@ class _Reader:
             max_body_bytes=self.integer("max-body-bytes", 1, 2**30),
             timeout_s=self.seconds("timeout-s", 0.001, 1e6),
             body_timeout_s=self.seconds("body-timeout-s", 0.001, 1e6),
+            drain_s=self.seconds("drain-s", 0.0, 86_400.0),
         )
 
     def tls(self) -> Tls | None:
@@ -298,6 +301,7 @@ class _Reader:
         except (OSError, ValueError):
             allowed = f"a certificate in PEM that belongs to the unencrypted key of {self.name('tls-key')}"
             raise self.refuse("tls-cert", allowed) from None
+        warn_unless_private(key, self.name("tls-key"))
         return Tls(cert, key)
 
     def redis_url(self) -> str | None:
@@ -334,6 +338,7 @@ class _Reader:
                     "fleet-secret", "a file with the secret that the fleet shares, as --redis is set"
                 )
             return secrets.token_bytes(32)
+        warn_unless_private(path, self.name("fleet-secret"))
         secret = path.read_bytes().strip()
         if len(secret) < MIN_SECRET_BYTES:
             raise self.refuse("fleet-secret", f"a file that holds at least {MIN_SECRET_BYTES} bytes")

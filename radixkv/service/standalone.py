@@ -18,6 +18,7 @@ from radixkv.namespaces import Namespace
 from radixkv.service import routing
 from radixkv.service.app import make_app
 from radixkv.service.auth import Keyring
+from radixkv.service.draining import Drain
 from radixkv.service.endpoint import problem_of
 from radixkv.service.intake import Intake
 from radixkv.service.keys import KeyStore
@@ -55,6 +56,7 @@ class RouterHost:
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits = limits or Limits()
         self.gate = Gate(self.limits.max_concurrent, clock)
+        self.drain = Drain()
         self.intake, self.threads = Intake(tokenizer, _RULES, tokenizer_path), Threads()
         view = source.view
         self.metrics = RequestMetrics(
@@ -105,6 +107,8 @@ class RouterHost:
     def unreadiness(self) -> list[str]:
         """Why no requests should be sent here now; a lost store is no reason while replicas are known."""
         reasons = self.sickness()
+        if self.drain.is_stopping:
+            reasons.append("stopping")
         if not self.source.members():
             reasons.append("store: lost" if self.source.is_lost else "replicas: none is known")
         return reasons
@@ -131,7 +135,7 @@ def run(settings: RouteSettings, version: str, on_ready: Callable[[RouterHost, s
             host.intake.start()
             url = base_url(listener, settings.tls)
             app = make_app(host, routing.ENDPOINTS, version)
-            Listener(app, lambda: on_ready(host, url), settings.tls).run(sockets=[_listening(listener)])
+            Listener(app, host, lambda: on_ready(host, url), settings.tls).run(sockets=[_listening(listener)])
         finally:
             host.close()
 

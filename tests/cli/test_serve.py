@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from radixkv.service.server import bind
-from tests.service.running import START_S, Process, client, eventually, served
+from tests.service.running import START_S, Process, client, eventually, served, service_in_thread
 
 pytestmark = pytest.mark.timeout(600)  # each process loads torch
 
@@ -62,18 +66,90 @@ def test_it_listens_on_loopback_only(demo: Process) -> None:
     assert listening == [f"0100007F:{port}"]
 
 
+ENDLESS = {"prompt": "Go on", "max_tokens": 8000, "ignore_eos": True}
+
+
+class Asked(threading.Thread):
+    """A completion that is asked for in a thread; ``lines`` of the answer as they come."""
+
+    def __init__(self, url: str, key: str, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self._url, self._key, self._body = url, key, {**ENDLESS, **fields}
+        self.status, self.lines = 0, list[str]()
+        self.start()
+
+    def run(self) -> None:
+        with (
+            client(self._url, self._key) as someone,
+            someone.stream("POST", "/v1/completions", json=self._body) as answer,
+        ):
+            self.status = answer.status_code
+            self.lines.extend(line for line in answer.iter_lines() if line)
+
+    def error(self) -> str:
+        """The type of the error that the answer ended with."""
+        self.join(60)
+        return str(json.loads(self.lines[-1].removeprefix("data: "))["error"]["type"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_code_0_whatever_runs(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_drains_and_ends_it_with_code_0_whatever_runs(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with (
-        served(tmp_path / "log", "--num-blocks", "1024") as process,
-        client(process.url, "demo-acme") as acme,
+        served(tmp_path / "log", "--num-blocks", "1024", environment={"RADIXKV_DRAIN_S": "4"}) as process,
+        client(process.url, "demo-globex") as globex,
     ):
-        body = {"prompt": "Go on", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-        with acme.stream("POST", "/v1/completions", json=body) as answer:
-            next(answer.iter_lines())
-            process.process.send_signal(number)
-            assert process.process.wait(60) == 0
-    assert "Traceback" not in process.output
+        banner = process.output
+        stream = Asked(process.url, "demo-acme", stream=True)
+        eventually(lambda: stream.lines)
+        waiting = [Asked(process.url, "demo-acme", stream=each) for each in (False, True)]
+        whole = Asked(process.url, "demo-globex")
+        process.process.send_signal(number)
+        ready = eventually(lambda: (answer := globex.get("/readyz")).status_code == 503 and answer)
+        assert "stopping" in ready.json()["reasons"]
+        refused = globex.post("/v1/lookup", json={"token_ids": [1]})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "shutting_down")
+        heard = len(stream.lines)
+        eventually(lambda: len(stream.lines) > heard, "what runs goes on")
+        assert process.process.wait(60) == 0
+        assert stream.error() == "shutting_down" and stream.status == 200
+        assert [(each.error(), each.status) for each in (*waiting, whole)] == [("shutting_down", 503)] * 3
+    assert process.output == banner, "no traceback, no error, nothing"
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with served(tmp_path / "log", "--num-blocks", "1024", "--drain-s", "600") as process:
+        banner = process.output
+        stream = Asked(process.url, "demo-acme", stream=True)
+        eventually(lambda: stream.lines)
+        process.process.send_signal(signal.SIGTERM)
+        with client(process.url, None) as nobody:
+            eventually(lambda: nobody.get("/readyz").status_code == 503)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(60) == 0
+        assert stream.error() == "shutting_down"
+    assert process.output == banner
+
+
+def test_what_ends_in_time_ends_as_ever() -> None:
+    with service_in_thread(**{"num-blocks": "1024", "drain-s": "600"}) as live:
+        stream = Asked(live.url, "demo-acme", stream=True, max_tokens=20)
+        eventually(lambda: stream.is_alive() and live.service.worker.num_unfinished)
+    stream.join(60)
+    assert stream.status == 200 and stream.lines[-1] == "data: [DONE]"
+
+
+def test_an_unread_stream_does_not_hold_the_end_up() -> None:
+    with service_in_thread(**{"num-blocks": "1024", "drain-s": "0"}) as live:
+        place = urlsplit(live.url)
+        content = json.dumps({**ENDLESS, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer demo-acme\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        unread = socket.create_connection((place.hostname, place.port))
+        unread.sendall(head.encode() + content)
+        eventually(lambda: live.service.worker.num_unfinished)
+    unread.close()
 
 
 def test_a_busy_port_is_one_line(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ def test_a_broken_law_makes_it_unhealthy() -> None:
 
 
 def test_it_is_not_ready_while_it_stops(live: Running) -> None:
-    live.service.is_stopping = True
+    live.service.drain.is_stopping = True
     try:
         assert live.nobody.get("/readyz").json()["reasons"] == ["stopping"]
         assert live.nobody.get("/readyz").json()["status"] == "not_ready"
         assert live.nobody.get("/healthz").status_code == 200
     finally:
-        live.service.is_stopping = False
+        live.service.drain.is_stopping = False
 
 
 def test_replicas_tell_of_themselves(live: Running) -> None:

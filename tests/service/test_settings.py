@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import trustme
 
 from radixkv import cli
+from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
+from radixkv.service.auth import Keyring
+from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Limits
 from radixkv.service.server import bind
 from radixkv.service.settings import DEFAULTS, ROUTE_DEFAULTS, ServeSettings
@@ -42,6 +46,7 @@ def test_the_help_tells_the_defaults(told: Mapping[str, str], defaults: Mapping[
     [
         ("port", "x"), ("port", ""), ("port", "-1"), ("port", "65536"), ("port", "8400.0"), ("port", "٣"),
         ("host", ""), ("host", "no such host"), ("host", "256.1.1.1"),
+        ("drain-s", "-1"), ("drain-s", "nan"), ("drain-s", "soon"), ("drain-s", "86401"), ("drain-s", ""),
         ("lease-s", "0"), ("lease-s", "nan"), ("lease-s", "inf"), ("lease-s", "soon"),
         ("num-blocks", "0"), ("num-blocks", "many"), ("num-blocks", str(2**31)),
         ("block-size", "0"), ("policy", "mru"), ("policy", ""), ("scrub", "some"),
@@ -107,3 +112,40 @@ def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         bind("192.0.2.7", 0)
     assert caught.value.setting == "--host"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o644, 0o640, 0o604, 0o622])
+@pytest.mark.parametrize("setting", ["fleet-secret", "keys", "tls-key"])
+def test_a_secret_that_others_can_read_is_warned_of(
+    setting: str, mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    authority = trustme.CA().issue_cert("127.0.0.1")
+    authority.cert_chain_pems[0].write_to_path(tmp_path / "cert")
+    content = {
+        "fleet-secret": b"a secret that is long enough",
+        "keys": b'{"tenants": {"acme": "a-key-of-acme"}}',
+        "tls-key": authority.private_key_pem.bytes(),
+    }
+    path.write_bytes(content[setting])
+    path.chmod(mode)
+    given = {setting: str(path)} | ({"tls-cert": str(tmp_path / "cert")} if setting == "tls-key" else {})
+    KeyStore.open(ServeSettings.parse(given).keys)
+    warnings = [each.getMessage() for each in caplog.records]
+    assert len(warnings) == (mode & 0o077 != 0)
+    assert all(str(path) in each and f"mode {mode:04o}" in each for each in warnings)
+    assert not any("secret that is" in each or "a-key-of" in each for each in warnings)
+
+
+def test_a_keys_file_that_becomes_readable_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "keys.json", ManualClock()
+    path.write_text('{"tenants": {"acme": "a-key-of-acme"}}')
+    path.chmod(0o600)
+    keys = KeyStore(Keyring.load(path), path, clock=clock)
+    path.write_text('{"tenants": {"acme": "another-key"}}')
+    path.chmod(0o644)
+    clock.advance(2)
+    assert keys.ring.tenants == ("acme",)
+    assert ["mode 0644" in each.getMessage() for each in caplog.records] == [True]

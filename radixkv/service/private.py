@@ -1,0 +1,21 @@
+"""Warns of files with keys or secrets that other users of the machine can read or change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger("radixkv.service")
+
+
+def warn_unless_private(path: Path, what: str) -> None:
+    """Log a warning if the file's group or others have any access to it. Says nothing of its content."""
+    if os.name != "posix":
+        return
+    with suppress(OSError):  # whoever reads the file says that it can't be read
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            log.warning("%s %s: other users have access to it (mode %04o); chmod 600 it", what, path, mode)
