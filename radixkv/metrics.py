@@ -51,7 +51,7 @@ _TEXTS = {
     "num_nodes": "Nodes of all trees",
     "num_sequences": "Running sequences",
     "num_namespaces": "Namespaces that hold something",
-    "num_tenants": "Tenants seen since the start",
+    "num_tenants": "Tenants that there are",
     "requests": "Sequences opened",
     "hit_tokens": "Prompt tokens whose KV was found",
     "missed_tokens": "Prompt tokens whose KV had to be computed",
@@ -136,9 +136,10 @@ class _CacheCollector(Collector):
         self._cache, self._tenants = cache, tenants
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in asdict(self._cache.stats()).items():
+        tenants = self._tenants()
+        for name, value in {**asdict(self._cache.stats()), "num_tenants": len(tenants)}.items():
             yield _family(f"radixkv_cache_{name}", name, [], [([], value)])
-        rows = [asdict(self._cache.tenant_stats(tenant)) for tenant in self._tenants()]
+        rows = [asdict(self._cache.tenant_stats(tenant)) for tenant in tenants]
         for name in rows[0] if rows else ():
             if name != "tenant":
                 samples = [([row["tenant"]], row[name]) for row in rows]

@@ -40,6 +40,7 @@ class CacheStats:
     num_sequences: int
     num_namespaces: int
     num_tenants: int
+    """Added or seen since the start; one that was removed counts on."""
     requests: int
     hit_tokens: int
     missed_tokens: int

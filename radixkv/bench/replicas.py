@@ -41,7 +41,7 @@ from radixkv.coordination.sources import Observer
 from radixkv.coordination.store import Store
 from radixkv.coordination.view import RemoteLog, View
 from radixkv.coordination.wire import DIGESTS_AN_ENTRY, Entry, Registration
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, RadixKVError
 from radixkv.namespaces import Namespace
 
 SECRET = b"the secret of a fleet that is measured"
@@ -176,6 +176,10 @@ def death(options: Options) -> list[Figure]:
         ids = np.arange(512, dtype=np.uint32)
         try:
             while not router.rank(_NAMESPACE, ids):
+                if victim.exitcode is not None:
+                    raise RadixKVError(
+                        f"the replica to be killed ended by itself, with status {victim.exitcode}"
+                    )
                 time.sleep(0.01)
             time.sleep(options.lease_s)
             victim.kill()

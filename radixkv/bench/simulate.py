@@ -9,13 +9,16 @@ more without that, to tell what it gains.
 from __future__ import annotations
 
 import os
+import pickle
 import platform
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,16 @@ from radixkv.bench.simulation.score import (
 )
 from radixkv.bench.simulation.trace import Outcome, Trace, read
 from radixkv.config import policy_names
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, RadixKVError
 
 Task = tuple[str, int]
+
+_STARTED_AGAIN = 70
+"""Status of a worker whose start ran the calling script again."""
+
+
+class WorkerDied(RadixKVError):
+    """A worker process of a simulation ended before its work was done."""
 
 
 def known_policies() -> tuple[str, ...]:
@@ -62,8 +72,13 @@ def run(
     """Every policy at every capacity over the traces, as a dict that is JSON; ``results`` has a row for each.
 
     capacities: blocks of the trace, ≥ 1. tenants: leaves out all others. jobs: processes, by default one a core.
-    progress: gets the tasks done and all tasks. Raises ConfigError for what can't be run.
+    progress: gets the tasks done and all tasks. A script that calls this with more than one job needs
+    ``if __name__ == "__main__":`` around the call, since each worker process imports the script.
+
+    Raises ConfigError for what can't be run, and WorkerDied if a worker process was killed or could not start.
     """
+    if getattr(current_process(), "_inheriting", False):  # a worker that imports a script without that line
+        raise SystemExit(_STARTED_AGAIN)
     began = time.perf_counter()
     named, sizes = chosen(policies, known_policies()), _checked_capacities(capacities)
     trace = read(traces, block_tokens=block_tokens, keep_tails=keep_tails, tenants=tenants)
@@ -125,10 +140,10 @@ _work: _Work | None = None
 """Of this process, if it is one of the pool's."""
 
 
-def _begin(work: _Work) -> None:
+def _begin(file: Path) -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
-    _work = work
+    _work = pickle.loads(file.read_bytes())
 
 
 def _do(task: Task) -> Sums:
@@ -143,16 +158,44 @@ def _run_all(work: _Work, tasks: list[Task], jobs: int | None) -> Iterator[tuple
         for task in tasks:
             yield task, work.do(task)
         return
-    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (work,)) as pool:
+    with tempfile.TemporaryDirectory() as folder:
+        # In a file: multiprocessing waits for ever to hand more than a pipe holds to a process that died meanwhile.
+        file = Path(folder, "work")
+        file.write_bytes(pickle.dumps(work, pickle.HIGHEST_PROTOCOL))
+        yield from _run_in_processes(file, tasks, processes)
+
+
+def _run_in_processes(file: Path, tasks: list[Task], processes: int) -> Iterator[tuple[Task, Sums]]:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (file,)) as pool:
         pending = {pool.submit(_do, task): task for task in tasks}
+        workers = list(pool._processes.values())  # Python 3.14 has terminate_workers
         try:
             for done in as_completed(pending):
                 yield pending[done], done.result()
+        except BrokenProcessPool:
+            raise _died([process.exitcode for process in workers], processes) from None
         except BaseException:  # Ctrl-C among them: nobody waits for what nobody wants any more
-            for process in list(pool._processes.values()):  # Python 3.14 has terminate_workers
+            for process in workers:
                 process.terminate()
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _died(exitcodes: Sequence[int | None], processes: int) -> WorkerDied:
+    """Names the cause by the status of the worker that ended first. The pool ends the others by SIGTERM."""
+    if _STARTED_AGAIN in exitcodes:
+        return WorkerDied(
+            "the script that calls run() has no guard: each worker process imports the script, which calls run() "
+            'again; put the call under `if __name__ == "__main__":`, or use jobs=1'
+        )
+    causes = [code for code in exitcodes if code not in (None, 0, -signal.SIGTERM)]
+    code = causes[0] if causes else -signal.SIGTERM
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        how += ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+    else:
+        how = f"ended with status {code}"
+    return WorkerDied(f"one of {processes} worker processes {how}; run fewer at a time with --jobs (jobs=)")
 
 
 # text -----------------------------------------------------------------------------------------------------------------

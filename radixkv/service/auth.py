@@ -18,7 +18,7 @@ import hmac
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,12 @@ class Key:
 
     @classmethod
     def of(cls, text: str, principal: Principal, created: str | None = None) -> Key:
-        """What is kept of a key. No more than a quarter of it is its prefix."""
-        digest = hashlib.sha256(text.encode("ascii")).digest()
-        return cls(digest, principal, text[: min(8, len(text) // 4)], created)
+        """What is kept of a key. Its prefix holds at most a quarter of it. Where that is fewer than 8 characters,
+        6 digits of the id tell the key apart.
+        """
+        key = cls(hashlib.sha256(text.encode("ascii")).digest(), principal, created=created)
+        beginning = text[: min(8, len(text) // 4)]
+        return replace(key, prefix=beginning if len(beginning) == 8 else f"{beginning}..{key.id[:6]}")
 
     @property
     def id(self) -> str:

@@ -155,7 +155,9 @@ async def stats(call: Call) -> Response:
 
     def everybody() -> OperatorStatsReply:
         tenants = [_tenant_stats(service, tenant) for tenant in service.keyring.tenants]
-        return OperatorStatsReply(cache=asdict(service.cache.stats()), tenants=tenants)
+        # The cache also counts the account of bases, and tenants that were removed.
+        cache = {**asdict(service.cache.stats()), "num_tenants": len(tenants)}
+        return OperatorStatsReply(cache=cache, tenants=tenants)
 
     return reply(await service.threads.administer(everybody))
 

@@ -159,3 +159,12 @@ def test_of_two_idempotency_keys_neither_counts(live: Running) -> None:
     twice = [("idempotency-key", "one"), ("idempotency-key", "one")]
     refused = live.acme.post("/v1/warm", json={"token_ids": [1], "wait": False}, headers=twice)
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "Idempotency-Key"
+
+
+def test_prefixes_tell_the_demo_keys_apart() -> None:
+    """A quarter of a short key is too little for that. More of it would make it easier to guess."""
+    keys = Keyring.demo().keys
+    assert len({key.prefix for key in keys}) == len(keys) == 3
+    for key in keys:
+        beginning, _, digits = str(key.prefix).partition("..")
+        assert "demo".startswith(beginning) and digits == key.id[:6]

@@ -104,6 +104,8 @@ def test_statistics_are_ones_own(live: Running, salt: str, text: str) -> None:
     assert "acme" not in after.text
     everybody = live.operator.get("/v1/stats").json()
     assert [each["tenant"] for each in everybody["tenants"]] == ["acme", "globex"]
+    assert everybody["cache"]["num_tenants"] == len(everybody["tenants"])
+    assert f"radixkv_cache_num_tenants {len(everybody['tenants'])}.0" in live.operator.get("/metrics").text
     assert everybody["tenants"][0] == live.acme.get("/v1/stats").json()
     assert everybody["cache"]["num_blocks"] == 1024
 

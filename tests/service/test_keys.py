@@ -73,6 +73,8 @@ def test_the_list_has_prefixes_and_neither_keys_nor_digests(service: Running) ->
     listed = {each["id"]: each for each in answer.json()["keys"]}
     assert len(listed) == 3 and listed[made["id"]]["tenant"] == "acme" and listed[made["id"]]["created"]
     assert made["key"].startswith(made["prefix"]) and len(made["prefix"]) == 8 and len(made["key"]) > 40
+    prefixes = [each["prefix"] for each in listed.values()]
+    assert len(set(prefixes)) == 3, "they tell keys apart"
     for key in (made["key"], BOSS, ACME):
         assert key[len(key) // 4 + 1 :] not in answer.text
         assert hashlib.sha256(key.encode()).hexdigest()[:16] not in answer.text

@@ -12,7 +12,9 @@ class KeyReply(ReplyBody):
 
     id: str = Field(description="what it is called in /v1/keys/{key}")
     tenant: str | None = Field(description="whose it is; null: the operator's")
-    prefix: str | None = Field(description="how it begins, if that is known")
+    prefix: str | None = Field(
+        description="how it begins, if that is known; of a key shorter than 32 characters also 6 digits of its id"
+    )
     created: str | None = Field(description="when it was made, if that is known")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixkv.bench.simulate import known_policies, run, table
+from radixkv.bench.simulate import WorkerDied, known_policies, run, table
 from radixkv.bench.simulation.profiles import PROFILES, ModelProfile, profile_of
 from radixkv.bench.simulation.score import OPTIMUM_BYPASS, Curve
 from radixkv.config import policy_names
@@ -287,3 +290,41 @@ def test_the_progress_bar_goes_to_stderr(trace: Path) -> None:
         "simulate", str(trace), "--policy", "lru", "--capacity", "100"
     )
     assert done.returncode == 0 and not done.stderr and "simulating" not in done.stdout
+
+
+# --- worker processes
+
+SCRIPT = """
+from pathlib import Path
+from radixkv.bench.simulate import run
+rows = run([Path({trace!r})], policies=["lru"], capacities=[200, 1_000], jobs=2)
+print(len(rows["results"]))
+"""
+
+
+def test_a_script_without_a_guard_is_told_so(trace: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(trace=str(trace)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines()[-1].startswith(
+        "radixkv.bench.simulate.WorkerDied: the script that calls run()"
+    )
+    assert '`if __name__ == "__main__":`' in done.stderr and done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "SIGKILL, as the kernel does when memory runs out"), (signal.SIGSEGV, "SIGSEGV;")],
+)
+def test_a_worker_that_is_killed_is_an_error_that_says_so(
+    trace: Path, number: signal.Signals, words: str
+) -> None:
+    def kill(done: int, of: int) -> None:
+        (first, *_) = active_children()
+        assert first.pid is not None
+        os.kill(first.pid, number)
+
+    with pytest.raises(WorkerDied, match=f"one of 2 worker processes was killed by {words}") as caught:
+        run([trace], policies=["learned", "auto"], capacities=[200, 1_000], jobs=2, progress=kill)
+    assert "--jobs" in str(caught.value) and not active_children()
