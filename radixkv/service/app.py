@@ -32,6 +32,7 @@ from radixkv.service.fleet import PURGE_PATH, WARM_PATH
 from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
+from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.completions import CompletionReply, CompletionRequest
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
 from radixkv.service.schemas.tenants import OperatorStatsReply, TenantStatsReply
@@ -177,7 +178,9 @@ def make_app(
         if endpoint.body is not None:
             host.intake.max_bytes(endpoint.body)
     app = Starlette(
-        routes=[_route(host, endpoint) for endpoint in [*endpoints, _openapi(endpoints, version)]],
+        routes=[
+            _route(host, endpoint) for endpoint in [*endpoints, _openapi(endpoints, version, host.rules)]
+        ],
         exception_handlers={
             404: handlers.unknown_path,
             405: handlers.wrong_method,
@@ -238,7 +241,7 @@ def _route(host: Host, endpoint: Endpoint) -> Route:
     return Route(path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
 
 
-def _openapi(endpoints: Sequence[Endpoint], version: str) -> Endpoint:
+def _openapi(endpoints: Sequence[Endpoint], version: str, rules: PromptRules) -> Endpoint:
     described: list[dict[str, Any]] = []
 
     async def openapi(call: Call) -> Response:
@@ -246,5 +249,5 @@ def _openapi(endpoints: Sequence[Endpoint], version: str) -> Endpoint:
         return Json(described[0])
 
     endpoint = Endpoint("GET", "/openapi.json", openapi, "The interface", "anyone", {200: dict})
-    described.append(document([*endpoints, endpoint], version))
+    described.append(document([*endpoints, endpoint], version, rules))
     return endpoint

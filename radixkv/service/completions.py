@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from radixkv.cache import RequestHints
 from radixkv.namespaces import Namespace
 from radixkv.service.endpoint import Call, reply, until_disconnect
-from radixkv.service.problems import ApiError, Json, invalid, timed_out
+from radixkv.service.problems import ApiError, Json, invalid, refused, timed_out
 from radixkv.service.prompts import Prefix
 from radixkv.service.recording import COMPLETION, Recorder
 from radixkv.service.schemas.completions import (
@@ -39,6 +39,7 @@ from radixkv.service.schemas.completions import (
     CompletionRequest,
     Hints,
     PromptTokensDetails,
+    StreamOptions,
     Timings,
     Usage,
 )
@@ -304,7 +305,7 @@ class Run:
         self.service.metrics.completed(
             self.call.tenant,
             prompt=usage.prompt_tokens,
-            cached=usage.prompt_tokens_details.cached_tokens,
+            cached=sum(generation.num_cached_tokens),
             generated=usage.completion_tokens,
             first_token_s=timings.time_to_first_token_s,
         )
@@ -323,13 +324,18 @@ class Run:
         return self.prompts[row * len(self.prompts) // len(self.texts)].text if self.body.echo else ""
 
     def _usage(self, generation: Generation) -> Usage:
+        details = PromptTokensDetails(cached_tokens=sum(generation.num_cached_tokens))
+        return self._usage_so_far().model_copy(update={"prompt_tokens_details": details})
+
+    def _usage_so_far(self) -> Usage:
+        """The same while it is generated; what was cached is told at the end."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         generated = self.copies * sum(text.num_tokens for text in self.texts)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=generated,
             total_tokens=prompt + generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(generation.num_cached_tokens)),
+            prompt_tokens_details=None,
         )
 
     def _timings(self, generation: Generation) -> Timings:
@@ -356,14 +362,12 @@ class Run:
         )
 
     def _chunk(self, choices: list[Choice], timings: Timings | None = None) -> bytes:
-        unset = (
-            {"usage"}
-            if self.body.stream_options is None or not self.body.stream_options.include_usage
-            else set()
-        )
+        options = self.body.stream_options or StreamOptions()
+        unset = set() if options.include_usage else {"usage"}
         if timings is None:
             unset |= {"timings"}
-        return _event(self._reply(choices, None, timings).model_dump(exclude=unset))
+        usage = self._usage_so_far() if options.continuous_usage_stats else None
+        return _event(self._reply(choices, usage, timings).model_dump(exclude=unset))
 
 
 def _event(document: dict[str, Any]) -> bytes:
@@ -380,41 +384,42 @@ def _check_options(service: Service, body: CompletionRequest) -> None:
         message = "no such model"
         raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=service.model_name)
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options needs stream", "stream_options", None, "stream: true with it")
+        problem = "stream_options is not allowed without stream; allowed: stream: true with it"
+        raise invalid(problem, "stream_options", None, "stream: true with it")
     hints = body.hints
     if hints is not None and hints.duration_s is not None and hints.priority is None:
-        message = "hints.duration_s needs a priority that holds for so long"
-        raise invalid(message, "hints.duration_s", hints.duration_s, "hints.priority with it")
+        reason = "it says how long hints.priority holds, which is not set"
+        raise refused("hints.duration_s", hints.duration_s, reason, "hints.priority with it")
     if not body.use_beam_search:
         if body.best_of not in (None, body.n):
-            raise invalid("best_of differs from n", "best_of", body.best_of, f"{body.n}, or use_beam_search")
+            raise refused("best_of", body.best_of, "it differs from n", f"{body.n}, or use_beam_search")
         return
     if body.stream:
-        raise invalid("beam search can't be streamed", "stream", True, "false with use_beam_search")
+        raise refused("stream", True, "beam search can't be streamed", "false with use_beam_search")
+    draws_nothing = "beam search draws nothing"
     if "temperature" in body.model_fields_set and body.temperature != 0:
-        raise invalid("beam search draws nothing", "temperature", body.temperature, "0 with use_beam_search")
+        raise refused("temperature", body.temperature, draws_nothing, "0 with use_beam_search")
     for field, neutral in (("top_p", 1.0), ("top_k", None)):
         if getattr(body, field) != neutral:
-            raise invalid(
-                "beam search draws nothing", field, getattr(body, field), "left out with use_beam_search"
-            )
+            raise refused(field, getattr(body, field), draws_nothing, "left out with use_beam_search")
     if body.best_of is not None and body.best_of < body.n:
-        raise invalid("best_of is less than n", "best_of", body.best_of, f"at least {body.n}")
+        raise refused("best_of", body.best_of, "it is less than n", f"at least {body.n}")
 
 
 def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
     """What could not be served even by an empty server. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
-        raise invalid("too many completions", "n", body.n, f"at most {MAX_ROWS} completions, prompts × n")
+        reason = f"with {len(prompts)} prompts these are {len(prompts) * body.n} completions"
+        raise refused("n", body.n, reason, f"at most {MAX_ROWS} completions, prompts × n")
     echoed = body.n * sum(len(prompt.text) for prompt in prompts)
     if echoed > MAX_ECHOED_CHARS:
-        message = f"echo would repeat {echoed} characters in the answer, more than {MAX_ECHOED_CHARS}"
-        raise invalid(message, "echo", True, f"at most {MAX_ECHOED_CHARS} characters, prompts × n")
+        reason = f"it would repeat {echoed} characters in the answer"
+        raise refused("echo", True, reason, f"at most {MAX_ECHOED_CHARS} characters, prompts × n")
     limit = service.engine.max_model_len
     longest = max(len(prompt.ids) for prompt in prompts)
     if longest + body.max_tokens > limit:
-        message = f"a prompt of {longest} tokens leaves room for {limit - longest}"
-        raise invalid(message, "max_tokens", body.max_tokens, f"prompt and max_tokens within {limit} tokens")
+        reason = f"a prompt of {longest} tokens leaves room for {limit - longest}"
+        raise refused("max_tokens", body.max_tokens, reason, f"prompt and max_tokens within {limit} tokens")
     config = service.cache.config
     width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
     shared = sum(len(prompt.ids) // config.block_size for prompt in prompts)
@@ -422,4 +427,4 @@ def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Pre
     private = sum(width * int(np.ceil(tail / config.block_size)) for tail in tails)
     if shared + private > config.num_blocks:
         allowed = f"prompts and completions that fit into {config.num_blocks * config.block_size} tokens"
-        raise invalid("the completions can't fit into the cache", "max_tokens", body.max_tokens, allowed)
+        raise refused("max_tokens", body.max_tokens, "the completions don't fit into the cache", allowed)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from radixkv.service.draining import Drain
     from radixkv.service.intake import Intake
     from radixkv.service.limits import Gate, Limits
+    from radixkv.service.prompts import PromptRules
     from radixkv.service.reading import Reading
     from radixkv.service.schemas.replicas import RouteRequest
     from radixkv.service.threads import Threads
@@ -107,6 +108,10 @@ class Host(Protocol):
 
     def replicas(self) -> list[ReplicaInfo]:
         """All replicas that are known here."""
+
+    @property
+    def rules(self) -> PromptRules:
+        """What prompts may be."""
 
     @property
     def intake(self) -> Intake:

@@ -8,12 +8,14 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from radixkv.service.endpoint import Endpoint
+from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.errors import ErrorReply
+from radixkv.service.schemas.prompts import TokenIds
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)}")
@@ -44,8 +46,16 @@ _REASONS = {
 }
 
 
-def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
-    """The OpenAPI document of the public endpoints. Made once at start."""
+_FORMS: dict[str, dict[str, Any]] = {
+    "all": {"type": "string", "enum": ["true", "false"]},
+    "Idempotency-Key": {"type": "string", "pattern": r"^[\x21-\x7e]{1,255}$"},
+    "tenant": {"type": "string", "pattern": r"^[^/\s]([^/]*[^/\s])?$", "minLength": 1, "maxLength": 256},
+}
+"""What parameters may be, where that isn't any text."""
+
+
+def document(endpoints: Sequence[Endpoint], version: str, rules: PromptRules) -> dict[str, Any]:
+    """The OpenAPI document of the public endpoints, for prompts of these rules. Made once at start."""
     public = [endpoint for endpoint in endpoints if not endpoint.internal]
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in public:
@@ -55,7 +65,7 @@ def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
         "info": {"title": "radixkv", "version": version, "description": "A prefix cache for LLM serving"},
         "paths": paths,
         "components": {
-            "schemas": _schemas(public),
+            "schemas": _bounded(_schemas(public), rules),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -149,7 +159,7 @@ def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
         "in": place,
         "required": place == "path",
         "description": text,
-        "schema": {"type": "string"},
+        "schema": _FORMS.get(name, {"type": "string"}),
     }
 
 
@@ -166,6 +176,24 @@ def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     for name in _request_names(inputs):
         _admit_null(schemas[name])
     return dict(sorted(schemas.items()))
+
+
+def _bounded(schemas: Any, rules: PromptRules) -> Any:
+    """The schemas with token ids of this service's vocabulary, and with as many as a prompt may have."""
+    if isinstance(schemas, list):
+        return [_bounded(each, rules) for each in schemas]
+    if not isinstance(schemas, dict):
+        return schemas
+    if schemas.get("items", {}) == _ANY_ID:
+        return {
+            **schemas,
+            "items": {**_ANY_ID, "exclusiveMaximum": rules.vocab_size},
+            "maxItems": rules.max_tokens,
+        }
+    return {name: _bounded(each, rules) for name, each in schemas.items()}
+
+
+_ANY_ID = TypeAdapter(TokenIds).json_schema()["items"]
 
 
 def _request_names(inputs: set[type[RequestBody]]) -> set[str]:

@@ -9,8 +9,8 @@ are the same bytes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from functools import cache
 from math import ceil
 from typing import Any
 
@@ -31,7 +31,8 @@ from radixkv.errors import (
     RadixKVError,
     TokenError,
 )
-from radixkv.service.schemas.base import UNKNOWN_FIELDS
+from radixkv.service.schemas.base import NOT_SUPPORTED, TWO_VALUES, UNKNOWN_FIELDS
+from radixkv.service.wording import allowed_at, schema_of
 
 MAX_ECHO = 80
 RETRY_AFTER_S = 1
@@ -105,8 +106,25 @@ def _short_repr(value: object) -> str:
 
 
 def invalid(message: str, field: str | None, value: object, allowed: str) -> ApiError:
-    """422: a body that can't be served as it is."""
-    return ApiError(422, "validation_error", message, field=field, value=value, allowed=allowed)
+    """422: a body that can't be served as it is. The message says what is allowed, too."""
+    said = message if "; allowed: " in message else f"{message}; allowed: {allowed}"
+    return ApiError(422, "validation_error", said, field=field, value=value, allowed=allowed)
+
+
+def refused(field: str, value: object, reason: str | None, allowed: str) -> ApiError:
+    """422 in the one form: ``FIELD=VALUE is not allowed, as REASON; allowed: WHAT``."""
+    because = "" if reason is None else f", as {reason}"
+    return invalid(
+        f"{field}={_as_json(value)} is not allowed{because}; allowed: {allowed}", field, value, allowed
+    )
+
+
+def _as_json(value: object) -> str:
+    """A value as a body would have it, cut as it is echoed; of lists and objects how many items they have."""
+    told = shown(value)
+    return (
+        json.dumps(told, ensure_ascii=False) if value is None or isinstance(value, str | bool) else str(told)
+    )
 
 
 def not_found(what: str) -> ApiError:
@@ -254,18 +272,32 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     more = f" (and {num_more} more)" if num_more else ""
     field = str(shown(field_name(place_of(first))))
     if is_unknown:
-        return invalid(
-            f"unknown field {field}{more}", field, context["value"], _known_fields(first["loc"], model)
-        )
+        allowed = _known_fields(first["loc"], model)
+        return _validation_error(f"unknown field {field}{more}", field, context["value"], allowed)
     if first["type"] == "missing":
-        return invalid(f"{field} is required{more}", field, None, "a value")
-    allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return invalid(f"{field or 'the body'}: {first['msg']}{more}", field or None, first["input"], allowed)
+        return _validation_error(f"{field} is required{more}", field, None, "a value")
+    value = context["value"] if first["type"] == TWO_VALUES else first["input"]
+    allowed = context["allowed"] if "allowed" in context else _allowed(first, model)
+    wrong = "not supported" if first["type"] == NOT_SUPPORTED else "not allowed"
+    given = f"{field}={_as_json(value)}" if field else f"the body, {_as_json(value)},"
+    return _validation_error(f"{given} is {wrong}; allowed: {allowed}{more}", field or None, value, allowed)
+
+
+def _validation_error(message: str, field: str | None, value: object, allowed: str) -> ApiError:
+    return ApiError(422, "validation_error", message, field=field, value=value, allowed=allowed)
+
+
+def _allowed(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """What the schema allows there, in words; what pydantic or a validator says where the schema has none."""
+    said = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    is_own = error["type"] in ("value_error", "where", "top_k")
+    return said if is_own else allowed_at(model, error["loc"]) or said
 
 
 def place_of(error: ErrorDetails) -> tuple[int | str, ...]:
     """Where one of pydantic's errors is; unknown fields are reported as one error of the object that has them."""
-    return (*error["loc"], error["ctx"]["name"]) if error["type"] == UNKNOWN_FIELDS else error["loc"]
+    names = error["type"] in (UNKNOWN_FIELDS, TWO_VALUES)
+    return (*error["loc"], error["ctx"]["name"]) if names else error["loc"]
 
 
 def field_name(loc: tuple[int | str, ...]) -> str:
@@ -280,18 +312,13 @@ def field_name(loc: tuple[int | str, ...]) -> str:
 
 
 def _known_fields(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    schema = _schema(model)
+    schema = schema_of(model)
     definition: dict[str, Any] = schema
     for part in loc:
         if isinstance(part, str) and part in definition.get("properties", {}):
             reference = _reference(definition["properties"][part])
             definition = schema["$defs"][reference] if reference else {}
     return "one of " + ", ".join(definition.get("properties", {}))
-
-
-@cache
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema()
 
 
 def _reference(schema: dict[str, Any]) -> str | None:

@@ -71,9 +71,8 @@ class PromptRules:
         if len(bad):
             index = int(bad[0])
             allowed = f"an integer from 0 to {self.vocab_size - 1}"
-            raise invalid(
-                f"{field}[{index}] is not in the vocabulary", f"{field}[{index}]", int(found[index]), allowed
-            )
+            place, value = f"{field}[{index}]", int(found[index])
+            raise invalid(f"{place}={value} is not in the vocabulary", place, value, allowed)
         return found.astype(np.uint32)
 
     def check_length(self, num_tokens: int, field: str) -> None:
@@ -155,7 +154,8 @@ def _the_one_field(body: PromptForms) -> str:
     given = [form for form in forms if getattr(body, form) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise invalid(f"one of {', '.join(forms)} is needed", ", ".join(forms), found, "exactly one of them")
+        message = f"{', '.join(forms)}: {found} given"
+        raise invalid(message, ", ".join(forms), found, "exactly one of them")
     return given[0]
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from radixkv.metrics import CONTENT_TYPE
 from radixkv.service.endpoint import Call, Endpoint, reply
-from radixkv.service.problems import invalid, no_replica
+from radixkv.service.problems import no_replica, refused
 from radixkv.service.schemas.replicas import (
     CandidateReply,
     HealthReply,
@@ -88,7 +88,7 @@ async def replicas(call: Call) -> Response:
     """The replicas that this process knows, itself first if it is one; their load is the operator's to see."""
     wanted = call.query("all").get("all", "false")
     if wanted not in ("true", "false"):
-        raise invalid("all is not a truth value", "all", wanted, "true or false")
+        raise refused("all", wanted, None, "true or false")
     assert call.principal is not None
     source = call.host.router.source
     members, now = {each.info.id: each for each in source.members()}, source.clock()

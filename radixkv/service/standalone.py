@@ -56,8 +56,8 @@ class RouterHost:
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits = limits or Limits()
         self.gate = Gate(self.limits.max_concurrent, clock)
-        self.drain = Drain()
-        self.intake, self.threads = Intake(tokenizer, _RULES, tokenizer_path), Threads()
+        self.drain, self.rules = Drain(), _RULES
+        self.intake, self.threads = Intake(tokenizer, self.rules, tokenizer_path), Threads()
         view = source.view
         self.metrics = RequestMetrics(
             [

@@ -119,6 +119,114 @@ def test_a_body_that_cannot_be_served_is_422(
     assert error["allowed"] and error["message"]
 
 
+NEUTRAL = {
+    "suffix": "", "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0, "length_penalty": 1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": [],
+    "user": "u" * 99,
+    "top_k": -1, "best_of": 1, "n": 1, "skip_special_tokens": True, "include_stop_str_in_output": False,
+    "response_format": {"type": "text"}, "stop": None, "seed": None, "echo": False, "ignore_eos": True,
+}  # fmt: skip
+"""What clients send that set nothing."""
+
+
+def test_neutral_values_of_common_fields_change_nothing(live: Running) -> None:
+    asked = {"prompt": "Say it", "max_tokens": 3, "temperature": 0, "ignore_eos": True, "salt": "neutral"}
+    plain = live.acme.post("/v1/completions", json=asked).json()["choices"]
+    for fields in (NEUTRAL, dict.fromkeys(NEUTRAL), *({name: value} for name, value in NEUTRAL.items())):
+        answer = live.acme.post("/v1/completions", json={**asked, **fields, "ignore_eos": True})
+        assert answer.status_code == 200, (fields, answer.text)
+        assert answer.json()["choices"] == plain, fields
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frequency_penalty", 0.1), ("presence_penalty", -1), ("repetition_penalty", 1.1), ("logprobs", 1),
+        ("logprobs", 0), ("logprobs", True), ("min_tokens", 3), ("min_p", 0.1), ("logit_bias", {"5": 1}),
+        ("suffix", "end"), ("tools", [{}]), ("prompt_logprobs", 1), ("response_format", {"type": "json_object"}),
+        ("length_penalty", 2), ("presence_penalty", False), ("stop_token_ids", [5]),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_said_to_be(live: Running, field: str, value: Any) -> None:
+    error = refusal(live.acme.post("/v1/completions", json={"prompt": "x", field: value}))
+    assert error["field"] == field and "left out" in error["allowed"]
+    assert error["message"].startswith(f"{field}=") and "is not supported; allowed: " in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/lookup", "/v1/warm", "/v1/route", "/v1/pins"])
+def test_other_names_of_fields(live: Running, path: str) -> None:
+    """``cache_salt`` is ``salt``; with both, they have to say the same."""
+    least = {"/v1/pins": {"ttl_s": 5}}.get(path, {})
+    error = refusal(live.acme.post(path, json={"prompt": "x", "salt": "a", "cache_salt": "b", **least}))
+    assert (error["field"], error["value"]) == ("cache_salt", "b") and "salt" in error["allowed"]
+    error = refusal(live.acme.post(path, json={"prompt": "x", "cache_salt": 5, **least}))
+    assert (error["field"], error["value"]) == ("cache_salt", 5)
+
+
+def test_cache_salt_names_the_namespace_and_max_completion_tokens_the_length(live: Running) -> None:
+    ids = list(range(40))
+    assert live.acme.post("/v1/warm", json={"token_ids": ids, "cache_salt": "other name"}).status_code == 200
+    for fields in (
+        {"salt": "other name"},
+        {"cache_salt": "other name"},
+        {"salt": None, "cache_salt": "other name"},
+    ):
+        found = live.acme.post("/v1/lookup", json={"token_ids": ids, **fields}).json()
+        assert found["matched_tokens"] == 32
+    assert live.acme.post("/v1/lookup", json={"token_ids": ids}).json()["matched_tokens"] == 0
+    body = {"prompt": ids, "temperature": 0, "ignore_eos": True}
+    for fields in ({"max_completion_tokens": 2}, {"max_tokens": 2, "max_completion_tokens": 2}):
+        usage = live.acme.post("/v1/completions", json={**body, **fields}).json()["usage"]
+        assert usage["completion_tokens"] == 2
+    error = refusal(
+        live.acme.post("/v1/completions", json={**body, "max_tokens": 3, "max_completion_tokens": 2})
+    )
+    assert error["field"] == "max_completion_tokens"
+
+
+def test_usage_in_every_event_of_a_stream(live: Running) -> None:
+    body = {"prompt": "Go on", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
+    for continuous in (False, True):
+        options = {"include_usage": True, "continuous_usage_stats": continuous}
+        answer = live.acme.post("/v1/completions", json={**body, "stream_options": options})
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        usages = [event["usage"] for event in events]
+        assert all((usage is not None) == continuous for usage in usages[:-1])
+        assert usages[-1]["completion_tokens"] == 4 and usages[-1]["prompt_tokens_details"] is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", {"prompt": "x", "n": 0}, "n=0 is not allowed; allowed: an integer from 1 to 32"),
+        ("/v1/completions", {"prompt": "x", "stream": "no"}, 'stream="no" is not allowed; allowed: true or false'),
+        ("/v1/completions", {"prompt": "x", "best_of": 2},
+         "best_of=2 is not allowed, as it differs from n; allowed: 1, or use_beam_search"),
+        ("/v1/lookup", {"token_ids": [1.5]},
+         "token_ids[0]=1.5 is not allowed; allowed: an integer from 0 to 4294967295"),
+        ("/v1/lookup", {}, "prompt, messages, token_ids: none given; allowed: exactly one of them"),
+        ("/v1/lookup", {"token_ids": [1, 9999]},
+         "token_ids[1]=9999 is not in the vocabulary; allowed: an integer from 0 to 7999"),
+    ],
+)  # fmt: skip
+def test_a_message_says_what_was_wrong_its_value_and_what_is_allowed(
+    live: Running, path: str, body: dict[str, Any], message: str
+) -> None:
+    assert refusal(live.acme.post(path, json=body))["message"] == message
+
+
+def test_a_number_with_a_fraction_of_zero_is_an_integer(live: Running) -> None:
+    """JSON has one kind of number; what isn't one stays refused."""
+    body = b'{"prompt": [5.0, 6], "max_tokens": 2.0, "n": 1.0}'
+    headers = {"content-type": "application/json"}
+    answer = live.acme.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == 2
+    for wrong in (b"[5.5]", b"[1e400]", b"[true]", b'["5"]', b"[5.0, 1e30]"):
+        answer = live.acme.post("/v1/lookup", content=b'{"token_ids": %s}' % wrong, headers=headers)
+        assert answer.status_code == 422, wrong
+
+
 @pytest.mark.parametrize(
     "labels",
     [

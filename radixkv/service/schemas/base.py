@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_NAME = 256
 
 UNKNOWN_FIELDS = "unknown_fields"
 """Type of the one error that stands for all unknown fields of an object."""
+
+
+NOT_SUPPORTED = "not_supported"
+"""Type of the error of a field that is taken at its neutral values only; its context says which."""
+
+TWO_VALUES = "two_values"
+"""Type of the error of a field and its other name with different values."""
 
 
 class RequestBody(BaseModel):
@@ -26,6 +43,9 @@ class RequestBody(BaseModel):
     without_prompts: ClassVar[Mapping[str, object]] = {}
     """Fields that may be long and aren't needed once the prompts were read, and what stands there then."""
 
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Fields that are other names of fields. Both may be given if they say the same."""
+
     @model_validator(mode="before")
     @classmethod
     def _known_names(cls, data: Any) -> Any:
@@ -36,7 +56,43 @@ class RequestBody(BaseModel):
         if unknown:
             found = {"name": unknown[0], "value": data[unknown[0]], "more": len(unknown) - 1}
             raise PydanticCustomError(UNKNOWN_FIELDS, "unknown field", found)
-        return {name: value for name, value in data.items() if value is not None}
+        given = {name: value for name, value in data.items() if value is not None}
+        for other, name in cls.other_names.items():
+            if other in given and given.setdefault(name, given[other]) != given[other]:
+                found = {
+                    "name": other,
+                    "value": given[other],
+                    "allowed": f"the value of {name}, or one of the two",
+                }
+                raise PydanticCustomError(TWO_VALUES, "another value than {name}", found)
+        return given
+
+
+class Neutral:
+    """The annotation of a field that would change the output and isn't supported: ``Annotated[Any, Neutral(0)]``.
+
+    It takes the values at which it changes nothing, so that clients which always send it are served; null is one.
+    """
+
+    def __init__(self, *values: str | float | bool | dict[str, str] | list[str]) -> None:
+        self.values = list(values)
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Any value, then the check."""
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The neutral values."""
+        return {"enum": [*self.values, None], "description": "not supported: taken at neutral values only"}
+
+    def _checked(self, value: Any) -> Any:
+        for each in self.values:  # 0 and 0.0 are one number, but False is none
+            if value == each and isinstance(value, bool) == isinstance(each, bool):
+                return value
+        words = " or ".join([*map(json.dumps, self.values), "left out"])
+        raise PydanticCustomError(NOT_SUPPORTED, "not supported", {"allowed": words})
 
 
 @cache

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from radixkv.errors import shown
 from radixkv.pins import MAX_TTL_S
-from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody, Seconds, first_at_most
-from radixkv.service.schemas.prompts import Adapter, Salt, Text, TokenIds
+from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody, Seconds
+from radixkv.service.schemas.prompts import Adapter, Salted, Text, TokenIds, either
 
 MAX_CHOICES = 32
 MAX_STOPS = 4
@@ -53,6 +54,10 @@ class StreamOptions(RequestBody):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        default=False, description="with include_usage: usage so far in every event"
+    )
+    include_obfuscation: Annotated[Any, Neutral(False)] = None
 
 
 _OWN_FIELDS = ("priority", "priority_duration_s")
@@ -103,8 +108,18 @@ Labels = Annotated[
 ]
 
 
+def _duration_needs_priority(schema: dict[str, Any]) -> None:
+    null, number = {"type": "null"}, {"type": "integer"}
+    schema["anyOf"] = [
+        {"properties": {"duration_s": null}},
+        {"required": ["priority"], "properties": {"priority": number}},
+    ]
+
+
 class Hints(RequestBody):
     """What the tenant's eviction policy may use of a request; it changes no answer, and no other tenant's cache."""
+
+    model_config = ConfigDict(json_schema_extra=_duration_needs_priority)
 
     labels: Labels = Field(
         default_factory=dict,
@@ -120,28 +135,77 @@ class Hints(RequestBody):
     )
 
 
-class CompletionRequest(RequestBody):
+def related(schema: dict[str, Any]) -> None:
+    """Say in the JSON schema which fields go with which others."""
+    null = {"type": "null"}
+    unset = {"enum": [False, None]}
+    streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
+    beams = {"use_beam_search": {"const": True}, "stream": unset, "temperature": {"enum": [0, None]}}
+    beams |= {"top_p": {"enum": [1, None]}, "top_k": {"enum": [-1, None]}}
+    schema["allOf"] = [
+        either("cache_salt", "salt"),
+        either("max_completion_tokens", "max_tokens"),
+        {"anyOf": [{"properties": {"stream_options": null}}, streamed]},
+        {
+            "anyOf": [
+                {"properties": {"use_beam_search": unset}, "anyOf": _choices(at_least=False)},
+                {"required": ["use_beam_search"], "properties": beams, "anyOf": _choices(at_least=True)},
+            ]
+        },
+    ]
+
+
+def _choices(*, at_least: bool) -> list[dict[str, Any]]:
+    """``best_of`` is null, n, or with beams more than n."""
+    one = {"n": {"enum": [1, None]}, "best_of": {"minimum": 1} if at_least else {"const": 1}}
+    found: list[dict[str, Any]] = [{"properties": {"best_of": {"type": "null"}}}, {"properties": one}]
+    for n in range(2, MAX_CHOICES + 1):
+        best_of = {"minimum": n} if at_least else {"const": n}
+        found.append({"required": ["n"], "properties": {"n": {"const": n}, "best_of": best_of}})
+    return found
+
+
+def _top_k(value: int) -> int | None:
+    if value == 0:
+        raise PydanticCustomError("top_k", "an integer ≥ 1, or -1 for all tokens")
+    return None if value == -1 else value
+
+
+TopK = Annotated[
+    int,
+    Field(ge=-1, le=2**31 - 1),
+    AfterValidator(_top_k),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, {"const": -1}]}),
+]
+
+
+class CompletionRequest(Salted):
     """OpenAI's completion request with OpenAI's defaults, and salt, adapter, hints, top_k, use_beam_search, ignore_eos.
 
-    Fields of OpenAI's that would change the output and can't be honoured are taken at their neutral value
-    only (``logprobs`` null, penalties 0, ``logit_bias`` empty, ``suffix`` empty); ``user`` changes nothing.
+    Fields of other servers that would change the output and aren't supported are taken at their neutral values only:
+    those with ``Neutral``. ``user`` changes nothing.
     """
+
+    model_config = ConfigDict(json_schema_extra=related)
+    other_names: ClassVar[Mapping[str, str]] = {**Salted.other_names, "max_completion_tokens": "max_tokens"}
 
     without_prompts: ClassVar[Mapping[str, object]] = {"prompt": "-", "user": None}
 
     model: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     prompt: Prompt
-    salt: Salt = ""
     adapter: Adapter | None = None
     hints: Hints | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="number of beams; equal to n when sampling"
     )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="another name of max_tokens"
+    )
     max_tokens: int = Field(16, ge=1, le=2**31 - 1)
     temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy; with beam search 0 or left out")
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=1, le=2**31 - 1)
+    top_k: TopK | None = Field(None, description="-1: all tokens, as if left out")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | None = None
     stream: bool = False
@@ -150,11 +214,31 @@ class CompletionRequest(RequestBody):
     ignore_eos: bool = False
     echo: bool = False
     user: str | None = Field(None, description="changes nothing")
-    suffix: Literal[""] | None = None
-    logprobs: None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0), first_at_most(0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    suffix: Annotated[Any, Neutral("")] = None
+    logprobs: Annotated[Any, Neutral(False)] = None
+    top_logprobs: Annotated[Any, Neutral(0)] = None
+    prompt_logprobs: Annotated[Any, Neutral()] = None
+    logit_bias: Annotated[Any, Neutral({})] = None
+    presence_penalty: Annotated[Any, Neutral(0)] = None
+    frequency_penalty: Annotated[Any, Neutral(0)] = None
+    repetition_penalty: Annotated[Any, Neutral(1)] = None
+    length_penalty: Annotated[Any, Neutral(1)] = None
+    min_p: Annotated[Any, Neutral(0)] = None
+    min_tokens: Annotated[Any, Neutral(0)] = None
+    stop_token_ids: Annotated[Any, Neutral([])] = None
+    bad_words: Annotated[Any, Neutral([])] = None
+    allowed_token_ids: Annotated[Any, Neutral()] = None
+    include_stop_str_in_output: Annotated[Any, Neutral(False)] = None
+    skip_special_tokens: Annotated[Any, Neutral(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
+    truncate_prompt_tokens: Annotated[Any, Neutral()] = None
+    return_token_ids: Annotated[Any, Neutral(False)] = None
+    response_format: Annotated[Any, Neutral({"type": "text"})] = None
+    early_stopping: Annotated[Any, Neutral(False)] = None
+    tools: Annotated[Any, Neutral([])] = None
+    metadata: Annotated[Any, Neutral({})] = None
+    store: Annotated[Any, Neutral(False)] = None
+    service_tier: Annotated[Any, Neutral("auto", "default")] = None
 
     @property
     def stops(self) -> list[str]:
@@ -185,7 +269,9 @@ class Usage(ReplyBody):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = Field(
+        description="null in a stream's events before the last"
+    )
 
 
 class Timings(ReplyBody):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from radixkv.service.schemas.base import MAX_NAME, ReplyBody, RequestBody
 
@@ -27,8 +27,41 @@ class Message(RequestBody):
     content: str
 
 
+class Salted(RequestBody):
+    """A namespace of the tenant's own, named by its salt."""
+
+    other_names: ClassVar[Mapping[str, str]] = {"cache_salt": "salt"}
+
+    cache_salt: Salt | None = Field(None, description="another name of salt")
+    salt: Salt = ""
+
+
+def either(one: str, other: str) -> dict[str, Any]:
+    """In a JSON schema: of two names of a field, one is null or left out."""
+    return {"anyOf": [{"properties": {name: {"type": "null"}}} for name in (one, other)]}
+
+
+_FORMS = ("prompt", "messages", "token_ids")
+
+
+def _exactly_one_form(schema: dict[str, Any]) -> None:
+    """Say it in the JSON schema: one form is required and the others are null or left out."""
+    shapes = {form: {"not": {"type": "null"}} for form in _FORMS}
+    schema["oneOf"] = [
+        {
+            "required": [form],
+            "properties": {each: shapes[each] if each == form else {"type": "null"} for each in _FORMS},
+        }
+        for form in _FORMS
+    ]
+    if "cache_salt" in schema["properties"]:
+        schema["allOf"] = [either("cache_salt", "salt")]
+
+
 class PromptForms(RequestBody):
     """A prompt in one of three forms."""
+
+    model_config = ConfigDict(json_schema_extra=_exactly_one_form)
 
     without_prompts: ClassVar[Mapping[str, object]] = {"prompt": None, "messages": None, "token_ids": None}
 
@@ -39,10 +72,9 @@ class PromptForms(RequestBody):
     token_ids: TokenIds | None = None
 
 
-class PromptFields(PromptForms):
+class PromptFields(Salted, PromptForms):
     """A prompt in one of three forms, and the namespace it belongs to."""
 
-    salt: Salt = ""
     adapter: Adapter | None = None
 
 
