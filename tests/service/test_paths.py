@@ -17,7 +17,8 @@ from tests.service.running import Running
 from tests.service.test_refusals import refusal
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "LOCK")
-PATHS = sorted({endpoint.path for endpoint in ENDPOINTS} | {"/openapi.json"})
+PATHS = sorted({endpoint.path for endpoint in ENDPOINTS if not endpoint.internal} | {"/openapi.json"})
+"""Of a service alone; the internal ones are those of a fleet."""
 
 NO_IDS = (
     *("", "acme/keys", "/", "/acme", "acme/", "a//b", "..", ".", "../acme", "acme/..", " ", " acme", "acme ", "a\nb"),
