@@ -15,6 +15,7 @@ PYTHON ?=
 ARGS   ?=
 PYTEST ?=
 WORKERS ?= auto
+PROGRESS_S ?= 30
 SECONDS ?= 60
 MINUTES ?= 2
 SEED ?= 1
@@ -40,6 +41,7 @@ help:
 	  'make clean    remove .venv, caches and builds'
 
 run: $(VENV)/.installed-all
+	@echo 'Loading the model: seconds, on a busy machine a minute or more ...'
 	@exec $(VENV)/bin/radixkv serve $(ARGS)
 
 # The index's tests on the compiled index, if there is one; then the whole suite, or what PYTEST says, as pure Python.
@@ -97,12 +99,26 @@ define install
 	  said=$$("$$python" -m venv --clear $(VENV) 2>&1) || { printf '%s\n' "$$said" \
 	    "make: $$python could not create $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	fi; \
-	echo 'Installing radixkv[$(1)] into $(VENV) (the first time takes a minute or two) ...'; \
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
-	  --editable '.[$(1)]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; \
+	echo 'Installing radixkv[$(1)] into $(VENV): the first time takes minutes, on a busy machine ten or more ...'; \
+	$(call show_progress,$(VENV)/install.log) \
+	$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-input \
+	  --editable '.[$(1)]' >$(VENV)/install.log 2>&1 || { end_progress; cat $(VENV)/install.log >&2; \
 	  echo 'make: pip could not install radixkv[$(1)]; what it said stands above' >&2; exit 1; }; \
+	end_progress; \
 	$(VENV)/bin/python -c 'import radixkv, sys; sys.exit(not radixkv.COMPILED)' || \
 	  echo 'The index runs as pure Python, at half the speed (RADIXKV_COMPILE=1 says why it is not compiled)'
+endef
+
+# $(call show_progress,LOG): until end_progress, says how long it takes and what LOG ends with: on a terminal in one line
+# each second, elsewhere in a line each PROGRESS_S seconds.
+define show_progress
+	( seconds=0; while sleep 1 && kill -0 $$$$ 2>/dev/null; do \
+	    seconds=$$((seconds + 1)); step=$$(tail -n 1 $(1) 2>/dev/null | tr -d '[:cntrl:]' || true); \
+	    if [ -t 1 ]; then printf '\r\033[K  %d s  %.60s' "$$seconds" "$$step"; \
+	    elif [ $$((seconds % $(PROGRESS_S))) -eq 0 ]; then printf '  %d s  %.100s\n' "$$seconds" "$$step"; fi; \
+	  done ) & progress=$$!; \
+	end_progress() { kill $$progress 2>/dev/null || true; if [ -t 1 ]; then printf '\r\033[K'; fi; }; \
+	trap 'end_progress; exit 130' INT TERM;
 endef
 
 # Prints the first Python that is new enough: the one given as PYTHON, otherwise one on PATH.

@@ -86,6 +86,8 @@ def bring_up_to_date(target: Path | None = None) -> dict[str, Path]:
     if missing and WISH == "0":
         return {}
     why = obstacle() if missing else None
+    if why is None and missing:
+        print("radixkv: compiling the index: half a minute, on a busy machine some minutes ...", flush=True)
     if why is None:
         with ThreadPoolExecutor() as pool:
             why = next(
