@@ -12,6 +12,10 @@ The **predicted index** keeps siblings together before the first event arrives: 
 ``routed`` said counts as held, and its tokens as queued until the replica reports a newer load; but a prompt
 isn't charged for waiting for its own prefix: what it is predicted to find there doesn't count as queued before it.
 
+Predictions are kept by tenant. What ``routed`` said for one tenant changes that tenant's rankings only, since a tenant
+may say it through ``/v1/route`` and send nothing. So does the turn of ``round_robin``. Others see the tenant's real
+load with the replica's next report, up to a third of a lease later: that is what it costs.
+
 Ties are broken at random. With a ``temperature`` the order is drawn from the softmax of
 ``−(cost − least) ÷ (temperature × (greatest − least))`` without replacement, so it has no unit.
 """
@@ -49,6 +53,10 @@ _LOAD_AGE_S = 1.0
 """A load is measured up to this long before the beat that brings it."""
 _MAX_PREDICTED = 262_144
 """Placements in the predicted index: segments, each counted once for every replica that it was sent to."""
+_MAX_PREDICTED_EACH = 65_536
+"""The same of one tenant."""
+_MAX_TURNS = 65_536
+"""Tenants whose turn of ``round_robin`` is kept."""
 _PLACEMENT_BYTES, _SENT_BYTES = 400, 130
 _COLD = 1e-9
 """A temperature up to which chance decides nothing but ties."""
@@ -94,11 +102,11 @@ class Router:
         self.cost = _checked_cost(cost)
         self.temperature = _checked_temperature(temperature)
         self._weights = _checked_weights(tier_weights)
-        self._predicted = Predicted(predict_s)
+        self._predicted = Predictions(predict_s)
         self._random = np.random.default_rng(_checked_seed(seed))
         self._lock = threading.Lock()
         self._roster = _Roster(())
-        self._turn = 0
+        self._turns: OrderedDict[str, int] = OrderedDict()
 
     @classmethod
     def connect(
@@ -129,7 +137,7 @@ class Router:
 
     @property
     def predicted_bytes(self) -> int:
-        """What the predicted index takes, roughly; at most some 100 MB. O(replicas)."""
+        """What the predicted index takes, roughly; at most some 100 MB. O(tenants × replicas)."""
         with self._lock:
             return self._predicted.num_bytes
 
@@ -166,7 +174,7 @@ class Router:
         if not roster.members:
             return []
         if by_load:
-            name, known = "least_loaded", self._unknown(roster, now)
+            name, known = "least_loaded", self._unknown(namespace.tenant, roster, now)
         else:
             known = self._known(namespace, key, roster, now)
         if ignore_load:
@@ -190,8 +198,9 @@ class Router:
         num_tokens, held = len(key) // TOKEN_BYTES, int(self._held(namespace, key, digests, roster).sum())
         digests = self._with_rest(namespace, key, digests)
         with self._lock:
-            sent = self._predicted.leading(digests, now).get(name, 0)
-            self._predicted.add(digests, name, max(0, num_tokens - max(held, sent)), now)
+            sent = self._predicted.of(namespace.tenant).leading(digests, now).get(name, 0)
+            num_lacking = max(0, num_tokens - max(held, sent))
+            self._predicted.add(namespace.tenant, digests, name, num_lacking, now)
 
     def _digests(self, namespace: Namespace, key: bytes) -> list[bytes]:
         generation = self.source.generation(namespace.tenant)
@@ -223,24 +232,34 @@ class Router:
         """What is known of the members that concerns this prompt."""
         digests = self._digests(namespace, key)
         held = self._held(namespace, key, digests, roster)
-        known = self._unknown(roster, now)
+        known = self._unknown(namespace.tenant, roster, now)
+        whole = self._with_rest(namespace, key, digests)
         with self._lock:
-            sent = self._predicted.leading(self._with_rest(namespace, key, digests), now)
+            sent = self._predicted.of(namespace.tenant).leading(whole, now)
         if not sent:
             return known._replace(held=held)
         told = np.array([sent.get(name, 0) for name in roster.names])
         ahead = np.minimum(told, len(key) // TOKEN_BYTES) - held.sum(axis=1)
         return known._replace(held=held, predicted=np.maximum(ahead, 0))
 
-    def _unknown(self, roster: _Roster, now: float) -> _Known:
-        """The same of a prompt that nobody holds."""
+    def _unknown(self, tenant: str, roster: _Roster, now: float) -> _Known:
+        """The same of a prompt of the tenant's that no replica holds."""
         num_members = len(roster.members)
         with self._lock:
-            self._turn += 1
-            queued = self._predicted.queued(roster, now)
-            turn = self._turn - 1
+            turn = self._next_turn(tenant)
+            queued = self._predicted.of(tenant).queued(roster, now)
         nothing = np.zeros((num_members, len(TIERS)), np.int64)
         return _Known(nothing, np.zeros(num_members, np.int64), queued, turn)
+
+    def _next_turn(self, tenant: str) -> int:
+        """How many rankings the tenant has asked for, from a start that is drawn by chance."""
+        turn = self._turns.pop(tenant, None)
+        if turn is None:
+            turn = int(self._random.integers(2**31))
+            if len(self._turns) >= _MAX_TURNS:
+                self._turns.popitem(last=False)
+        self._turns[tenant] = turn + 1
+        return turn
 
     def _held(self, namespace: Namespace, key: bytes, digests: list[bytes], roster: _Roster) -> Tokens:
         """Leading tokens by member and tier: int64 ``[members, 3]``."""
@@ -323,26 +342,65 @@ class _Roster:
         return _Roster([self.members[place] for place in places.tolist()])
 
 
+class Predictions:
+    """What each tenant's prompts were sent to during the last ``keep_s`` seconds. Not thread-safe.
+
+    Bounded: beyond 262,144 placements in all, the tenant with the most loses its oldest, so a tenant can't make
+    another forget unless that one has as many.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._nothing = Predicted(keep_s)
+        self._tenants: OrderedDict[str, tuple[Predicted, float]] = OrderedDict()
+        self._num_held = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of it takes, roughly. O(tenants × replicas)."""
+        return sum(predicted.num_bytes for predicted, _ in self._tenants.values())
+
+    def of(self, tenant: str) -> Predicted:
+        """A tenant's own, to be read."""
+        return self._tenants.get(tenant, (self._nothing, 0.0))[0]
+
+    def add(
+        self, tenant: str, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float
+    ) -> None:
+        """A prompt of the tenant's was sent to a replica, which has ``num_tokens`` of it to compute."""
+        self._expire(now)
+        predicted = self._tenants.pop(tenant, (None, 0.0))[0] or Predicted(self._keep_s)
+        self._tenants[tenant] = predicted, now + self._keep_s
+        self._num_held -= predicted.num_held
+        predicted.add(digests, replica_id, num_tokens, now)
+        self._num_held += predicted.num_held
+        while self._num_held > _MAX_PREDICTED:
+            most = max((each for each, _ in self._tenants.values()), key=lambda each: each.num_held)
+            self._num_held -= most.drop_oldest()
+
+    def _expire(self, now: float) -> None:
+        while self._tenants and next(iter(self._tenants.values()))[1] <= now:
+            self._num_held -= self._tenants.popitem(last=False)[1][0].num_held
+
+
 class Predicted:
     """What was sent where during the last ``keep_s`` seconds. Not thread-safe.
 
-    Where: to a registration, by its ``audience``, since who was restarted has nothing of what was sent before.
-    Bounded: beyond 262,144 placements the oldest segments go first; of what was sent, 500 numbers a replica.
+    Where: to a registration, by its ``audience``, since a restarted replica has nothing of what was sent before.
+    Bounded: beyond 65,536 placements the oldest segments go first; of what was sent, 500 numbers a replica.
     """
 
     def __init__(self, keep_s: float) -> None:
         check_number("predict_s", keep_s, 0, MAX_PREDICT_S, f"0 to {MAX_PREDICT_S:.0f} seconds")
         self._keep_s = float(keep_s)
         self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
-        self._num_held = 0
+        self.num_held = 0
         self._sent: dict[str, _Sent] = {}
 
     @property
     def num_bytes(self) -> int:
         """What all of it takes, roughly. O(replicas)."""
-        return (
-            self._num_held * _PLACEMENT_BYTES + sum(len(sent) for sent in self._sent.values()) * _SENT_BYTES
-        )
+        return self.num_held * _PLACEMENT_BYTES + sum(len(sent) for sent in self._sent.values()) * _SENT_BYTES
 
     def add(self, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float) -> None:
         """A prompt was sent to a replica, which has ``num_tokens`` of it to compute."""
@@ -350,11 +408,11 @@ class Predicted:
         until = now + self._keep_s
         for digest in digests:
             holders = self._held.setdefault(digest, {})
-            self._num_held += replica_id not in holders
+            self.num_held += replica_id not in holders
             holders[replica_id] = until
             self._held.move_to_end(digest)
-        while self._num_held > _MAX_PREDICTED:
-            self._drop_oldest()
+        while self.num_held > _MAX_PREDICTED_EACH:
+            self.drop_oldest()
         self._sent.setdefault(replica_id, _Sent(self._keep_s / _TICKS)).add(now, num_tokens)
 
     def leading(self, digests: Sequence[bytes], now: float) -> dict[str, int]:
@@ -382,12 +440,15 @@ class Predicted:
 
     def _expire(self, now: float) -> None:
         while self._held and max(next(iter(self._held.values())).values()) <= now:
-            self._drop_oldest()
+            self.drop_oldest()
         for replica_id in [name for name, sent in self._sent.items() if not sent.since(now - self._keep_s)]:
             del self._sent[replica_id]
 
-    def _drop_oldest(self) -> None:
-        self._num_held -= len(self._held.popitem(last=False)[1])
+    def drop_oldest(self) -> int:
+        """Forget the segment that was sent longest ago; how many placements that were."""
+        num_dropped = len(self._held.popitem(last=False)[1])
+        self.num_held -= num_dropped
+        return num_dropped
 
 
 class _Sent:

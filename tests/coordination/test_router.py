@@ -19,7 +19,7 @@ from radixkv.coordination.costs import COSTS, Facts
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.protocol import MAX_AMOUNT, SEGMENT_TOKENS
-from radixkv.coordination.router import Predicted
+from radixkv.coordination.router import Predicted, Predictions
 from radixkv.coordination.sources import Beside, Generations, Observer
 from radixkv.coordination.wire import new_token
 from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
@@ -486,7 +486,7 @@ def test_stddev_takes_the_longest_match_of_ordinary_load() -> None:
 
 
 def test_the_predicted_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.coordination.router._MAX_PREDICTED", 10)
+    monkeypatch.setattr("radixkv.coordination.router._MAX_PREDICTED_EACH", 10)
     predicted = Predicted(5.0)
     for number in range(200):
         digests = [bytes([number, at]) * 8 for at in range(3)]
@@ -498,6 +498,55 @@ def test_the_predicted_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert predicted._sent["a"].since(0.1) == pytest.approx(100 * 100, rel=0.1)
     predicted.add([], "c", 0, 20.0)
     assert predicted.num_bytes <= 130, "all of it is over"
+
+
+def test_a_tenant_with_many_predictions_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.coordination.router._MAX_PREDICTED", 30)
+    predictions = Predictions(5.0)
+    mine = [bytes([255, at]) * 8 for at in range(8)]
+    predictions.add("victim", mine, "a", 100, 0.0)
+    for number in range(100):
+        predictions.add("attacker", [bytes([number, at]) * 8 for at in range(3)], "b", 100, number * 0.001)
+        assert predictions._num_held <= 30
+        assert predictions._num_held == sum(each.num_held for each, _ in predictions._tenants.values())
+    assert predictions.of("victim").leading(mine, 0.2) == {"a": 8 * SEGMENT_TOKENS}
+    assert predictions.of("nobody").leading(mine, 0.2) == {}
+    predictions.add("other", [], "c", 0, 20.0)
+    assert predictions.num_bytes <= 130 and predictions._num_held == 0, "all of it is over"
+
+
+@pytest.mark.parametrize("cost", ["linear", "lmetric", "threshold", "stddev", "least_loaded", "round_robin"])
+def test_what_one_tenant_predicts_moves_no_other_tenants_routes(cost: str) -> None:
+    """Two fleets, in one of which another tenant floods a router with predictions and asks."""
+
+    def routes(*, flooded: bool) -> list[list[tuple[str, float, dict[str, int], str]]]:
+        fleet, found = Fleet("a", "b", "c"), []
+        fleet.load("a", queued=100)
+        fleet.load("b", queued=200)
+        fleet.load("c", queued=300)
+        fleet.settle()
+        other = Namespace("globex", ACME.model)
+        fleet.router.rank(ACME, prompt(600))
+        for number in range(12):
+            for name in ("a", "b", "b") if flooded else ():
+                fleet.router.routed(other, prompt(4096, seed=100 + number), name)
+                fleet.router.routed(other, prompt(1024, seed=number), name)
+                fleet.router.rank(other, prompt(600), cost=cost)
+            ranked = fleet.router.rank(ACME, prompt(1024, seed=number), cost=cost)
+            ranked.sort(key=lambda each: (each.cost, each.replica.id))  # ties are broken by chance
+            found.append([(each.replica.id, each.cost, each.matched_tokens, each.why) for each in ranked])
+            fleet.router.routed(ACME, prompt(1024, seed=number), ranked[0].replica.id)
+        for replica, _ in fleet.replicas.values():
+            replica.close()
+        fleet.router.close()
+        return found
+
+    quiet, flooded = routes(flooded=False), routes(flooded=True)
+    if cost == "round_robin":
+        starts = [each[0][0] for each in flooded]
+        assert starts[:9] == starts[3:], "it goes on in turn, from its own start"
+    else:
+        assert flooded == quiet
 
 
 def test_generations_of_a_router_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
