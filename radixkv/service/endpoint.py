@@ -314,15 +314,16 @@ def _admitted(call: Call) -> Iterator[int]:
 
 
 async def _received(call: Call, model: type[RequestBody], max_bytes: int) -> bytes:
-    """The bytes of the body. A long one waits until few others of its tenant are received."""
+    """The bytes of the body. A long one waits until its tenant has room for it."""
     max_bytes = min(max_bytes, call.host.intake.max_bytes(model) or max_bytes)
     stated = call.request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated) > max_bytes:
         raise _too_large(max_bytes, int(stated))
-    if not stated.isdecimal() or int(stated) > call.host.intake.most_inline:
+    num_bytes = int(stated) if stated.isdecimal() else max_bytes
+    if num_bytes > call.host.intake.most_inline:
         try:
             async with asyncio.timeout(call.host.limits.timeout_s):
-                await call.receiving.enter_async_context(call.host.intake.admit(call.lane))
+                await call.receiving.enter_async_context(call.host.intake.admit(call.lane, num_bytes))
         except TimeoutError:
             raise problems.timed_out(call.host.limits.timeout_s) from None
     return await _body_in_time(call, max_bytes)
@@ -332,7 +333,7 @@ async def _body_in_time(call: Call, max_bytes: int) -> bytes:
     timeout_s = call.host.limits.body_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            return await _bounded_body(call.request, max_bytes)
+            return await _bounded_body(call, max_bytes)
     except TimeoutError:
         raise problems.body_timed_out(timeout_s) from None
 
@@ -361,14 +362,16 @@ def _authenticated(call: Call) -> Principal:
     return principal
 
 
-async def _bounded_body(request: Request, max_bytes: int) -> bytes:
+async def _bounded_body(call: Call, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
+    async for part in call.request.stream():
         size += len(part)
         if size > max_bytes:
             raise _too_large(max_bytes, None)
         parts.append(part)
+        if size > call.host.intake.most_inline:
+            await call.host.intake.pace(call.lane, len(part))
     return b"".join(parts)
 
 

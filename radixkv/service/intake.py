@@ -9,7 +9,9 @@
 A tenant has LOOP_SHARE of the loop's time for its bodies, LOOP_BURST_S at once. Beyond that its short bodies are read
 in the process for them, so that no tenant takes the loop from others by many small requests.
 
-Bodies longer than INLINE_COST are received a few at a time for each tenant (``admit``); the others wait unread.
+A tenant's bodies over INLINE_COST have at most RECEIVING_BYTES together, from when they are received until they are
+read; further ones wait, unread (``admit``). They are received at RECEIVING_RATE at most (``pace``), as receiving takes
+the loop's time too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -38,11 +41,14 @@ _OBJECT_COST = 100
 """Bytes that an object counts for: a message is validated and rendered, however short it is."""
 LOOP_SHARE = 0.25
 LOOP_BURST_S = 0.1
-MAX_RECEIVING = 4
-"""Bodies of a tenant, longer than INLINE_COST, that are received or wait to be read at a time."""
+RECEIVING_BYTES = 32 * 2**20
+RECEIVING_RATE = 64 * 2**20
+RECEIVING_BURST = 2**20
 _SHORT_NICENESS, _LONG_NICENESS = 2, 15
 """So that the event loop gets a core at once, even where it shares one with the processes."""
 _MAX_PROCESSES = 4
+_MAX_DEBTS = 1024
+"""Lanes that are remembered, before those without a debt are dropped."""
 
 
 class Intake:
@@ -57,8 +63,9 @@ class Intake:
         num_long = min(max((os.cpu_count() or 1) - 1, 1), _MAX_PROCESSES)
         self._short = ReadingPool(specification, 1, _SHORT_NICENESS)
         self._long = ReadingPool(specification, num_long, _LONG_NICENESS)
-        self._loop_time = LoopTime(clock)
-        self._receiving: dict[str, _Turns] = {}
+        self._loop_time = Allowance(clock, LOOP_SHARE, LOOP_BURST_S)
+        self._received = Allowance(clock, RECEIVING_RATE, RECEIVING_BURST)
+        self._rooms: dict[str, _Room] = {}
 
     @property
     def most_inline(self) -> int:
@@ -86,7 +93,7 @@ class Intake:
 
     def read_now(self, lane: str, raw: bytes, model: type[B]) -> Reading[B] | None:
         """The reading, if the body may be read on the loop; None if not. Raises ApiError."""
-        if cost_of(raw) > INLINE_COST or not self._loop_time.has_any(lane):
+        if cost_of(raw) > INLINE_COST or self._loop_time.wait_s(lane):
             return None
         began_at = time.thread_time()
         try:
@@ -100,17 +107,23 @@ class Intake:
         return unpacked(await pool.ask(lane, [name_of(model), raw]), model)
 
     @asynccontextmanager
-    async def admit(self, lane: str) -> AsyncIterator[None]:
-        """Wait until a long body of this tenant may be received; until the ``with`` ends it counts."""
-        turns = self._receiving.setdefault(lane, _Turns())
-        turns.num_users += 1
+    async def admit(self, lane: str, num_bytes: int) -> AsyncIterator[None]:
+        """Wait until a body of so many bytes may be received; until the ``with`` ends it counts."""
+        room = self._rooms.setdefault(lane, _Room())
+        room.num_users += 1
         try:
-            async with turns.semaphore:
+            async with room.taken(min(num_bytes, RECEIVING_BYTES)):
                 yield
         finally:
-            turns.num_users -= 1
-            if not turns.num_users:
-                del self._receiving[lane]
+            room.num_users -= 1
+            if not room.num_users:
+                del self._rooms[lane]
+
+    async def pace(self, lane: str, num_bytes: int) -> None:
+        """Wait as long as it takes before more is received, after so many bytes were."""
+        self._received.spend(lane, num_bytes)
+        if wait_s := self._received.wait_s(lane):
+            await asyncio.sleep(wait_s)
 
 
 def cost_of(raw: bytes) -> int:
@@ -118,28 +131,53 @@ def cost_of(raw: bytes) -> int:
     return len(raw) if len(raw) > SHORT_COST else len(raw) + _OBJECT_COST * raw.count(b"{")
 
 
-class _Turns:
+class _Room:
+    """The bytes of a lane's bodies, first come, first served."""
+
     def __init__(self) -> None:
-        self.semaphore, self.num_users = asyncio.Semaphore(MAX_RECEIVING), 0
+        self.num_users = 0
+        self._left = RECEIVING_BYTES
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, size: int) -> AsyncIterator[None]:
+        """Wait for room, and take it until the ``with`` ends."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._left += size
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._left):
+            size, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._left -= size
+                turn.set_result(None)
 
 
-class LoopTime:
-    """What each lane may still use of the event loop's time: LOOP_SHARE of it, LOOP_BURST_S at once. O(1)."""
+class Allowance:
+    """What each lane may use of something: ``rate`` of it a second, ``burst`` at once. O(1)."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, rate: float, burst: float) -> None:
+        self._clock, self._rate, self._burst = clock, rate, burst
         self._debts: dict[str, tuple[float, float]] = {}
 
-    def has_any(self, lane: str) -> bool:
-        """Whether the lane has some left."""
-        return self._debt(lane) < LOOP_BURST_S
+    def wait_s(self, lane: str) -> float:
+        """Seconds until the lane may use more; 0.0 if it may now."""
+        return max(self._debt(lane) - self._burst, 0.0) / self._rate
 
-    def spend(self, lane: str, seconds: float) -> None:
+    def spend(self, lane: str, amount: float) -> None:
         """The lane has used so much."""
-        self._debts[lane] = (self._debt(lane) + seconds, self._clock())
-        if len(self._debts) > 1024:
+        self._debts[lane] = (self._debt(lane) + amount, self._clock())
+        if len(self._debts) > _MAX_DEBTS:
             self._debts = {each: debt for each, debt in self._debts.items() if self._debt(each)}
 
     def _debt(self, lane: str) -> float:
         debt, since = self._debts.get(lane, (0.0, 0.0))
-        return max(debt - LOOP_SHARE * (self._clock() - since), 0.0)
+        return max(debt - self._rate * (self._clock() - since), 0.0)

@@ -18,10 +18,10 @@ import httpx
 import pytest
 from pydantic import Field
 
-from radixkv.service import intake, reading_pool
+from radixkv.service import reading_pool
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.budgets import budget_of
-from radixkv.service.intake import LOOP_BURST_S, LoopTime
+from radixkv.service.intake import RECEIVING_BYTES, Allowance, Intake
 from radixkv.service.problems import ApiError
 from radixkv.service.prompts import PromptRules
 from radixkv.service.reading import Reader, unpacked
@@ -363,11 +363,43 @@ def test_a_process_with_another_tokenizer_does_not_start() -> None:
 
 def test_loop_time_is_each_tenants_own_and_comes_back() -> None:
     now = [0.0]
-    time = LoopTime(lambda: now[0])
-    time.spend("a", LOOP_BURST_S)
-    assert not time.has_any("a") and time.has_any("b")
-    now[0] = 0.1
-    assert time.has_any("a")
+    time = Allowance(lambda: now[0], 0.25, 0.1)
+    time.spend("a", 0.1)
+    assert not time.wait_s("a")
+    time.spend("a", 0.05)
+    assert time.wait_s("a") == pytest.approx(0.2) and not time.wait_s("b")
+    now[0] = 0.2
+    assert time.wait_s("a") == pytest.approx(0.0)
+
+
+def test_the_bodies_of_a_tenant_have_room_together_and_wait_beyond() -> None:
+    async def test() -> None:
+        entered: list[str] = []
+        inside = Intake(TOKENIZER, RULES, None)
+
+        async def hold(name: str, lane: str, num_bytes: int, until: asyncio.Event) -> None:
+            async with inside.admit(lane, num_bytes):
+                entered.append(name)
+                await until.wait()
+
+        first, rest = asyncio.Event(), asyncio.Event()
+        tasks = [
+            asyncio.create_task(hold("most", "a", RECEIVING_BYTES - 10, first)),
+            asyncio.create_task(hold("gone", "a", 20, rest)),
+            asyncio.create_task(hold("next", "a", 2 * RECEIVING_BYTES, rest)),
+            asyncio.create_task(hold("other", "b", 20, rest)),
+        ]
+        await turn()
+        assert entered == ["most", "other"]
+        tasks[1].cancel()
+        first.set()
+        await turn()
+        assert entered == ["most", "other", "next"]
+        rest.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not inside._rooms
+
+    asyncio.run(test())
 
 
 # ---- threads
@@ -466,7 +498,7 @@ def test_long_texts_of_one_tenant_keep_no_other_waiting(attacked: Running) -> No
 def test_short_bodies_beyond_a_tenants_loop_time_are_read_in_a_process(
     attacked: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "LOOP_BURST_S", -1.0)
+    monkeypatch.setattr(attacked.service.intake._loop_time, "wait_s", lambda lane: 1.0)
     answer = attacked.acme.post("/v1/lookup", json={"token_ids": [5] * 32})
     assert answer.json() == {"matched_tokens": 0, "matched_blocks": 0}
     assert attacked.acme.post("/v1/lookup", json={"token_ids": [-5]}).status_code == 422
