@@ -241,6 +241,5 @@ class Service:
         config = self.cache.config
         pool_tokens = config.num_blocks * config.block_size
         vocab_size = min(self.engine.vocab_size, self.tokenizer.vocab_size)
-        return PromptRules(
-            vocab_size, min(self.engine.max_model_len, pool_tokens), config.block_size, pool_tokens
-        )
+        max_tokens = min(self.engine.max_model_len, pool_tokens)
+        return PromptRules(vocab_size, max_tokens, config.block_size, pool_tokens, self.tokenizer.roles)

@@ -15,7 +15,7 @@ from radixkv.service.endpoint import Endpoint
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.errors import ErrorReply
-from radixkv.service.schemas.prompts import TokenIds
+from radixkv.service.schemas.prompts import Message, TokenIds
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)}")
@@ -47,6 +47,8 @@ _REASONS = {
 
 
 _FORMS: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 1024},
+    "after": {"type": "string", "pattern": "^(0|[1-9][0-9]{0,14}|[0-9a-f]{32})$"},
     "all": {"type": "string", "enum": ["true", "false"]},
     "Idempotency-Key": {"type": "string", "pattern": r"^[\x21-\x7e]{1,255}$"},
     "tenant": {"type": "string", "pattern": r"^[^/\s]([^/]*[^/\s])?$", "minLength": 1, "maxLength": 256},
@@ -190,9 +192,17 @@ def _bounded(schemas: Any, rules: PromptRules) -> Any:
             "items": {**_ANY_ID, "exclusiveMaximum": rules.vocab_size},
             "maxItems": rules.max_tokens,
         }
-    return {name: _bounded(each, rules) for name, each in schemas.items()}
+    if (
+        schemas.get("items") == _MESSAGE and rules.roles is not None
+    ):  # each has two markers of its role at least
+        return {**schemas, "maxItems": min(schemas["maxItems"], max((rules.max_tokens - 1) // 2, 1))}
+    bounded = {name: _bounded(each, rules) for name, each in schemas.items()}
+    if rules.roles is not None and isinstance(schemas.get("role"), dict):
+        bounded["role"] = {"type": "string", "enum": list(rules.roles)}
+    return bounded
 
 
+_MESSAGE = {"$ref": _REF.format(model=Message.__name__)}
 _ANY_ID = TypeAdapter(TokenIds).json_schema()["items"]
 
 

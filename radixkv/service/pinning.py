@@ -97,7 +97,7 @@ async def unpin(call: Call) -> Response:
     """
     call.query()
     keeper, wanted = call.service.keeper, call.request.path_params["pin"]
-    local = keeper.local(call.tenant, int(wanted) - 1, 1) if _LOCAL_ID.fullmatch(wanted) else []
+    local = keeper.local(call.tenant, max(int(wanted) - 1, 0), 1) if _LOCAL_ID.fullmatch(wanted) else []
     if local and str(local[0].id) == wanted:
         call.service.cache.unpin(local[0])
         return Response(status_code=204)

@@ -51,12 +51,14 @@ class PromptRules:
     """What a prompt may be: ids below ``vocab_size``, at most ``max_tokens`` of them, blocks of ``block_size``.
 
     All prompts of one body have at most ``max_total_tokens``; None: no more than one may have.
+    ``roles``: those of messages, for the description; None where only the chat template knows them.
     """
 
     vocab_size: int
     max_tokens: int
     block_size: int
     max_total_tokens: int | None = None
+    roles: tuple[str, ...] | None = None
 
     @property
     def max_ids(self) -> int:

@@ -8,6 +8,7 @@ and their keys are those of the replicas' keys file, the tokenizer is their mode
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv.clock import Clock, monotonic
@@ -56,7 +57,7 @@ class RouterHost:
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits = limits or Limits()
         self.gate = Gate(self.limits.max_concurrent, clock)
-        self.drain, self.rules = Drain(), _RULES
+        self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles)
         self.intake, self.threads = Intake(tokenizer, self.rules, tokenizer_path), Threads()
         view = source.view
         self.metrics = RequestMetrics(

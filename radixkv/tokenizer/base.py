@@ -31,6 +31,7 @@ class BaseTokenizer(ABC):
         self.digest, self.vocab_size = digest, vocab_size
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self._leading, self._chat = list(leading), chat
+        self.roles = chat.roles
 
     @abstractmethod
     def _ids(self, text: str) -> list[int]:

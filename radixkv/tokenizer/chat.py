@@ -49,6 +49,11 @@ class Chat(Protocol):
     only_grows: bool
     """Whether every continuation begins with the conversation's segments, but for a last text that may grow."""
 
+    @property
+    def roles(self) -> tuple[str, ...] | None:
+        """The roles that there are; None where only rendering tells."""
+        ...
+
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         """The segments of a conversation. Raises ArgumentError for messages that it can't take."""
         ...
@@ -62,6 +67,7 @@ class MarkerChat:
 
     def __init__(self, bos_id: int, role_ids: Mapping[str, int], end_id: int) -> None:
         self._bos_id, self._role_ids, self._end_id = bos_id, role_ids, end_id
+        self.roles = tuple(sorted(role_ids))
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         check_messages(messages, self._role_ids)
@@ -76,6 +82,7 @@ class PlainChat:
 
     opens_like_text = True
     only_grows = True
+    roles = None
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         check_messages(messages)
@@ -97,6 +104,7 @@ class TemplateChat:
 
     opens_like_text = False
     only_grows = False
+    roles = None
 
     def __init__(
         self, template: str, special_ids: Mapping[str, int], variables: Mapping[str, object]

@@ -51,6 +51,11 @@ class Tokenizer(Protocol):
         """SHA-256, in hex, of the files that the tokenizer was made of."""
         ...
 
+    @property
+    def roles(self) -> tuple[str, ...] | None:
+        """The roles that messages may have; None where only the chat template knows."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises ArgumentError if it isn't Unicode (a lone surrogate)."""
         ...

@@ -371,3 +371,21 @@ def test_no_body_is_an_error_of_the_server(live: Running, path: str, body: dict[
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         refusal(answer)
+
+
+def test_the_description_says_which_fields_go_together(live: Running) -> None:
+    """``oneOf`` for the form of a prompt, bounds of the served model, values of queries and headers."""
+    document = live.nobody.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for name in ("LookupRequest", "WarmRequest", "PinRequest", "RouteRequest", "PublishRequest"):
+        forms = schemas[name]["oneOf"]
+        assert [each["required"] for each in forms] == [["prompt"], ["messages"], ["token_ids"]]
+        for form, required in zip(forms, ("prompt", "messages", "token_ids"), strict=True):
+            null = {other for other, what in form["properties"].items() if what == {"type": "null"}}
+            assert null == {"prompt", "messages", "token_ids"} - {required}
+        (ids, _) = schemas[name]["properties"]["token_ids"]["anyOf"]
+        assert ids["items"]["exclusiveMaximum"] == 8000 and ids["maxItems"] == live.service.rules.max_tokens
+    assert schemas["Message"]["properties"]["role"]["enum"] == ["assistant", "system", "user"]
+    assert len(schemas["CompletionRequest"]["allOf"]) == 4
+    parameters = document["paths"]["/v1/replicas"]["get"]["parameters"]
+    assert parameters[0]["schema"]["enum"] == ["true", "false"]

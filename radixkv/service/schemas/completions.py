@@ -142,27 +142,22 @@ def related(schema: dict[str, Any]) -> None:
     streamed = {"required": ["stream"], "properties": {"stream": {"const": True}}}
     beams = {"use_beam_search": {"const": True}, "stream": unset, "temperature": {"enum": [0, None]}}
     beams |= {"top_p": {"enum": [1, None]}, "top_k": {"enum": [-1, None]}}
+    drawn = [{"properties": {"use_beam_search": unset, **each}} for each in _choices({"const": 1})]
+    searched = [
+        {"required": ["use_beam_search"], "properties": {**beams, **each}}
+        for each in _choices({"minimum": 1})
+    ]
     schema["allOf"] = [
         either("cache_salt", "salt"),
         either("max_completion_tokens", "max_tokens"),
         {"anyOf": [{"properties": {"stream_options": null}}, streamed]},
-        {
-            "anyOf": [
-                {"properties": {"use_beam_search": unset}, "anyOf": _choices(at_least=False)},
-                {"required": ["use_beam_search"], "properties": beams, "anyOf": _choices(at_least=True)},
-            ]
-        },
+        {"anyOf": [*drawn, *searched]},
     ]
 
 
-def _choices(*, at_least: bool) -> list[dict[str, Any]]:
-    """``best_of`` is null, n, or with beams more than n."""
-    one = {"n": {"enum": [1, None]}, "best_of": {"minimum": 1} if at_least else {"const": 1}}
-    found: list[dict[str, Any]] = [{"properties": {"best_of": {"type": "null"}}}, {"properties": one}]
-    for n in range(2, MAX_CHOICES + 1):
-        best_of = {"minimum": n} if at_least else {"const": n}
-        found.append({"required": ["n"], "properties": {"n": {"const": n}, "best_of": best_of}})
-    return found
+def _choices(best_of_one: dict[str, Any]) -> list[dict[str, Any]]:
+    """``best_of`` is null, or n is 1. For other n it has bounds that depend on n, which the message of a 422 says."""
+    return [{"best_of": {"type": "null"}}, {"n": {"enum": [1, None]}, "best_of": best_of_one}]
 
 
 def _top_k(value: int) -> int | None:
