@@ -1,6 +1,6 @@
 """What one process of the service consists of, wired together; it knows no HTTP.
 
-event loop:  handlers, lookups, jobs, fleet      one thread:  the model
+event loop:  handlers, lookups, jobs, fleet      one thread at a time:  the model
      └────────────── worker (fair, bounded lanes) ─────┘
 """
 

@@ -88,6 +88,8 @@ def refusal(answer: httpx.Response) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "x", "seed": 2**63}, "seed", "an integer of 64 bits"),
         ("/v1/completions", {"prompt": "x", "stop": ["a"] * 5}, "stop", "a list of 5"),
         ("/v1/completions", {"prompt": "x", "stop": ""}, "stop", ""),
+        ("/v1/completions", {"prompt": "x", "stop": "s" * 257}, "stop", "s" * 80 + "…"),
+        ("/v1/completions", {"prompt": "x", "stop": ["a", "s" * 257]}, "stop[1]", "s" * 80 + "…"),
         ("/v1/completions", {"prompt": "x", "logprobs": 1}, "logprobs", 1),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias", "an object with 1 names"),
         ("/v1/completions", {"prompt": "x", "presence_penalty": 0.5}, "presence_penalty", 0.5),
