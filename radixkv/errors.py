@@ -18,6 +18,7 @@
     ├── PendingError          another sequence computes the prefix, and the caller would not wait longer
     ├── CoordinationError     the metadata store or another replica
     │   ├── StoreUnavailable  the store can't be reached
+    │   │   └── UnreadableRecord it can, but what it has of this tenant is of no replica's making
     │   ├── StaleEpoch        a younger process has registered this replica's id
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
     ├── KernelError           a kernel was given what it can't run, or its launch failed
@@ -188,6 +189,10 @@ class CoordinationError(RadixKVError):
 
 class StoreUnavailable(CoordinationError):
     """The metadata store can't be reached. Matching goes on; the views of others grow old."""
+
+
+class UnreadableRecord(StoreUnavailable):
+    """The store has something of this tenant that no replica of the fleet wrote. Others are not concerned."""
 
 
 class StaleEpoch(CoordinationError):

@@ -22,7 +22,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from radixkv.coordination import Load, Router, connect
 from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.memory import MemoryStore
+from radixkv.coordination.proofs import Proofs
 from radixkv.coordination.protocol import WIRE_VERSION, Writer
 from radixkv.coordination.sources import Observer
 from radixkv.coordination.store import Store
@@ -159,7 +160,7 @@ def start(options: Options) -> list[Figure]:
         found = router.source.view.num_digests
         router.close()
         for writer in writers:
-            store.leave(writer)
+            store.leave(writer, "")
         store.close()
     assert found == NUM_REPLICAS * (options.segments // 2 * 2), found
     name = f"a new router's full view, 16 × {options.segments:,} segments"
@@ -330,11 +331,14 @@ def _publish(store: Store, name: str, digests: Iterable[bytes], lease_s: float) 
     """A replica that is only pretended: it registers, states what it holds as a snapshot, and beats once."""
     keys, nonce, address = FleetKeys(SECRET), secrets.token_hex(16), f"http://{name}"
     registration = Registration(name, 0, nonce, address, _NAMESPACE.model, 16, WIRE_VERSION, keys.canary)
-    writer = Writer(name, store.boot(registration).value, nonce)
+    registration = replace(registration, epoch=store.boot(registration).value)
+    writer = registration.writer
     mirror = Holdings()
     mirror.store(keys.namespace(_NAMESPACE), digests)
     store.snapshot(writer, 1, 2, mirror, anew=True)
-    store.beat(writer, 1, lease_s, keys.proof(name, writer.epoch, nonce, address), Load())
+    now_ms, lease_ms = int(time.time() * 1000), int(lease_s * 1000)
+    stated = replace(registration, beats=1, lease_ms=lease_ms, stated_ms=now_ms)
+    store.beat(replace(stated, proof=Proofs(keys).of_beat(stated)), Load())
     return writer
 
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv import tokens
@@ -29,6 +31,7 @@ from radixkv.coordination.jobs import WarmJobs
 from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.pins import FleetPins
+from radixkv.coordination.proofs import Proofs
 from radixkv.coordination.protocol import (
     WIRE_VERSION,
     Health,
@@ -44,13 +47,14 @@ from radixkv.coordination.reader import Known, Reader
 from radixkv.coordination.settings import Settings, check_address
 from radixkv.coordination.store import Durable, Grant, Standing, Store
 from radixkv.coordination.tenants import OnPurge, Purge, Tenants
-from radixkv.coordination.wire import Entry, Registration, new_nonce, new_process
+from radixkv.coordination.wire import Entry, Raised, Registration, new_nonce, new_process
 from radixkv.errors import (
     ArgumentError,
     ConfigError,
     CoordinationError,
     StaleEpoch,
     StoreUnavailable,
+    UnreadableRecord,
 )
 
 if TYPE_CHECKING:
@@ -77,11 +81,13 @@ class _NotRegistered(StoreUnavailable):
 class BaseCoordinator(WarmJobs, FleetPins):
     """See ``protocol.Coordinator``."""
 
-    def __init__(self, settings: Settings, store: Store, clock: Clock) -> None:
+    def __init__(self, settings: Settings, store: Store, clock: Clock, wall: Clock = time.time) -> None:
+        """``wall``: seconds since 1970, which beats state; others compare it with theirs."""
         self.settings = settings
         self.store = store
         self.keys = FleetKeys(settings.fleet_secret)
-        self.clock = clock
+        self.proofs = Proofs(self.keys)
+        self.clock, self.wall = clock, wall
         self._loop = Loop(f"radixkv-publisher-{settings.replica_id}", self._step)
         self._publisher = Publisher(
             self.keys,
@@ -90,7 +96,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
             wake=self._loop.wake,
             generation_of=lambda tenant: self.tenants.first_met(tenant),
         )
-        self.reader = Reader(settings, self.keys, store, clock)
+        self.reader = Reader(settings, self.keys, store, clock, wall=wall)
         self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised, self.reader)
         self._writing = threading.RLock()
         self._resident: Resident | None = None
@@ -104,7 +110,6 @@ class BaseCoordinator(WarmJobs, FleetPins):
         self._process = new_process()
         self._writer = Writer(settings.replica_id, 0, "")
         self._seq = self._num_beats = 0
-        self._proof = ""
         self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
         self._looked_at = float("-inf")
         self._num_failures = 0
@@ -176,7 +181,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
             if self._registered and self._state != "fenced":
                 try:
                     with self._storing():
-                        self.store.leave(self._writer)
+                        self.store.leave(self._writer, self.proofs.of_farewell(self._writer))
                 except StoreUnavailable:
                     pass
             self._registered = False
@@ -295,9 +300,21 @@ class BaseCoordinator(WarmJobs, FleetPins):
         """Forget a tenant in the whole fleet: raises its generation. See the protocol."""
         with self._writing, self._storing():
             self._require_registration()
-            raised = self._counted(self.tenants.raise_generation(tenant))
-            self.tenants.follow_own(self._writer, tenant, raised)
-            return self._reported(tenant, raised.replicated)
+            raising = self.tenants.raise_generation(self._writer, tenant)
+            self._num_unreplicated += raising.replicated is False
+            self.tenants.follow_own(self._writer, tenant, raising.raised)
+            if raising.was_unreadable:
+                raise UnreadableRecord(
+                    f"the generation of tenant {self.keys.tenant(tenant).hex()} in the store couldn't be read: "
+                    f"{raising.raised.generation} takes its place; purge the tenant again"
+                )
+            return self._reported(tenant, raising.replicated)
+
+    def obey(self, tenant: str, raised: Raised) -> None:
+        """Obey and confirm a raise that another replica tells of. See ``Tenants.obey``."""
+        with self._writing, self._storing():
+            self._require_registration()
+            self.tenants.obey(self._writer, tenant, raised)
 
     def heed(self) -> None:
         """Obey and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
@@ -426,7 +443,6 @@ class BaseCoordinator(WarmJobs, FleetPins):
             wire_version=WIRE_VERSION,
             canary=self.keys.canary,
             last_seq=self._seq,
-            proof=self._proof,
         )
 
     def _boot_now(self) -> None:
@@ -437,16 +453,19 @@ class BaseCoordinator(WarmJobs, FleetPins):
         self._seq = 1
         self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
         self._is_new_epoch = True
-        self._proof = self.keys.proof(*self._writer, self._address or "")
         self._registered = True
         self._dirty = self._dirty or self._publisher.mirror.num_digests > 0
 
     def _beat_now(self) -> None:
         before = self.clock()
         self._num_beats += 1
-        standing = self.store.beat(
-            self._writer, self._num_beats, self.settings.lease_s, self._proof, self._load
+        stated = replace(
+            self._registration(self._epoch, self._writer.nonce),
+            lease_ms=max(1, int(self.settings.lease_s * 1000)),
+            beats=self._num_beats,
+            stated_ms=int(self.wall() * 1000),
         )
+        standing = self.store.beat(replace(stated, proof=self.proofs.of_beat(stated)), self._load)
         self._obey(standing)
         if standing.verdict == "OK":
             self._lease_until = before + self.settings.lease_s
@@ -579,10 +598,14 @@ class BaseCoordinator(WarmJobs, FleetPins):
         except StoreUnavailable:
             return False
         fencers = [each.registration for each in seen]
-        if unread or fencers != self._fencers or any(each.lease_ms for each in fencers):
+        if unread or fencers != self._fencers or any(map(self._is_of_another, fencers)):
             self._fencers, self._num_looks = fencers, 0
         self._num_looks += 1
         return self._num_looks > _LOOKS_OF_THE_FENCED
+
+    def _is_of_another(self, registration: Registration) -> bool:
+        """Whether another process has beaten under it: without that proof it may be anybody's writing."""
+        return registration.writer != self._writer and self.reader.is_signed(registration)
 
     def _require_standing(self) -> None:
         if self._state == "fenced":
@@ -602,7 +625,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
         """Keeps the state in step with what the store lets happen."""
         try:
             yield
-        except _NotRegistered:
+        except (_NotRegistered, UnreadableRecord):
             raise
         except StoreUnavailable as error:
             if self._state == "ok":

@@ -193,7 +193,9 @@ class WarmJobs(ABC):
         return {
             each.registration.writer
             for each in seen
-            if each.remaining_s > 0 and self.reader.remaining_s(each) > 0  # the store's clock may be wrong
+            if each.remaining_s > 0  # the store's clock may be wrong
+            and self.reader.is_signed(each.registration)
+            and self.reader.remaining_s(each) > 0
         }
 
 

@@ -7,8 +7,8 @@
       chain[i]                xxh3-128 of the key bytes up to the end of segment i, one stream over all of them
       namespace's secret      HMAC-SHA256(fleet secret, ("prefix", ns, generation)), never published
     canary                    the prefix digests of a fixed vector, hashed: equal where everything above is
-    proof of an address       HMAC-SHA256(fleet secret, ("address", replica, epoch, nonce, address))
     proof of a limit          HMAC-SHA256(fleet secret, ("limit", tenant digest, stamp, blocks or ""))
+    key of a purpose          HMAC-SHA256(fleet secret, ("key", purpose)), never published: see ``proofs.py``
 
 Fields are framed with type and length, and every use has its own label, so that no two uses can meet. A
 reader of the store who guesses a prompt can't confirm it without the fleet secret. xxh3 is no cryptographic
@@ -177,14 +177,9 @@ class FleetKeys:
         stop = num_segments if stop is None else min(stop, num_segments)
         return self.scope(namespace, generation).digests(chains(key, first, stop))
 
-    def proof(self, replica_id: str, epoch: int, nonce: str, address: str) -> str:
-        """What shows that a replica with the fleet secret stated this address: 64 hex digits."""
-        return mac(self._secret, "address", replica_id, epoch, nonce, address).hex()
-
-    def is_proof(self, proof: str, replica_id: str, epoch: int, nonce: str, address: str) -> bool:
-        """Whether ``proof`` is that; in constant time."""
-        expected = self.proof(replica_id, epoch, nonce, address)
-        return hmac.compare_digest(expected.encode(), proof.encode())
+    def derived(self, purpose: str) -> bytes:
+        """A key for one purpose, 32 bytes; it never leaves the process."""
+        return mac(self._secret, "key", purpose)
 
     def limit_proof(self, tenant: bytes, stamp: int, blocks: int | None) -> str:
         """What shows that a replica with the fleet secret stated this limit of the tenant's: 64 hex digits."""

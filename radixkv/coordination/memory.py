@@ -41,7 +41,16 @@ from radixkv.coordination.store import (
     TenantFacts,
     Verdict,
 )
-from radixkv.coordination.wire import NEVER, NO_LIMIT, Entry, Limit, Raised, Registration
+from radixkv.coordination.wire import (
+    MAX_LEASE_MS,
+    NEVER,
+    NO_LIMIT,
+    Confirmed,
+    Entry,
+    Limit,
+    Raised,
+    Registration,
+)
 from radixkv.errors import StoreUnavailable
 from radixkv.types import Journal
 
@@ -67,7 +76,7 @@ class Account:
     limit: Limit = NO_LIMIT
     raised: Raised = NEVER
     shares: dict[str, tuple[float, Share]] = field(default_factory=dict)
-    confirmed: dict[str, str] = field(default_factory=dict)
+    confirmed: dict[str, Confirmed] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -132,26 +141,21 @@ class MemoryStore:
         stated_s = record.registration.replaced_ms / 1000
         return max(0.0, min(stated_s, record.replaced_until - self.clock()))
 
-    def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
+    def beat(self, registration: Registration, load: Load) -> Standing:
         """See the protocol."""
         with self._open():
-            record, standing = self._standing(writer)
+            record, standing = self._standing(registration.writer)
             if record is not None:
-                lease_ms, now = max(1, int(lease_s * 1000)), self.clock()
                 left_ms = math.ceil(self._replaced_left_s(record) * 1000)
-                record.registration = replace(
-                    record.registration,
-                    proof=proof,
-                    lease_ms=lease_ms,
-                    beats=number,
-                    replaced_ms=left_ms,
-                )
-                record.live_until = now + lease_s
+                last_seq = record.registration.last_seq
+                record.registration = replace(registration, last_seq=last_seq, replaced_ms=left_ms)
+                record.live_until = self.clock() + registration.lease_ms / 1000
                 record.listed_until = record.live_until + LISTED_S
                 record.load = load
                 saved = record.saved
-                needed = saved.seq + 1 if saved is not None and saved.epoch == writer.epoch else 1
-                if needed <= standing.last_seq and needed not in record.log:
+                needed = saved.seq + 1 if saved is not None and saved.epoch == registration.epoch else 1
+                is_whole = needed > standing.last_seq or needed in record.log
+                if not is_whole or next(reversed(record.log), 0) > standing.last_seq:
                     return Standing("OK", 0)
             return standing
 
@@ -186,12 +190,12 @@ class MemoryStore:
             record.log = OrderedDict((number, at) for number, at in record.log.items() if number >= keep_from)
             return _advance(record, last)
 
-    def leave(self, writer: Writer) -> Standing:
+    def leave(self, writer: Writer, proof: str) -> Standing:
         """See the protocol."""
         with self._open():
             record, standing = self._standing(writer)
             if record is not None:
-                record.registration = replace(record.registration, beats=0)
+                record.registration = replace(record.registration, beats=0, proof=proof)
                 record.live_until, record.listed_until = 0.0, self.clock() + self._replaced_left_s(record)
                 record.load = Load()
             return Standing(standing.verdict, 0)
@@ -252,49 +256,59 @@ class MemoryStore:
                 account.limit = limit
             return Durable(int(is_expected), None)
 
-    def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
+    def reserve(self, tenant: bytes, share: Share, keep_s: float, limit: Limit = NO_LIMIT) -> Grant:
         """See the protocol."""
         with self._open():
             account, now = self._account(tenant), self.clock()
-            limit = account.limit.blocks
-            counted = {name: kept for name, kept in account.shares.items() if kept[0] > now}
+            stated = account.limit if account.limit.stamp else NO_LIMIT
+            if share.blocks and stated != limit:
+                return Grant("STALE", 0, 0, None)
+            latest = now + MAX_LEASE_MS / 1000
+            counted = {name: kept for name, kept in account.shares.items() if now < kept[0] <= latest}
             mine = counted.get(share.replica_id)
             is_rival = mine is not None and mine[1].epoch == share.epoch and mine[1].nonce != share.nonce
             if not is_rival:
                 counted.pop(share.replica_id, None)
             others = sum(each.blocks for _, each in counted.values() if each.fingerprint == share.fingerprint)
             if mine is not None and mine[1].epoch > share.epoch:
-                return Grant("FENCED", 0, others, limit, account.raised.generation)
+                return Grant("FENCED", 0, others, limit.blocks)
             if is_rival:
-                return Grant("OK", 0, others, limit, account.raised.generation)
-            left = share.blocks if limit is None else max(0, limit - others)
+                return Grant("OK", 0, others, limit.blocks)
+            left = share.blocks if limit.blocks is None else max(0, limit.blocks - others)
             granted = min(share.blocks, left)
             account.shares = counted
             if granted:
                 account.shares[share.replica_id] = now + keep_s, share._replace(blocks=granted)
-            return Grant("OK", granted, others, limit, account.raised.generation)
+            return Grant("OK", granted, others, limit.blocks)
 
-    def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
+    def raise_generation(self, tenant: bytes, raised: Raised, standing: bytes) -> Durable:
         """See the protocol."""
         with self._open():
             account = self._account(tenant)
-            if account.raised.generation <= above:
-                account.raised, account.confirmed = Raised(above + 1, token), {}
-            self.announced[tenant] = max(
-                max(self.announced.values(), default=0) + 1, int(self.clock() * 1000)
-            )
-            self.announced.move_to_end(tenant)
-            if len(self.announced) > MAX_PURGES:
-                self.announced.popitem(last=False)
-            return Durable(account.raised.generation, None, account.raised.token)
+            if account.raised.standing != standing:
+                return Durable(0, None)
+            account.raised, account.confirmed = raised, {}
+            self._announce(tenant)
+            return Durable(1, None)
 
-    def confirm(self, tenant: bytes, writer: Writer, raised: Raised) -> bool:
+    def announce(self, tenant: bytes) -> None:
+        """See the protocol."""
+        with self._open():
+            self._announce(tenant)
+
+    def _announce(self, tenant: bytes) -> None:
+        self.announced[tenant] = max(max(self.announced.values(), default=0) + 1, int(self.clock() * 1000))
+        self.announced.move_to_end(tenant)
+        if len(self.announced) > MAX_PURGES:
+            self.announced.popitem(last=False)
+
+    def confirm(self, tenant: bytes, writer: Writer, raised: Raised, proof: str) -> bool:
         """See the protocol."""
         with self._open():
             account = self.accounts.get(tenant)
             if account is None or account.raised != raised or not raised.token:
                 return False
-            account.confirmed[writer.replica_id] = writer.nonce
+            account.confirmed[writer.replica_id] = Confirmed(writer.nonce, proof)
             if len(account.confirmed) > MAX_CONFIRMED:
                 listed, now = self.records, self.clock()
                 account.confirmed = {
@@ -309,13 +323,22 @@ class MemoryStore:
         with self._open():
             account, now = self.accounts.get(tenant, Account()), self.clock()
             shares = tuple(share for until, share in account.shares.values() if until > now)
-            return TenantFacts(account.limit.blocks, account.raised, shares, dict(account.confirmed))
+            raised, confirmed = account.raised, dict(account.confirmed)
+            return TenantFacts(account.limit.blocks, raised, shares, confirmed, raised.standing)
 
     def look_at(self, tenants: Sequence[bytes], replica_id: str = "") -> list[Looked | None]:
         """See the protocol."""
         with self._open():
             accounts = [self.accounts.get(tenant, Account()) for tenant in tenants]
-            return [Looked(each.raised, each.confirmed.get(replica_id, ""), each.limit) for each in accounts]
+            return [
+                Looked(
+                    each.raised,
+                    each.confirmed.get(replica_id, Confirmed()),
+                    each.limit,
+                    each.raised.standing,
+                )
+                for each in accounts
+            ]
 
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
         """See the protocol."""

@@ -30,8 +30,9 @@ Rules that every implementation keeps:
    its id again if nobody has held a lease of it for two: then a registration had come after its sender was gone.
 4. A replica that stops beating leaves every view within its lease. Liveness is compared when it is read.
 5. No token id, tenant name or KV byte reaches the store: digests of ``keys.py`` do.
-6. An address counts only with its proof: whoever can write to the store, but lacks the fleet secret, can
-   neither attract requests nor make keys.
+6. An address counts only with the proof of a beat that is no older than its lease and 30 s of skew; a purge and its
+   confirmation count only with theirs. A writer to the store without the fleet secret can neither attract requests
+   nor purge a tenant nor confirm a purge.
 
 With the store gone everything local goes on; the views of others run out with their leases.
 """
@@ -48,6 +49,7 @@ from radixkv.errors import ArgumentError
 if TYPE_CHECKING:
     from radixkv.coordination.store import Durable, Grant
     from radixkv.coordination.tenants import Purge
+    from radixkv.coordination.wire import Raised
     from radixkv.namespaces import Namespace
     from radixkv.tokens import TokenIds
     from radixkv.types import Journal, Snapshot
@@ -55,8 +57,12 @@ if TYPE_CHECKING:
 SEGMENT_TOKENS: Final = 256
 """Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Version of keys, entries and snapshots in the store. Replicas that differ don't share a fleet."""
+
+MAX_CLOCK_SKEW_S: Final = 30.0
+"""How far the wall clocks of two replicas may be apart: beats that are older than their lease and this count for
+nothing, and so do those from further ahead."""
 
 State = Literal["new", "ok", "unavailable", "refused", "fenced", "left", "failed"]
 """Standing of a coordinator.
@@ -81,6 +87,11 @@ class Writer(NamedTuple):
     replica_id: str
     epoch: int
     nonce: str
+
+    @property
+    def audience(self) -> str:
+        """Whom a signed request is for: this registration, and no other process."""
+        return f"{self.replica_id}@{self.epoch}.{self.nonce}"
 
 
 NOBODY = Writer("", 0, "")
@@ -131,7 +142,7 @@ class ReplicaInfo:
     """Sequence number of the last entry in its log that the reader knows of."""
     lease_remaining_s: float
     proven: bool
-    """The address is signed with the fleet secret."""
+    """Its last beat is signed with the fleet secret, address included, and no older than its lease and the skew."""
     incompatible: str | None = None
     """Why it can't share a fleet with the reader (another secret, block size or wire version), or None."""
     is_self: bool = False
@@ -147,7 +158,7 @@ class ReplicaInfo:
     @property
     def audience(self) -> str:
         """Whom a signed request is for: this registration, and no other process."""
-        return f"{self.id}@{self.epoch}.{self.nonce}"
+        return self.writer.audience
 
     @property
     def writer(self) -> Writer:
@@ -469,14 +480,21 @@ class Coordinator(Protocol):
     def purge(self, tenant: str) -> Purge:
         """Forget a tenant in the whole fleet: raises its generation, obeys, and says who has confirmed so far.
 
-        Repeat after StoreUnavailable. Raises StaleEpoch, ArgumentError.
+        Repeat after StoreUnavailable; UnreadableRecord is one: what stood in the store of the tenant's generation was
+        no replica's writing, and was replaced. Raises StaleEpoch, ArgumentError.
+        """
+
+    def obey(self, tenant: str, raised: Raised) -> None:
+        """Obey and confirm a raise that another replica tells of, be it that the store doesn't have it.
+
+        Raises ArgumentError unless its proof is right, StaleEpoch or StoreUnavailable once it is obeyed.
         """
 
     def heed(self) -> None:
         """Obey and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
 
     def purge_report(self, tenant: str) -> Purge:
-        """How far the tenant's last purge has come. Raises StoreUnavailable."""
+        """How far the tenant's last purge has come. Raises StoreUnavailable, UnreadableRecord."""
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
         """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable.

@@ -6,6 +6,11 @@ is gone when its lease is, even if the store is gone too. Only a beat extends it
 does. Only the logs of replicas that are live, proven and compatible are read, each behind its cursor
 ``(epoch, seq)``; ``view.RemoteLog`` says what a gap means.
 
+A registration counts as far as its last beat is signed (``proofs.py``): one that isn't is nobody's, and a replica whose
+registration was damaged or put back counts as lost by the store until its next beat. One whose signed time is further
+away than its lease and the skew that is allowed (``MAX_CLOCK_SKEW_S``) is shown, and neither followed nor asked: what a
+dead replica once stated can be written back by anybody.
+
 A registration that can't be read for a moment (one shard of a Cluster is away) is kept as it was until its
 lease is over: other shards go on.
 """
@@ -13,6 +18,7 @@ lease is over: other shards go on.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +26,8 @@ from typing import NamedTuple
 
 from radixkv.clock import Clock
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.protocol import WIRE_VERSION, Load, ReplicaInfo, Writer
+from radixkv.coordination.proofs import Proofs
+from radixkv.coordination.protocol import MAX_CLOCK_SKEW_S, WIRE_VERSION, Load, ReplicaInfo, Writer
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.store import ENTRIES_A_READ, Fetched, Logged, Seen, Store
 from radixkv.coordination.view import RemoteLog, View
@@ -107,7 +114,14 @@ class Reader:
     """
 
     def __init__(
-        self, settings: Settings, keys: FleetKeys, store: Store, clock: Clock, *, any_block_size: bool = False
+        self,
+        settings: Settings,
+        keys: FleetKeys,
+        store: Store,
+        clock: Clock,
+        *,
+        any_block_size: bool = False,
+        wall: Clock = time.time,
     ) -> None:
         self.view = View(settings.view_digests)
         self.remotes: dict[str, Remote] = {}
@@ -119,8 +133,10 @@ class Reader:
         self._has_failed = False
         self._asked_at = float("inf")
         self.failure = ""
+        self._unsigned: dict[str, float] = {}
         self._settings = settings
-        self._keys = keys
+        self._proofs = Proofs(keys)
+        self._wall = wall
         self._store = store
         self._clock = clock
         block_size = 0 if any_block_size else settings.block_size
@@ -172,6 +188,26 @@ class Reader:
     def registrations(self) -> frozenset[Writer]:
         """Those of all others that are known; local."""
         return frozenset(remote.registration.writer for remote in self.remotes.values())
+
+    def is_signed(self, registration: Registration) -> bool:
+        """Whether a replica of the fleet stated it, whenever that was. Local; some 10 µs."""
+        return self._proofs.is_beat(registration) or self._proofs.is_farewell(registration)
+
+    def sorted_out(self, fetched: Iterable[Seen]) -> tuple[list[Seen], dict[str, bool]]:
+        """The registrations that are signed, and the ids of the others: whether one may be a replica's all the same.
+
+        It may for a lease from the first sight of it: a replica that lives states itself anew within that. Local.
+        """
+        now, signed, unsigned = self._clock(), list[Seen](), dict[str, bool]()
+        for seen in fetched:
+            name = seen.registration.replica_id
+            if self.is_signed(seen.registration):
+                self._unsigned.pop(name, None)
+                signed.append(seen)
+            else:
+                since = self._unsigned.setdefault(name, now)
+                unsigned[name] = abs(now - since) <= self._settings.lease_s
+        return signed, unsigned
 
     def remaining_s(self, seen: Seen) -> float:
         """How long a replica that was just fetched may think that its lease runs, whatever the store thinks; local."""
@@ -258,8 +294,10 @@ class Reader:
         finally:
             self._asked_at = float("inf")
         self.fetched_at = before
-        self._keep_sighted(fetched, before)
-        self._fetch_at = before + self._pause_s(fetched.seen)
+        signed, unsigned = self.sorted_out(fetched.seen)
+        self._unsigned = {name: since for name, since in self._unsigned.items() if name in unsigned}
+        self._keep_sighted(fetched, signed, before)
+        self._fetch_at = before + self._pause_s(signed)
         fresh = {
             seen.registration.replica_id: self._remote(seen, before, after, old)
             for seen in fetched.seen
@@ -310,29 +348,34 @@ class Reader:
     def _remote(self, seen: Seen, before: float, after: float, old: dict[str, Remote]) -> Remote:
         registration, load = seen.registration, seen.load
         known, log = old.get(registration.replica_id), None
-        live_until = min(self._sight(seen, after), before + _stated_s(seen))
-        info = describe(registration, self._mine, self._keys, live_until - before, load)
+        is_signed, live_until = self.is_signed(registration), before + _stated_s(seen)
+        if is_signed:
+            live_until = min(self._sight(seen, after), live_until)
+        off = _off(registration, self._wall()) if is_signed and registration.beats else None
+        info = describe(registration, self._mine, is_signed, off, live_until - before, load)
         if info.live and info.proven and info.incompatible is None:
             log = None if known is None else known.log
             if log is None or (log.epoch, log.nonce) != (registration.epoch, registration.nonce):
                 log = RemoteLog(registration.epoch, registration.nonce, self.view)
         return Remote(registration, info, live_until, log)
 
-    def _keep_sighted(self, fetched: Fetched, now: float) -> None:
+    def _keep_sighted(self, fetched: Fetched, signed: list[Seen], now: float) -> None:
         """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store.
 
-        And note whom those that came have replaced, before they are sighted themselves.
+        And note whom those that came have replaced, before they are sighted themselves. Who is still listed is kept:
+        were it sighted for the first time once more, the same beat would count for another lease.
         """
+        listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
         self._sighted = {
             name: each
             for name, each in self._sighted.items()
-            if max(each.latest + each.lease_s, self._lost.get(name, now)) > now
+            if name in listed or max(each.latest + each.lease_s, self._lost.get(name, now)) > now
         }
-        listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
         missing = self._sighted.keys() - listed
         unlisted = self._store.fetch(sorted(missing)).seen if missing else []
+        unlisted = [seen for seen in unlisted if self.is_signed(seen.registration)]
         running = {name: each for name, each in self._replaced.items() if each.until > now}
-        self._replaced = running | self._noted([*fetched.seen, *unlisted], self._clock(), self._replaced)
+        self._replaced = running | self._noted([*signed, *unlisted], self._clock(), self._replaced)
         for seen in unlisted:
             name, registration = seen.registration.replica_id, seen.registration
             if not registration.beats and registration.epoch >= self._sighted[name].registration.epoch:
@@ -381,8 +424,8 @@ class Reader:
     def _take(self, name: str, log: RemoteLog, logged: Logged) -> bool:
         """Take in one entry; False if it belongs to a registration that isn't known yet."""
         epoch, seq, entry = logged
-        if epoch != log.epoch:
-            self._fetch_at = float("-inf")
+        if epoch != log.epoch:  # it has registered anew, or somebody else has written here
+            self._fetch_at = min(self._fetch_at, self._tried_at + _MIN_FETCH_S)
             return False
         if entry is None:
             self.view.num_gaps += 1
@@ -421,11 +464,29 @@ def _stated_s(seen: Seen) -> float:
     return min(seen.remaining_s, seen.registration.lease_ms / 1000 or seen.remaining_s)
 
 
+def _off(registration: Registration, wall_s: float) -> float | None:
+    """By how many seconds the time of its last beat is too far from ``wall_s``, which is when; None: it isn't."""
+    ago_s = wall_s - registration.stated_ms / 1000
+    longest_s = registration.lease_ms / 1000 + MAX_CLOCK_SKEW_S
+    return None if -MAX_CLOCK_SKEW_S <= ago_s <= longest_s else ago_s
+
+
 def describe(
-    registration: Registration, mine: Registration, keys: FleetKeys, remaining_s: float, load: Load
+    registration: Registration,
+    mine: Registration,
+    is_signed: bool,
+    off_s: float | None,
+    remaining_s: float,
+    load: Load,
 ) -> ReplicaInfo:
-    """Another replica's registration, judged by the one who reads it."""
+    """Another replica's registration, judged by the one who reads it; ``off_s``: see ``_off``."""
     difference = mine.difference(registration)
+    reason = None if difference is None else "another {}: {} here, {} there".format(*difference)
+    if reason is None and off_s is not None:
+        longest_s = registration.lease_ms / 1000 + MAX_CLOCK_SKEW_S
+        reason = (
+            f"its last beat is {off_s:.0f} s old by the clock here: at most {longest_s:.0f} s are allowed"
+        )
     address = registration.address
     return ReplicaInfo(
         id=registration.replica_id,
@@ -438,9 +499,7 @@ def describe(
         live=remaining_s > 0,
         last_seq=registration.last_seq,
         lease_remaining_s=max(0.0, remaining_s),
-        proven=keys.is_proof(
-            registration.proof, registration.replica_id, registration.epoch, registration.nonce, address
-        ),
-        incompatible=None if difference is None else "another {}: {} here, {} there".format(*difference),
+        proven=is_signed and registration.beats > 0 and off_s is None,
+        incompatible=reason,
         load=load,
     )

@@ -8,7 +8,7 @@ those of one tenant, and of one job):
     {r:RID}:ev        stream   the log, at ids epoch-seq
     {r:RID}:snapmeta  hash     epoch, seq, count, checksum of the snapshot in {r:RID}:snap:0 …
     {r:RID}:load      hash     load, as of the last beat
-    {t:TD}:q          hash     a tenant: limit, generation, token, r:RID share, c:RID nonce
+    {t:TD}:q          hash     a tenant: limit, said, generation, token, raised, r:RID share, c:RID nonce and proof
     {t:TD}:p          hash     its pins of the fleet: p:PIN until:state:…, s:PIN:RID what became of it there
     {w:JOB}:job       hash     a warm job, kept for an hour
     replicas          zset     replica ids by live-until in ms: discovery only
@@ -28,21 +28,29 @@ from radixkv.extras import require
 
 require("radixkv.coordination.redis", "redis")
 
+import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha1
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import SSLConnection, parse_url
-from redis.exceptions import ConnectionError, MovedError, NoScriptError, RedisClusterException
+from redis.exceptions import (
+    ConnectionError,
+    MovedError,
+    NoScriptError,
+    RedisClusterException,
+    ResponseError,
+)
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -74,18 +82,30 @@ from radixkv.coordination.store import (
     TenantFacts,
     Verdict,
 )
-from radixkv.coordination.streams import SERVER_BLOCK_S, StreamReads, translated, unavailable
+from radixkv.coordination.streams import (
+    SERVER_BLOCK_S,
+    StreamReads,
+    is_wrong_type,
+    translated,
+    unavailable,
+)
 from radixkv.coordination.wire import (
     LOAD_FIELDS,
+    MAX_LEASE_MS,
     MAX_SNAPSHOT_CHUNKS,
+    NO_LIMIT,
     PART_PREFIX,
+    RAISED_FIELDS,
     REGISTRATION_FIELDS,
+    Confirmed,
     Entry,
     Groups,
     Limit,
     Raised,
     Registration,
     WireError,
+    beat_fields,
+    format_confirmed,
     format_owner,
     format_part,
     format_pin,
@@ -94,19 +114,22 @@ from radixkv.coordination.wire import (
     number,
     pack_entries,
     pack_snapshot,
+    parse_confirmed,
     parse_entry,
     parse_job,
     parse_limit,
     parse_load,
-    parse_nonce,
     parse_pins,
     parse_raised,
     parse_registration,
     parse_tenant,
+    raised_fields,
     registration_fields,
     unpack_snapshot,
 )
 from radixkv.errors import ConfigError, StoreUnavailable
+
+log = logging.getLogger("radixkv.coordination")
 
 PREFIX = "rk1:"
 REPLICAS_KEY = PREFIX + "replicas"
@@ -117,7 +140,23 @@ RETENTION_S = 7 * 24 * 3600
 
 _RETENTION_MS = RETENTION_S * 1000
 _SNAPSHOT_TRIES = 3
+_TELL_S = 60.0
 _TENANTS_A_CALL = 1_024
+_POSITION = re.compile(rb"([0-9]{1,15})(\.[0-9]+)?")
+_TYPES = {
+    "meta": "hash",
+    "lease": "string",
+    "ev": "stream",
+    "snapmeta": "hash",
+    "load": "hash",
+    "q": "hash",
+    "p": "hash",
+    "job": "hash",
+    "replicas": "zset",
+    "purges": "zset",
+    "jobs": "zset",
+}
+"""What type a key has whose name ends so."""
 _ENTRY_ID = re.compile(rb"([0-9]{1,15})-([0-9]{1,15})")
 _REPLICA_ID = re.compile(REPLICA_ID.encode())
 _URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
@@ -247,6 +286,13 @@ class Connection:
         """The script's answer. Raises StoreUnavailable."""
         return self._at(keys[0], lambda node: self._evaluate(node, script, keys, args))
 
+    def repair(self, keys: Sequence[str]) -> None:
+        """Delete those of these keys, which share a tag, that have another type than we give them; log which.
+
+        Whoever wrote them can delete keys too; what stood there is lost to a store, and told to it again.
+        """
+        self._at(keys[0], lambda node: self._repair(node, keys))
+
     def run_durably(self, script: str, keys: Sequence[str], args: Args) -> tuple[Any, bool | None]:
         """The script's answer, and whether a replica has what it wrote: None where the server has none."""
 
@@ -338,12 +384,27 @@ class Connection:
                 raise
 
     def _evaluate(self, node: Any, script: str, keys: Sequence[str], args: Args) -> Any:
+        try:
+            return self._run(node, script, keys, args)
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            self._repair(node, keys)
+            return self._run(node, script, keys, args)
+
+    def _run(self, node: Any, script: str, keys: Sequence[str], args: Args) -> Any:
         digest = self._digests.setdefault(script, sha1(script.encode(), usedforsecurity=False).hexdigest())
         try:
             return node.evalsha(digest, len(keys), *keys, *args)
         except NoScriptError:
             self.num_script_reloads += 1
             return node.eval(script, len(keys), *keys, *args)
+
+    def _repair(self, node: Any, keys: Sequence[str]) -> None:
+        types = [_TYPES[key.rpartition(":")[2]] for key in keys]
+        for place in self._run(node, scripts.REPAIR, keys, types):
+            at = int(place) - 1
+            log.warning("Redis: %s was no %s, which only an outsider writes: deleted", keys[at], types[at])
 
     def _by_node(self, keys: Sequence[str]) -> list[tuple[Any, list[int]]]:
         found: dict[int, tuple[Any, list[int]]] = {}
@@ -451,6 +512,7 @@ class RedisStore:
         self._reading = Connection(url, reply_timeout_s + SERVER_BLOCK_S)
         self._streams = StreamReads(self._reading)
         self.num_jobs = 0
+        self._told: dict[str, float] = {}
 
     def close(self) -> None:
         """Let go of connections."""
@@ -473,26 +535,35 @@ class RedisStore:
         return Durable(int(epoch), replicated)
 
     @translated()
-    def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
+    def beat(self, registration: Registration, load: Load) -> Standing:
         """See the protocol."""
         self.connection.check()
+        writer, lease_ms = registration.writer, registration.lease_ms
         names = ReplicaKeys(writer.replica_id)
-        lease_ms = max(1, int(lease_s * 1000))
-        fields = [item for name in LOAD_FIELDS for item in (name, str(getattr(load, name)))]
+        fields = [item for pair in beat_fields(registration).items() for item in pair]
+        loads = [item for name in LOAD_FIELDS for item in (name, str(getattr(load, name)))]
         standing: list[str | bytes | int] = [writer.epoch, writer.nonce, lease_ms]
-        form: list[str | bytes | int] = [_RETENTION_MS, proof, names.snapshot_prefix]
+        form: list[str | bytes | int] = [_RETENTION_MS, names.snapshot_prefix, len(fields)]
         verdict, last_seq, now_ms = self.connection.run(
             scripts.BEAT,
             [names.meta, names.lease, names.log, names.snapshot_meta, names.load],
-            [*standing, *form, number, *fields],
+            [*standing, *form, *fields, *loads],
         )
         if verdict == b"OK":
-            commands = [
-                ("ZADD", REPLICAS_KEY, int(now_ms) + lease_ms, writer.replica_id),
-                ("ZREMRANGEBYSCORE", REPLICAS_KEY, "-inf", int(now_ms) - int(LISTED_S * 1000)),
-            ]
-            _raise_first(self.connection.gather(commands))
+            self._list(writer.replica_id, int(now_ms), lease_ms)
         return _standing(verdict, last_seq)
+
+    def _list(self, replica_id: str, now_ms: int, lease_ms: int) -> None:
+        """Be listed; who is listed for longer than the longest lease is nobody."""
+        commands = [
+            ("ZADD", REPLICAS_KEY, now_ms + lease_ms, replica_id),
+            ("ZREMRANGEBYSCORE", REPLICAS_KEY, "-inf", now_ms - int(LISTED_S * 1000)),
+        ]
+        replies = self.connection.gather(commands)
+        if any(map(is_wrong_type, replies)):
+            self.connection.repair([REPLICAS_KEY])
+            replies = self.connection.gather(commands)
+        _raise_first(replies)
 
     @translated()
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
@@ -514,11 +585,12 @@ class RedisStore:
         return _standing(*self.connection.run(scripts.SNAPSHOT, keys, [*standing, *form, *snapshot.chunks]))
 
     @translated()
-    def leave(self, writer: Writer) -> Standing:
+    def leave(self, writer: Writer, proof: str) -> Standing:
         """See the protocol."""
         names = ReplicaKeys(writer.replica_id)
         keys = [names.meta, names.lease, names.load]
-        verdict, last_seq, until_ms = self.connection.run(scripts.LEAVE, keys, [writer.epoch, writer.nonce])
+        args: Args = [writer.epoch, writer.nonce, proof]
+        verdict, last_seq, until_ms = self.connection.run(scripts.LEAVE, keys, args)
         if verdict == b"OK" and int(until_ms):
             listed_ms = int(until_ms) - int(LISTED_S * 1000)
             self.connection.of("ZADD", REPLICAS_KEY, listed_ms, writer.replica_id)
@@ -542,18 +614,41 @@ class RedisStore:
         found = Fetched([], [])
         for index, name in enumerate(ids):
             answers = replies[4 * index : 4 * index + 4]
-            failure = next((answer for answer in answers if isinstance(answer, Exception)), None)
-            if failure is None:
-                with suppress(WireError):  # nobody of this version
+            if is_wrong_type(answers[3]):
+                answers[3] = [None] * len(LOAD_FIELDS)
+            failures = [each for each in answers if isinstance(each, Exception)]
+            try:
+                if not failures and not any(each is not None for each in answers[0]):
+                    continue
+                if not failures:
                     found.seen.append(_seen(name, *answers))
-            elif not str(failure).startswith("WRONGTYPE"):
-                found.unread.append(name)
+                elif all(map(is_wrong_type, failures)):
+                    raise WireError("a key of another type")
+                else:
+                    found.unread.append(name)
+            except WireError as error:  # its replica states it anew with its next beat
+                self._tell(name, f"replica {name}: its registration can't be read: {error}")
         return found
+
+    def _tell(self, about: str, message: str) -> None:
+        """Log something once a minute at most for each that it is about."""
+        now = monotonic()
+        if len(self._told) >= MAX_REPLICAS:
+            self._told.clear()
+        if now >= self._told.get(about, now) + (_TELL_S if about in self._told else 0.0):
+            self._told[about] = now
+            log.warning("Redis: %s", message)
 
     def _listed(self) -> list[str]:
         self._reading.check()
         self.connection.check()
-        reply = self.connection.of("ZREVRANGE", REPLICAS_KEY, 0, MAX_REPLICAS - 1)
+        try:
+            reply = self.connection.of("ZREVRANGE", REPLICAS_KEY, 0, MAX_REPLICAS - 1)
+        except StoreUnavailable as error:
+            if not is_wrong_type(error.__cause__):
+                raise
+            self.connection.repair([REPLICAS_KEY])  # each is listed again by its next beat
+            return []
         return [name.decode() for name in reply if _REPLICA_ID.fullmatch(name)]
 
     @translated()
@@ -596,7 +691,7 @@ class RedisStore:
         return Durable(int(answer), replicated)
 
     @translated()
-    def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
+    def reserve(self, tenant: bytes, share: Share, keep_s: float, limit: Limit = NO_LIMIT) -> Grant:
         """See the protocol."""
         args: Args = [
             share.replica_id,
@@ -606,30 +701,35 @@ class RedisStore:
             share.blocks,
             int(keep_s * 1000),
             _RETENTION_MS,
+            "" if limit.blocks is None else limit.blocks,
+            format_said(limit) if limit.stamp else "",
+            MAX_LEASE_MS,
         ]
-        answer = self.connection.run(scripts.RESERVE, [_tenant_key(tenant)], args)
-        verdict, granted, others, limit, generation = answer
-        return Grant(
-            "OK" if verdict == b"OK" else "FENCED",
-            int(granted),
-            int(others),
-            int(limit) if limit else None,
-            int(generation),
-        )
+        verdict, granted, others = self.connection.run(scripts.RESERVE, [_tenant_key(tenant)], args)
+        known: dict[bytes, Literal["OK", "FENCED", "STALE"]]
+        known = {b"OK": "OK", b"FENCED": "FENCED", b"STALE": "STALE"}
+        blocks = None if verdict == b"STALE" else limit.blocks
+        return Grant(known[verdict], int(granted), int(others), blocks)
 
     @translated()
-    def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
+    def raise_generation(self, tenant: bytes, raised: Raised, standing: bytes) -> Durable:
         """See the protocol."""
-        answer, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], [above, token])
+        args: Args = [standing, *raised_fields(raised)]
+        written, replicated = self.connection.run_durably(scripts.RAISE, [_tenant_key(tenant)], args)
+        if written:
+            self.announce(tenant)
+        return Durable(int(written), replicated)
+
+    @translated()
+    def announce(self, tenant: bytes) -> None:
+        """See the protocol."""
         self.connection.run(scripts.ANNOUNCE, [PURGES_KEY], [tenant.hex(), MAX_PURGES])
-        raised = parse_raised(*answer)
-        return Durable(raised.generation, replicated, raised.token)
 
     @translated()
-    def confirm(self, tenant: bytes, writer: Writer, raised: Raised) -> bool:
+    def confirm(self, tenant: bytes, writer: Writer, raised: Raised, proof: str) -> bool:
         """See the protocol."""
-        key = _tenant_key(tenant)
-        args: Args = [writer.replica_id, writer.nonce, *raised, MAX_CONFIRMED]
+        key, confirmed = _tenant_key(tenant), format_confirmed(Confirmed(writer.nonce, proof))
+        args: Args = [raised.standing, writer.replica_id, confirmed, MAX_CONFIRMED]
         answer = int(self.connection.run(scripts.CONFIRM, [key], args))
         if answer > 1:
             listed = {b"c:" + name.encode() for name in self._listed()}
@@ -643,21 +743,25 @@ class RedisStore:
     def tenant(self, tenant: bytes) -> TenantFacts:
         """See the protocol. What has not the form of this version counts for nothing."""
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
-        limit, raised, stated, confirmed = parse_tenant(dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        found = parse_tenant(dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        now = int(now_ms)
         shares = tuple(
             Share(name, epoch, nonce, model, blocks)
-            for name, (epoch, nonce, blocks, ends, model) in stated.items()
-            if ends > int(now_ms)
+            for name, (epoch, nonce, blocks, ends, model) in found.shares.items()
+            if now < ends <= now + MAX_LEASE_MS
         )
-        return TenantFacts(limit, raised, shares, confirmed)
+        return TenantFacts(found.limit, found.raised, shares, found.confirmed, found.standing)
 
     @translated()
     def look_at(self, tenants: Sequence[bytes], replica_id: str = "") -> list[Looked | None]:
         """See the protocol. What has not the form of this version counts for nothing."""
         replies: list[Any] = []
-        fields = ("generation", "token", "c:" + replica_id, "limit", "said")
+        fields = (*RAISED_FIELDS, "c:" + replica_id, "limit", "said")
         for some in _slices(tenants):
             replies += self.connection.gather([("HMGET", _tenant_key(tenant), *fields) for tenant in some])
+        for tenant, reply in zip(tenants, replies, strict=True):
+            if is_wrong_type(reply):
+                self.connection.repair([_tenant_key(tenant)])
         return [_looked(reply) for reply in replies]
 
     @translated()
@@ -676,9 +780,9 @@ class RedisStore:
         reply = self.connection.run(scripts.ANNOUNCED, [PURGES_KEY], [after])
         pairs = zip(reply[::2], reply[1::2], strict=True)
         return [
-            (bytes.fromhex(name.decode()), int(position))
+            (bytes.fromhex(name.decode()), int(stated[1]))
             for name, position in pairs
-            if re.fullmatch(rb"[0-9a-f]{64}", name)
+            if re.fullmatch(rb"[0-9a-f]{64}", name) and (stated := _POSITION.fullmatch(position))
         ]
 
     # ---- jobs
@@ -729,11 +833,17 @@ class RedisStore:
     @translated()
     def load_job(self, job_id: str) -> WarmJob | None:
         """See the protocol."""
-        fields = self.connection.of("HGETALL", _job_key(job_id))
         try:
+            fields = self.connection.of("HGETALL", _job_key(job_id))
             return parse_job(job_id, fields) if fields else None
-        except WireError:
-            return None
+        except WireError as error:
+            reason = str(error).replace(job_id, "…")
+        except StoreUnavailable as error:
+            if not is_wrong_type(error.__cause__):
+                raise
+            reason = "a key of another type"
+        self._tell("job", f"a warm job can't be read, and counts as none: {reason}")
+        return None
 
     # ---- pins
 
@@ -769,12 +879,14 @@ class RedisStore:
 class RedisCoordinator(BaseCoordinator):
     """A coordinator over Redis, with a thread that reads. ``poll`` reads at once what it would read soon."""
 
-    def __init__(self, settings: Settings, url: str, clock: Clock = monotonic) -> None:
+    def __init__(
+        self, settings: Settings, url: str, clock: Clock = monotonic, wall: Clock = time.time
+    ) -> None:
         check_published_block_size(settings.block_size)
         # Two reads that meet a shard which is away must fit into a lease, or the others' would run out meanwhile.
         reply_timeout_s = min(2.0, max(0.5, settings.lease_s / 4))
         self._redis = RedisStore(url, reply_timeout_s)
-        super().__init__(settings, self._redis, clock)
+        super().__init__(settings, self._redis, clock, wall)
         self._reader_loop = Loop(f"radixkv-reader-{settings.replica_id}", self.reader.step)
 
     def register(self, address: str | None = None) -> ReplicaInfo:
@@ -830,9 +942,10 @@ def _slices(tenants: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 def _looked(reply: Any) -> Looked | None:
     if isinstance(reply, Exception):
-        return None
-    generation, token, nonce, blocks, said = reply
-    return Looked(parse_raised(generation, token), parse_nonce(nonce), parse_limit(blocks, said))
+        return Looked() if is_wrong_type(reply) else None
+    *raising, confirmed, blocks, said = reply
+    raised, standing = parse_raised(*raising)
+    return Looked(raised, parse_confirmed(confirmed), parse_limit(blocks, said), standing)
 
 
 def _tenant_key(tenant: bytes) -> str:

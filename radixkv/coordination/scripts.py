@@ -4,28 +4,34 @@ All keys of a script carry one hash tag, so they live on one shard. Entries stan
 ``epoch-seq``: ids grow with every boot, a cursor is a position in the log, and a trim is exact. Numbers that
 pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent.
 
+Whatever a script reads may have been written by anybody. Numbers are read by ``count``: up to 15 digits, and nothing else
+is one. A registration whose numbers can't be read, or a log that takes no entry, is LOST: its replica registers anew, and
+``boot`` begins with what it writes itself. Numbers that have come close to 15 digits are begun anew, too. A key of
+another type is deleted by the client (``REPAIR``), which then runs the script again.
+
     boot      KEYS meta lease ev snapmeta load    ARGV epoch-before retention-ms snap-prefix process
               field value … -> epoch. Fences the last registration, drops its lease and snapshot, begins the log
               anew; notes until when another process that had the id may think that its lease runs.
     append    KEYS meta ev                        ARGV epoch nonce first-seq entries (see wire.pack_entries)
-    beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms proof snap-prefix
-              number (field value) … of the load -> also Redis's time in ms; 0 for last_seq if the log
-              doesn't follow the snapshot
+    beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms snap-prefix count
+              (field value) … of the registration, count of these, and of the load -> also Redis's time in ms; 0 for
+              last_seq if the log doesn't follow the snapshot, or goes on behind its last number
     snapshot  KEYS meta ev snapmeta               ARGV epoch nonce seq keep-from anew retention-ms checksum
               snap-prefix chunk … anew=1: the snapshot takes the place of all that was written. It stands at
               a number that nobody has read, and an empty entry behind it lets every reader see the gap.
-    leave     KEYS meta lease load                ARGV epoch nonce -> also until when that is, in ms; 0: nobody
+    leave     KEYS meta lease load                ARGV epoch nonce proof -> also until when that is, in ms; 0: nobody
 
     limit     KEYS q                              ARGV stamp-expected stamp-and-proof retention-ms blocks, or empty
               for none -> 1 if it was the one expected
     reserve   KEYS q                              ARGV replica epoch nonce fingerprint blocks keep-ms retention-ms
-              -> {verdict, granted, others, limit or empty, generation}
-    raise     KEYS q                              ARGV above token -> {generation, token}
-    confirm   KEYS q                              ARGV replica nonce generation token max -> 1 if that is the last one;
+              limit-or-empty stamp-and-proof-or-empty longest-ms -> {verdict, granted, others}
+    raise     KEYS q                              ARGV what-stands generation token raised -> 1 if that stood there
+    confirm   KEYS q                              ARGV what-stands replica confirmed max -> 1 if that stands there;
               2 if more than max fields stand there now
     tenant    KEYS q                              -> {now-ms, field value …}
     announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
-              least: were one given again that a store has lost, whoever stands there would miss it
+              least: were one given again that a store has lost, whoever stands there would miss it. Positions that
+              can't be one are removed
     announced KEYS purges                         ARGV after -> {tenant, position …}
     unannounced KEYS purges                       ARGV (tenant position) … -> the places, from 1, of those that
               aren't there, or only before that position
@@ -40,13 +46,21 @@ pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent
     unpin     KEYS pins                           ARGV pin keep-ms stated -> 1 unless it was ended before
     state     KEYS pins                           ARGV pin replica epoch value max-parts -> 1 if set
 
+    repair    KEYS any                            ARGV type … of each -> the places, from 1, of those that had another
+              type, and are deleted
+
 The first five but ``boot`` answer ``{verdict, last_seq, …}``, the verdict being OK, GAP, LOST or FENCED.
 """
 
 from __future__ import annotations
 
 _COMMON = """
+local LARGEST = 900000000000000
 local function whole(number) return string.format('%.0f', number) end
+local function count(value)
+  if type(value) == 'string' and #value <= 15 and string.find(value, '^%d+$') then return tonumber(value) end
+  return nil
+end
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -58,17 +72,30 @@ _STANDING = (
     + """
 local function standing(meta, epoch, nonce)
   local held = redis.call('HMGET', meta, 'epoch', 'nonce', 'last_seq')
-  local stored, mine = tonumber(held[1] or ''), tonumber(epoch)
+  local stored, mine, last = count(held[1]), tonumber(epoch), count(held[3])
   if not stored or stored < mine then return 'LOST', 0 end
   if stored > mine or held[2] ~= nonce then return 'FENCED', 0 end
-  return 'OK', tonumber(held[3] or '0')
+  if not last or last > LARGEST then return 'LOST', 0 end
+  return 'OK', last
 end
 local function replaced_left(meta, now)
   local held = redis.call('HMGET', meta, 'replaced_ms', 'replaced_until')
-  return math.max(0, math.min(tonumber(held[1] or '') or 0, (tonumber(held[2] or '') or 0) - now))
+  return math.max(0, math.min(count(held[1]) or 0, (count(held[2]) or 0) - now, 3600000))
 end
-local function drop_chunks(prefix, first, count)
-  for i = first, math.min(tonumber(count or '0') or 0, 4096) - 1 do redis.call('DEL', prefix .. i) end
+local function drop_chunks(prefix, first, stated)
+  for i = first, math.min(count(stated) or 0, 4096) - 1 do redis.call('DEL', prefix .. i) end
+end
+local function last_id(ev)
+  if redis.call('EXISTS', ev) == 0 then return '0-0' end
+  local info = redis.call('XINFO', 'STREAM', ev)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then return info[i + 1] end
+  end
+end
+local function add(ev, epoch, seq, op, namespace, parent, tier, digests)
+  local added = redis.pcall('XADD', ev, epoch .. '-' .. whole(seq), 'e', epoch, 's', whole(seq),
+                            'o', op, 'n', namespace, 'p', parent, 't', tier, 'b', digests)
+  return type(added) == 'string'
 end
 """
 )
@@ -77,19 +104,19 @@ BOOT = (
     _STANDING
     + """
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'nonce', 'lease_ms')
-local now, old = now_ms(), tonumber(held[1] or '') or 0
+local now, old = now_ms(), count(held[1]) or 0
+if old > LARGEST then old = 0 end
 local epoch = math.max(old + 1, tonumber(ARGV[1]) + 1, now)
+if epoch > LARGEST then epoch = now end
 local left = replaced_left(KEYS[1], now)
 if held[2] and redis.call('GET', KEYS[2]) == held[2] and string.sub(held[2], 1, #ARGV[4]) ~= ARGV[4] then
-  left = math.max(left, math.min(redis.call('PTTL', KEYS[2]), tonumber(held[3] or '') or 0))
+  left = math.max(left, math.min(redis.call('PTTL', KEYS[2]), count(held[3]) or 0, 3600000))
 end
-if redis.call('EXISTS', KEYS[3]) == 1 then
-  local info = redis.call('XINFO', 'STREAM', KEYS[3])
-  for i = 1, #info, 2 do
-    if info[i] == 'last-generated-id' then
-      epoch = math.max(epoch, tonumber(string.match(info[i + 1], '^(%d+)')) + 1)
-    end
-  end
+local last = count(string.match(last_id(KEYS[3]), '^(%d+)'))
+if last and last < LARGEST then
+  epoch = math.max(epoch, last + 1)
+else
+  redis.call('DEL', KEYS[3])
 end
 drop_chunks(ARGV[3], 0, redis.call('HGET', KEYS[4], 'count'))
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[4], KEYS[5])
@@ -118,11 +145,13 @@ local function take(length)
   return string.sub(packed, at - length, at - 1)
 end
 while at <= #packed do
-  local op, tier, named, parented, count = string.byte(packed, at, at + 4)
+  local op, tier, named, parented, num_digests = string.byte(packed, at, at + 4)
   at, last = at + 5, last + 1
   local namespace, parent = take(named), take(parented)
-  redis.call('XADD', KEYS[2], ARGV[1] .. '-' .. whole(last), 'e', ARGV[1], 's', whole(last),
-             'o', ops[string.char(op)], 'n', namespace, 'p', parent, 't', tiers[tier], 'b', take(16 * count))
+  local digests = take(16 * num_digests)
+  if not add(KEYS[2], ARGV[1], last, ops[string.char(op)], namespace, parent, tiers[tier], digests) then
+    return {'LOST', '0'}
+  end
 end
 redis.call('HSET', KEYS[1], 'last_seq', whole(last))
 return {'OK', whole(last)}
@@ -135,7 +164,8 @@ BEAT = (
 local verdict, last = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-redis.call('HSET', KEYS[1], 'proof', ARGV[5], 'lease_ms', ARGV[3], 'beats', ARGV[7])
+local ended = 6 + tonumber(ARGV[6])
+redis.call('HSET', KEYS[1], unpack(ARGV, 7, ended))
 local now = now_ms()
 local left = replaced_left(KEYS[1], now)
 if left > 0 then
@@ -143,15 +173,18 @@ if left > 0 then
 else
   redis.call('HDEL', KEYS[1], 'replaced_ms', 'replaced_until')
 end
-for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', KEYS[5], unpack(ARGV, ended + 1))
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 for i = 1, 4 do if i ~= 2 then redis.call('PEXPIRE', KEYS[i], ARGV[4]) end end
-for i = 0, math.min(tonumber(redis.call('HGET', KEYS[4], 'count') or '0') or 0, 4096) - 1 do
-  redis.call('PEXPIRE', ARGV[6] .. i, ARGV[4])
-end
-local saved = redis.call('HMGET', KEYS[4], 'epoch', 'seq')
-local needed = saved[1] == ARGV[1] and tonumber(saved[2]) + 1 or 1
-if needed <= last then
+local saved = redis.call('HMGET', KEYS[4], 'epoch', 'seq', 'count')
+for i = 0, math.min(count(saved[3]) or 0, 4096) - 1 do redis.call('PEXPIRE', ARGV[5] .. i, ARGV[4]) end
+local end_epoch, end_seq = string.match(last_id(KEYS[3]), '^(%d+)%-(%d+)$')
+local is_longer = tonumber(end_epoch) > tonumber(ARGV[1])
+                  or (end_epoch == ARGV[1] and tonumber(end_seq) > last)
+local needed = saved[1] == ARGV[1] and (count(saved[2]) or 0) + 1 or 1
+if is_longer then
+  last = 0
+elseif needed <= last then
   local id = ARGV[1] .. '-' .. whole(needed)
   if #redis.call('XRANGE', KEYS[3], id, id) == 0 then last = 0 end
 end
@@ -171,17 +204,16 @@ if anew then
 elseif seq ~= last then
   return {'GAP', whole(last)}
 end
-local count = #ARGV - 8
-drop_chunks(ARGV[8], count, redis.call('HGET', KEYS[3], 'count'))
-for i = 1, count do redis.call('SET', ARGV[8] .. (i - 1), ARGV[8 + i], 'PX', ARGV[6]) end
-redis.call('HSET', KEYS[3], 'epoch', ARGV[1], 'seq', whole(seq), 'count', whole(count), 'checksum', ARGV[7])
-redis.call('PEXPIRE', KEYS[3], ARGV[6])
 if anew then
   last = seq + 1
-  redis.call('XADD', KEYS[2], ARGV[1] .. '-' .. whole(last), 'e', ARGV[1], 's', whole(last),
-             'o', 'store', 'n', '', 'p', '', 't', 'device', 'b', '')
+  if not add(KEYS[2], ARGV[1], last, 'store', '', '', 'device', '') then return {'LOST', '0'} end
   redis.call('HSET', KEYS[1], 'last_seq', whole(last))
 end
+local num_chunks = #ARGV - 8
+drop_chunks(ARGV[8], num_chunks, redis.call('HGET', KEYS[3], 'count'))
+for i = 1, num_chunks do redis.call('SET', ARGV[8] .. (i - 1), ARGV[8 + i], 'PX', ARGV[6]) end
+redis.call('HSET', KEYS[3], 'epoch', ARGV[1], 'seq', whole(seq), 'count', whole(num_chunks), 'checksum', ARGV[7])
+redis.call('PEXPIRE', KEYS[3], ARGV[6])
 redis.call('XTRIM', KEYS[2], 'MINID', '=', ARGV[1] .. '-' .. whole(keep_from))
 return {'OK', whole(last)}
 """
@@ -193,7 +225,7 @@ LEAVE = (
 local verdict = standing(KEYS[1], ARGV[1], ARGV[2])
 if verdict ~= 'OK' then return {verdict, '0', '0'} end
 redis.call('DEL', KEYS[2], KEYS[3])
-redis.call('HSET', KEYS[1], 'beats', '0')
+redis.call('HSET', KEYS[1], 'beats', '0', 'proof', ARGV[3])
 local now = now_ms()
 local left = replaced_left(KEYS[1], now)
 return {verdict, '0', left > 0 and whole(now + left) or '0'}
@@ -219,29 +251,32 @@ RESERVE = (
     _COMMON
     + """
 local now, others, mine, rival = now_ms(), 0, nil, false
+local held = redis.call('HMGET', KEYS[1], 'limit', 'said', 'generation')
+local stamp, proof = string.match(held[2] or '', '^(%d+):([0-9a-f]+)$')
+local is_said = count(stamp) and #proof == 64
+local limit, said = is_said and held[1] or '', is_said and held[2] or ''
+if ARGV[5] ~= '0' and (limit ~= ARGV[8] or said ~= ARGV[9]) then return {'STALE', '0', '0'} end
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local replica = string.match(all[i], '^r:(.*)$')
   if replica then
     local epoch, nonce, blocks, ends, model = string.match(all[i + 1], '^(%d+):([^:]*):(%d+):(%d+):(.*)$')
-    if not epoch or tonumber(ends) <= now then
+    epoch, blocks, ends = count(epoch), count(blocks), count(ends)
+    local is_mine = replica == ARGV[1]
+    if not (epoch and blocks and ends and ends > now and ends <= now + tonumber(ARGV[10])) then
       redis.call('HDEL', KEYS[1], all[i])
     else
-      local is_mine = replica == ARGV[1]
-      if is_mine then
-        mine = tonumber(epoch)
-        rival = mine == tonumber(ARGV[2]) and nonce ~= ARGV[3]
-      end
-      if model == ARGV[4] and (rival or not is_mine) then others = others + tonumber(blocks) end
+      local is_rival = is_mine and epoch == tonumber(ARGV[2]) and nonce ~= ARGV[3]
+      if is_mine then mine, rival = epoch, is_rival end
+      if model == ARGV[4] and (is_rival or not is_mine) then others = others + blocks end
     end
   end
 end
-local held = redis.call('HMGET', KEYS[1], 'limit', 'generation')
-local limit, generation = held[1] or '', held[2] or '0'
-if mine and mine > tonumber(ARGV[2]) then return {'FENCED', '0', whole(others), limit, generation} end
-if rival then return {'OK', '0', whole(others), limit, generation} end
+others = math.min(others, LARGEST)
+if mine and mine > tonumber(ARGV[2]) then return {'FENCED', '0', whole(others)} end
+if rival then return {'OK', '0', whole(others)} end
 local granted = tonumber(ARGV[5])
-if limit ~= '' then granted = math.min(granted, math.max(0, tonumber(limit) - others)) end
+if ARGV[8] ~= '' then granted = math.min(granted, math.max(0, tonumber(ARGV[8]) - others)) end
 if granted == 0 then
   redis.call('HDEL', KEYS[1], 'r:' .. ARGV[1])
 else
@@ -249,42 +284,59 @@ else
   local stated = {ARGV[2], ARGV[3], whole(granted), ends, ARGV[4]}
   redis.call('HSET', KEYS[1], 'r:' .. ARGV[1], table.concat(stated, ':'))
 end
-if limit == '' and not held[2] then redis.call('PEXPIRE', KEYS[1], ARGV[7]) end
-return {'OK', whole(granted), whole(others), limit, generation}
+if ARGV[8] == '' and not held[3] then redis.call('PEXPIRE', KEYS[1], ARGV[7]) end
+return {'OK', whole(granted), whole(others)}
 """
 )
 
+_RAISED = """
+local function stands(key)
+  local held = redis.call('HMGET', key, 'generation', 'token', 'raised')
+  return (held[1] or '') .. '\\n' .. (held[2] or '') .. '\\n' .. (held[3] or '')
+end
+"""
+
 RAISE = (
-    _COMMON
+    _RAISED
     + """
-local generation = tonumber(redis.call('HGET', KEYS[1], 'generation') or '0') or 0
-if generation <= tonumber(ARGV[1]) then
-  generation = tonumber(ARGV[1]) + 1
-  redis.call('HSET', KEYS[1], 'generation', whole(generation), 'token', ARGV[2])
-  for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-    if string.sub(field, 1, 2) == 'c:' then redis.call('HDEL', KEYS[1], field) end
-  end
+if stands(KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'generation', ARGV[2], 'token', ARGV[3], 'raised', ARGV[4])
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if string.sub(field, 1, 2) == 'c:' then redis.call('HDEL', KEYS[1], field) end
 end
 redis.call('PERSIST', KEYS[1])
-return {whole(generation), redis.call('HGET', KEYS[1], 'token') or ''}
+return 1
+"""
+)
+
+_POSITIONS = (
+    _COMMON
+    + """
+local function last_position()
+  redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. whole(LARGEST), '+inf')
+  local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')
+  return math.floor(math.max(tonumber(last[2] or '0') or 0, 0))
+end
 """
 )
 
 ANNOUNCE = (
-    _COMMON
+    _POSITIONS
     + """
-local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')
-redis.call('ZADD', KEYS[1], whole(math.max((tonumber(last[2] or '0') or 0) + 1, now_ms())), ARGV[1])
+redis.call('ZADD', KEYS[1], whole(math.max(last_position() + 1, now_ms())), ARGV[1])
 redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -tonumber(ARGV[2]) - 1)
 return 1
 """
 )
 
-ANNOUNCED = """
-local last, after = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES'), ARGV[1]
-if (tonumber(last[2] or '0') or 0) < tonumber(after) then after = '0' end
+ANNOUNCED = (
+    _POSITIONS
+    + """
+local after = ARGV[1]
+if last_position() < tonumber(after) then after = '0' end
 return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. after, '+inf', 'WITHSCORES')
 """
+)
 
 UNANNOUNCED = """
 local places = {}
@@ -295,12 +347,14 @@ end
 return places
 """
 
-CONFIRM = """
-local held = redis.call('HMGET', KEYS[1], 'generation', 'token')
-if held[1] ~= ARGV[3] or held[2] ~= ARGV[4] then return 0 end
-redis.call('HSET', KEYS[1], 'c:' .. ARGV[1], ARGV[2])
-return #redis.call('HKEYS', KEYS[1]) > tonumber(ARGV[5]) and 2 or 1
+CONFIRM = (
+    _RAISED
+    + """
+if stands(KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'c:' .. ARGV[2], ARGV[3])
+return #redis.call('HKEYS', KEYS[1]) > tonumber(ARGV[4]) and 2 or 1
 """
+)
 
 TENANT = (
     _COMMON
@@ -323,6 +377,7 @@ LIST = (
     + """
 local now = now_ms()
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. whole(now + 2 * tonumber(ARGV[2])), '+inf')
 redis.call('ZADD', KEYS[1], whole(now + tonumber(ARGV[2])), ARGV[1])
 local excess = redis.call('ZCARD', KEYS[1]) - tonumber(ARGV[3])
 local answer = {}
@@ -342,12 +397,14 @@ redis.call('HSET', KEYS[1], 'owner', ARGV[1])
 return 1
 """
 
-ADD = """
+ADD = (
+    _COMMON
+    + """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 local old = redis.call('HGET', KEYS[1], ARGV[2])
 if old then
   local epoch, nonce = string.match(old, '^(%d+) (%S*)')
-  epoch = tonumber(epoch) or 0
+  epoch = count(epoch) or 0
   if epoch > tonumber(ARGV[3]) or (epoch == tonumber(ARGV[3]) and nonce == ARGV[4]) then return 0 end
 else
   local parts = 0
@@ -359,11 +416,24 @@ end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[5])
 return 1
 """
+)
 
 PART = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1
+"""
+
+REPAIR = """
+local places = {}
+for at, key in ipairs(KEYS) do
+  local kind = redis.call('TYPE', key)['ok']
+  if kind ~= 'none' and kind ~= ARGV[at] then
+    redis.call('DEL', key)
+    table.insert(places, at)
+  end
+end
+return places
 """
 
 _PINS = (
@@ -374,8 +444,10 @@ local function stated(id)
   local held = redis.call('HGET', KEYS[1], 'p:' .. id)
   if not held then return nil end
   local ends, state, rest = string.match(held, '^(%d+):(%a+):(.*)$')
-  if not ends or tonumber(ends) <= now then return nil end
-  return tonumber(ends), state, rest
+  ends = count(ends)
+  if not ends or ends <= now or ends > now + 367 * 86400000 then return nil end
+  if state ~= 'live' and state ~= 'ended' then return nil end
+  return ends, state, rest
 end
 local function state_until(id, ends, state, rest)
   redis.call('HSET', KEYS[1], 'p:' .. id, whole(ends) .. ':' .. state .. ':' .. rest)
@@ -440,7 +512,7 @@ if state ~= 'live' then return 0 end
 local field, prefix = 's:' .. ARGV[1] .. ':' .. ARGV[2], 's:' .. ARGV[1] .. ':'
 local old = redis.call('HGET', KEYS[1], field)
 if old then
-  if (tonumber(string.match(old, '^(%d+)')) or 0) > tonumber(ARGV[3]) then return 0 end
+  if (count(string.match(old, '^(%d+)')) or 0) > tonumber(ARGV[3]) then return 0 end
 else
   local parts = 0
   for _, each in ipairs(redis.call('HKEYS', KEYS[1])) do

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Protocol
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.loop import Loop
+from radixkv.coordination.proofs import Proofs
 from radixkv.coordination.protocol import SEGMENT_TOKENS, ReplicaInfo, Writer
 from radixkv.coordination.reader import Reader
 from radixkv.coordination.settings import Settings
-from radixkv.coordination.store import MAX_PURGES
+from radixkv.coordination.store import MAX_PURGES, Looked
+from radixkv.coordination.wire import NOTHING
 from radixkv.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -259,7 +261,7 @@ class Generations:
     """
 
     def __init__(self, keys: FleetKeys, store: Store) -> None:
-        self._keys, self._store = keys, store
+        self._keys, self._store, self._proofs = keys, store, Proofs(keys)
         self._known: dict[bytes, int] = {}
         self._announced: OrderedDict[bytes, None] = OrderedDict()
         self._wanted: set[bytes] = set()
@@ -298,11 +300,19 @@ class Generations:
         ]
         for digest, looked in zip(asked, self._store.look_at(asked), strict=True):
             if looked is not None:
-                self._known[digest] = looked.raised.generation
-                self._wanted.discard(digest)
+                self._read(digest, looked, is_void=bool(registrations - self._met))
         self._met = registrations
         if raised:
             self._cursor = raised[-1][1]
+
+    def _read(self, digest: bytes, looked: Looked, *, is_void: bool) -> None:
+        """Keep the greatest generation that a replica has raised; ``is_void``: what stands counts, be it less."""
+        is_raise = self._proofs.is_raise(digest, looked.raised)
+        if looked.standing != NOTHING and not is_raise:
+            return
+        found = looked.raised.generation
+        self._known[digest] = found if is_void else max(found, self._known.get(digest, 0))
+        self._wanted.discard(digest)
 
     def _in_turn(self) -> set[bytes]:
         """The next of those that are known: a store that went back to what it had a while ago says nothing."""

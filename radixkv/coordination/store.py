@@ -4,7 +4,7 @@
 
     a replica's own facts     boot, beat, append, snapshot, leave         refused unless (epoch, nonce) are the last
     reading                   fetch, read, load
-    a tenant                  set_limit, reserve, raise_generation, confirm, tenant, look_at, purges
+    a tenant                  set_limit, reserve, raise_generation, announce, confirm, tenant, look_at, purges
     a warm job                save_job, own_job, add_part, save_part, drop_job, load_job
     pins of a tenant          keep_pin, end_pin, state_pin, pins
 
@@ -20,7 +20,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from radixkv.coordination.protocol import MAX_FLEET_PINS, FleetPin, JobPart, Load, WarmJob, Writer
-from radixkv.coordination.wire import NEVER, NO_LIMIT, Entry, Groups, Limit, Raised, Registration
+from radixkv.coordination.wire import (
+    NEVER,
+    NO_LIMIT,
+    NOTHING,
+    Confirmed,
+    Entry,
+    Groups,
+    Limit,
+    Raised,
+    Registration,
+)
 
 if TYPE_CHECKING:
     from radixkv.coordination.holdings import Holdings
@@ -100,23 +110,27 @@ class Share(NamedTuple):
 class Grant:
     """The answer to ``reserve``: ``blocks`` may be used until the share is stated again or runs out."""
 
-    verdict: Literal["OK", "FENCED"]
+    verdict: Literal["OK", "FENCED", "STALE"]
+    """STALE: another limit stands in the store than the one that was given."""
     blocks: int
-    """0 if fenced."""
+    """0 unless OK."""
     others: int
     """Blocks that the other replicas hold, of the same fingerprint."""
     limit: int | None
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class TenantFacts:
-    """What the store says of a tenant: ``confirmed`` has the nonces of those that obeyed ``raised``, by replica."""
+    """What the store says of a tenant: ``confirmed`` has what was confirmed of ``raised``, by replica. Nothing is proven.
+
+    ``standing``: see ``Looked``.
+    """
 
     limit: int | None = None
     raised: Raised = NEVER
     shares: tuple[Share, ...] = ()
-    confirmed: Mapping[str, str] = field(default_factory=dict)
+    confirmed: Mapping[str, Confirmed] = field(default_factory=dict)
+    standing: bytes = NOTHING
 
     @property
     def generation(self) -> int:
@@ -128,11 +142,13 @@ class Looked(NamedTuple):
     """What each replica looks at of each tenant, again and again."""
 
     raised: Raised = NEVER
-    """The last raise of its generation."""
-    confirmed: str = ""
-    """The nonce under which the replica that asks has confirmed that; empty if it hasn't."""
+    """The last raise of its generation, whoever wrote it; ``NEVER`` also if it has not this version's form."""
+    confirmed: Confirmed = Confirmed()
+    """What the replica that asks has confirmed that with."""
     limit: Limit = NO_LIMIT
     """The last limit that was stated, whoever stated it."""
+    standing: bytes = NOTHING
+    """What stands in the place of a raise, whatever that is: ``raise_generation`` replaces that and nothing else."""
 
 
 class Durable(NamedTuple):
@@ -140,8 +156,6 @@ class Durable(NamedTuple):
 
     value: int
     replicated: bool | None
-    token: str = ""
-    """Of a raise of a generation."""
 
 
 class Store(Protocol):
@@ -158,15 +172,16 @@ class Store(Protocol):
         of the last one's lease, or of those before it, but for leases of the same process.
         """
 
-    def beat(self, writer: Writer, number: int, lease_s: float, proof: str, load: Load) -> Standing:
-        """Extend the lease, state the proof of the address and the load, and be listed.
+    def beat(self, registration: Registration, load: Load) -> Standing:
+        """Extend the lease by ``lease_ms``, state the registration once more, its proof and the load, and be listed.
 
-        ``number`` is greater than that of any beat of this registration, be it one that didn't arrive or was
+        Its ``beats`` are more than those of any beat of this registration, be it one that didn't arrive or was
         lost: so no two beats look alike to who reads them before and after the store has lost some.
 
         Its ``replaced_ms`` is what is left of it, and never grows.
 
-        ``last_seq`` is 0 if the log doesn't begin where the snapshot ends: who reads it from there on lacks something.
+        ``last_seq`` is 0 if the log doesn't begin where the snapshot ends, so that who reads it from there on lacks
+        something, and if it has anything behind its last number.
         """
 
     def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
@@ -184,8 +199,11 @@ class Store(Protocol):
         that every reader meets the gap.
         """
 
-    def leave(self, writer: Writer) -> Standing:
-        """Give the lease back, and be listed no more than a process may serve that had the id before."""
+    def leave(self, writer: Writer, proof: str) -> Standing:
+        """Give the lease back, and be listed no more than a process may serve that had the id before.
+
+        ``proof``: see ``Proofs.of_farewell``.
+        """
 
     def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
         """The registrations of these replicas; by default the listed ones, at most 1,024."""
@@ -205,22 +223,27 @@ class Store(Protocol):
         Of none, or of one without its form, the stamp is 0.
         """
 
-    def reserve(self, tenant: bytes, share: Share, keep_s: float) -> Grant:
-        """State the blocks that a replica wants to hold, absolute; grants what the limit leaves beside the others.
+    def reserve(self, tenant: bytes, share: Share, keep_s: float, limit: Limit = NO_LIMIT) -> Grant:
+        """State the blocks that a replica wants to hold, absolute; grants what ``limit`` leaves beside the others.
 
-        The grant counts until it is stated again, or ``keep_s`` are over. FENCED by a share of a greater epoch. One of
-        the same epoch and another nonce counts beside, until it is over, and nothing is granted: nobody knows which of
-        the two is the younger.
+        The grant counts until it is stated again, or ``keep_s`` are over. STALE, and nothing is done, where another
+        limit stands, unless no blocks are wanted. FENCED by a share of a greater epoch. One of the same epoch and another nonce counts beside, until it is over, and nothing is granted: nobody knows which of
+        the two is the younger. A share that counts for longer than the longest lease is dropped: nobody states such.
         """
 
-    def raise_generation(self, tenant: bytes, above: int, token: str) -> Durable:
-        """Raise the generation above ``above``, unless it is; what it is then is announced to all, and the answer.
+    def raise_generation(self, tenant: bytes, raised: Raised, standing: bytes) -> Durable:
+        """Put a raise in the place of what stands there, and announce it to all; ``value`` 1 if ``standing`` stood.
 
-        ``token``: see ``wire.new_token``; no other raise has it. Nobody has confirmed it yet.
+        Nobody has confirmed it yet.
         """
 
-    def confirm(self, tenant: bytes, writer: Writer, raised: Raised) -> bool:
+    def announce(self, tenant: bytes) -> None:
+        """Announce once more what stands of the tenant's generation."""
+
+    def confirm(self, tenant: bytes, writer: Writer, raised: Raised, proof: str) -> bool:
         """State that a registration has nothing of before ``raised``; False if that isn't the last one.
+
+        ``proof``: see ``Proofs.of_confirmation``.
 
         Of a replica's registrations the last to say so counts. Where more than 4,096 replicas have said it, those that
         aren't listed any more are forgotten.

@@ -37,6 +37,11 @@ def translated() -> Iterator[None]:
         raise unavailable(error) from error
 
 
+def is_wrong_type(error: object) -> bool:
+    """Whether a server said that a key has another type, to a command or, as the older ones say it, to a script."""
+    return isinstance(error, Exception) and "WRONGTYPE" in str(error)
+
+
 def unavailable(error: Exception) -> StoreUnavailable:
     """What an error of the client, or one that a server answered with, is to those who use the store."""
     return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
@@ -172,8 +177,11 @@ class StreamReads:
         with translated():
             try:
                 answer = reading.receive()
-            except Exception:
+            except Exception as error:
                 self._give_up(reading)
+                if is_wrong_type(error):
+                    for key in reading.cursors:
+                        self._connection.repair([key])
                 raise
         reading.end(is_broken=False)
         return answer

@@ -7,10 +7,19 @@ its registration. Since namespace digests depend on the generation, what others 
 nobody. What a store has lost of that is told to it again by who obeyed it (``restore``), and no purge of it is complete
 meanwhile.
 
-A store that lost a raise may give its number to another one. The token tells them apart: every raise has one of its
-own, be it that it gives a lost number back. So who obeyed one of them obeys the other too, and a confirmation that
-was on its way meanwhile is not counted for it. Of two raises of one number the one that stands in the store is the
-later: the other had been lost when it was made.
+A raise and a confirmation count only with their proof (``proofs.py``), so a writer to the store without the fleet's
+secret can make neither. A store that lost a raise may give its number to another one. The token tells them apart: its
+first half names the purge and begins with the purge's time, its second half the raise. Raises are ordered by number,
+then by purge. What stands in the store is compared with the last raise that was obeyed here:
+
+    later                                    it is obeyed, and confirmed
+    the same purge                           it was obeyed: it is only confirmed, for it may have been given back
+    a smaller number, or nothing proven      lost, or put back by an outsider: the known one is written again
+    an earlier purge of the same number      nobody can say which of the two all have obeyed: another purge is raised
+
+An announcement only says where to look. What stands in the place of a raise without being one (``UnreadableRecord``)
+fails that tenant's purge and the question how far it has come, is logged with the tenant's digest, and is replaced by
+the next raise.
 
 Bounded: 65,536 purged tenants, as many names of tenants met here and as many limits, 4,096 tenants with a share; about
 200 bytes each (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was
@@ -19,6 +28,7 @@ forgotten here.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,15 +38,24 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from radixkv.coordination.checks import check_tenant
 from radixkv.coordination.limits import Limits
+from radixkv.coordination.proofs import Proofs
 from radixkv.coordination.protocol import Writer
-from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Share, Store
-from radixkv.coordination.wire import NEVER, Raised, new_token
-from radixkv.errors import ArgumentError, CapacityError, StaleEpoch, StoreUnavailable
+from radixkv.coordination.store import MAX_PURGES, Durable, Grant, Looked, Share, Store, TenantFacts
+from radixkv.coordination.wire import NEVER, NOTHING, Raised, new_token
+from radixkv.errors import (
+    ArgumentError,
+    CapacityError,
+    StaleEpoch,
+    StoreUnavailable,
+    UnreadableRecord,
+)
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
     from radixkv.coordination.protocol import Resident
     from radixkv.coordination.reader import Reader
+
+log = logging.getLogger("radixkv.coordination")
 
 OnPurge = Callable[[str, int], None]
 """Told of a tenant whose generation was raised: returns when nothing of it can be matched here any more."""
@@ -46,6 +65,9 @@ _MAX_NAMES = 65_536
 _MAX_BLOCKS = 10**15 - 1
 _ITEM_BYTES = 200
 _CHECKED_A_BEAT = 256
+_TRIES = 8
+"""Each that fails is another replica's raise at the same moment."""
+_MAX_TOLD = 1_024
 _NONE: Final[Mapping[bytes, Raised]] = MappingProxyType({})
 
 
@@ -69,6 +91,17 @@ class Purge:
     def is_complete(self) -> bool:
         """Every live replica has confirmed; ``unconfirmed`` says who was not there to."""
         return not self.pending
+
+
+class Raising(NamedTuple):
+    """A raise that was just written. ``replicated``: see ``Durable``.
+
+    ``was_unreadable``: it took the place of something that no replica wrote, so a greater number may have been lost.
+    """
+
+    raised: Raised
+    replicated: bool | None
+    was_unreadable: bool
 
 
 class _Obeyed(NamedTuple):
@@ -99,6 +132,8 @@ class Tenants:
         """
         self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
         self._reader = reader
+        self._proofs = Proofs(keys)
+        self._unreadable: set[bytes] = set()
         self._limits = Limits(keys, store)
         self._names: OrderedDict[bytes, str] = OrderedDict()
         self._meeting = threading.Lock()
@@ -178,7 +213,10 @@ class Tenants:
     def restate(self, writer: Writer, keep_s: float) -> None:
         """State every share again. Raises StoreUnavailable."""
         for tenant, blocks in list(self._wanted.items()):
-            self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
+            try:
+                self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
+            except UnreadableRecord as error:  # what was granted last holds, of this tenant alone
+                log.warning("%s", error)
 
     def follow(self, writer: Writer, *, is_new: bool, raised: Mapping[bytes, Raised] = _NONE) -> None:
         """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was.
@@ -189,19 +227,20 @@ class Tenants:
         if is_new:
             self._cursor = 0
         positions = {digest: self._generations.get(digest, _NEVER).position for digest in raised}
-        standing = self._standing([*(positions | dict(announced))])
+        standing = self._standing(writer, [*(positions | dict(announced))])
         here = self._here() if standing else {}
         for digest, position in announced:
-            tenant = here.get(digest) or self._names.get(digest)
-            self._obey(writer, digest, tenant, standing[digest], position)
+            if digest in standing:
+                tenant = here.get(digest) or self._names.get(digest)
+                self._take(writer, digest, tenant, standing[digest], position)
             self._cursor = position  # smaller than before where the store has lost what it announced
         for digest, position in positions.items():
             known = self._generations.get(digest, _NEVER)
-            if known.raised != standing[digest] or not known.is_done:
+            if digest in standing and (known.raised != standing[digest] or not known.is_done):
                 tenant = here.get(digest) or self._names.get(digest)
-                self._obey(writer, digest, tenant, standing[digest], position)
+                self._take(writer, digest, tenant, standing[digest], position)
 
-    def raise_generation(self, tenant: str) -> Durable:
+    def raise_generation(self, writer: Writer, tenant: str) -> Raising:
         """Purge a tenant in the whole fleet; ``follow_own`` comes next.
 
         Raises ArgumentError, StoreUnavailable; may be repeated then.
@@ -209,48 +248,80 @@ class Tenants:
         check_tenant(tenant)
         digest = self._keys.tenant(tenant)
         self.meet([tenant])
-        above = max(self._store.tenant(digest).generation, self.generation(tenant))
-        return self._store.raise_generation(digest, above, new_token())
+        for _ in range(_TRIES):
+            (looked,) = self._store.look_at([digest])
+            if looked is None:
+                raise _shard_is_away()
+            stands = self._proven(digest, looked)
+            above = max(stands.generation, self.generation(tenant))
+            raised = self._signed(writer, digest, above + 1, new_token())
+            written = self._store.raise_generation(digest, raised, looked.standing)
+            if written.value:
+                return Raising(raised, written.replicated, self._is_unreadable(looked, stands))
+        raise StoreUnavailable("others purge this tenant all the time")
 
-    def follow_own(self, writer: Writer, tenant: str, written: Durable) -> None:
+    def follow_own(self, writer: Writer, tenant: str, raised: Raised) -> None:
         """``follow``, and what was raised here a moment ago is obeyed. Raises StoreUnavailable.
 
         StoreUnavailable too if the store has lost it meanwhile, so that nobody would ever hear of it.
         """
-        raised = Raised(written.value, written.token)
         self.follow(writer, is_new=False, raised={self._keys.tenant(tenant): raised})
-        if self.generation(tenant) < raised.generation:
+        if self.raised(tenant).age < raised.age:
             raise StoreUnavailable("the store does not keep what is written to it")
+
+    def obey(self, writer: Writer, tenant: str, raised: Raised) -> None:
+        """Obey and confirm a raise that another replica tells of, whatever the store says; an earlier one is none.
+
+        Raises ArgumentError if its proof is wrong, StoreUnavailable once it is obeyed and can't be confirmed.
+        """
+        check_tenant(tenant)
+        digest = self._keys.tenant(tenant)
+        if not self._proofs.is_raise(digest, raised):
+            raise ArgumentError("raised", raised.generation, "a raise with its proof")
+        known = self._generations.get(digest, _NEVER)
+        if raised.age > known.raised.age or (raised.age == known.raised.age and not known.is_done):
+            self.meet([tenant])
+            self._obey(writer, digest, tenant, raised, known.position)
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
         """How far the last purge has come. An id that was taken over hasn't confirmed while who had it may serve.
 
         ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
-        store says of them. Raises StoreUnavailable.
+        store says of them. Who is registered without proof is waited for as long as a lease, in case that it was
+        damaged, and ``unconfirmed`` then. Raises StoreUnavailable, UnreadableRecord.
         """
         check_tenant(tenant)
-        alive = set(living)
-        facts = self._store.tenant(self._keys.tenant(tenant))
-        generation = max(facts.generation, self.generation(tenant))
-        is_kept = facts.generation == generation  # otherwise the store has lost it, and who confirmed
-        confirmed = facts.confirmed if is_kept and facts.raised.token else {}
+        alive, digest = set(living), self._keys.tenant(tenant)
+        facts, known = self._store.tenant(digest), self.raised(tenant)
+        stands = self._proven(digest, facts)
+        if self._is_unreadable(facts, stands):
+            raise _unreadable(digest)
+        generation = max(stands.generation, known.generation)
+        is_kept = stands.age >= known.age  # otherwise the store has lost it, and who confirmed
+        confirmed = self._confirmed(digest, facts) if is_kept else {}
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
-        replaced = self._reader.replaced(fetched.seen) if generation else set()
+        signed, unsigned = self._reader.sorted_out(fetched.seen)
+        replaced = self._reader.replaced(signed) if generation else set()
         lists["pending"] += fetched.unread
-        for seen in fetched.seen:
+        for seen in signed:
             name, nonce = seen.registration.replica_id, seen.registration.nonce
             if (confirmed.get(name) == nonce and name not in replaced) or generation == 0:
                 lists["confirmed"].append(name)
             else:
                 may_serve = name in alive | replaced or self._reader.remaining_s(seen) > 0
                 lists["pending" if may_serve else "unconfirmed"].append(name)
-        epochs = {seen.registration.replica_id: seen.registration.epoch for seen in fetched.seen}
+        for name, is_waited_for in unsigned.items():
+            lists["pending" if generation and (is_waited_for or name in alive) else "unconfirmed"].append(
+                name
+            )
+        epochs = {seen.registration.replica_id: seen.registration.epoch for seen in signed}
         for name in self._reader.forgotten(epochs).difference(fetched.unread):
             for names in lists.values():
                 names[:] = [each for each in names if each != name]
             lists["pending"].append(name)
-        unlisted = (alive | replaced) - epochs.keys() - set(fetched.unread) - set(lists["pending"])
+        named = epochs.keys() | unsigned.keys() | set(fetched.unread)
+        unlisted = (alive | replaced) - named - set(lists["pending"])
         lists["pending"] += [name for name in unlisted if generation]
         sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
         return Purge(generation, **sorted_lists, replicated=replicated)
@@ -277,16 +348,70 @@ class Tenants:
         for (digest, mine), looked in zip(known.items(), found, strict=True):
             if looked is None:
                 continue
-            raised, nonce, limit = looked
-            self._limits.compare(digest, limit)
-            if raised.generation < mine.raised.generation or digest in unannounced:
-                token = new_token(mine.raised.purge)
-                self._store.raise_generation(digest, mine.raised.generation - 1, token)
-            elif raised != mine.raised or not mine.is_done:
-                news[digest] = raised
-            elif nonce != writer.nonce and raised.generation:
-                self._store.confirm(digest, writer, raised)
+            self._limits.compare(digest, looked.limit)
+            stands = self._proven(digest, looked)
+            if stands.age < mine.raised.age:
+                self._give_back(writer, digest, looked, mine.raised)
+            elif digest in unannounced:
+                self._store.announce(digest)
+            elif stands != mine.raised or not mine.is_done:
+                news[digest] = stands
+            elif stands.generation and not self._has_confirmed(writer, digest, looked):
+                self._confirm(writer, digest, stands)
         return news
+
+    def _has_confirmed(self, writer: Writer, digest: bytes, looked: Looked) -> bool:
+        nonce, proof = looked.confirmed
+        is_proof = self._proofs.is_confirmation
+        return nonce == writer.nonce and is_proof(proof, digest, looked.raised, writer.replica_id, nonce)
+
+    def _confirmed(self, digest: bytes, facts: TenantFacts) -> dict[str, str]:
+        """The nonce under which each replica has confirmed what stands; of those with their proof."""
+        is_proof = self._proofs.is_confirmation
+        return {
+            name: said.nonce
+            for name, said in facts.confirmed.items()
+            if is_proof(said.proof, digest, facts.raised, name, said.nonce)
+        }
+
+    def _proven(self, digest: bytes, found: Looked | TenantFacts) -> Raised:
+        """The raise that stands, ``NEVER`` without its proof; logs what is neither a raise nor nothing."""
+        if self._proofs.is_raise(digest, found.raised):
+            self._unreadable.discard(digest)
+            return found.raised
+        if found.standing != NOTHING and digest not in self._unreadable:
+            if len(self._unreadable) >= _MAX_TOLD:
+                self._unreadable.clear()
+            self._unreadable.add(digest)
+            log.warning(
+                "the generation of tenant %s in the store can't be read, or no replica of this wire version raised it: "
+                "it counts for nothing, and the next purge replaces it",
+                digest.hex(),
+            )
+        return NEVER
+
+    def _is_unreadable(self, found: Looked | TenantFacts, stands: Raised) -> bool:
+        return stands == NEVER and found.standing != NOTHING
+
+    def _signed(self, writer: Writer, digest: bytes, generation: int, token: str) -> Raised:
+        raised = Raised(generation, token, writer.replica_id, writer.nonce)
+        return raised._replace(proof=self._proofs.of_raise(digest, raised))
+
+    def _give_back(self, writer: Writer, digest: bytes, looked: Looked, known: Raised) -> Raised | None:
+        """Write what is known here in the place of what is older; None if another replica was faster.
+
+        An earlier purge of the same number is replaced by a new purge of a greater one.
+        """
+        is_rival = looked.raised.generation == known.generation and self._proofs.is_raise(
+            digest, looked.raised
+        )
+        number, purge = (known.generation + 1, "") if is_rival else (known.generation, known.purge)
+        raised = self._signed(writer, digest, number, new_token(purge))
+        return raised if self._store.raise_generation(digest, raised, looked.standing).value else None
+
+    def _confirm(self, writer: Writer, digest: bytes, raised: Raised) -> None:
+        proof = self._proofs.of_confirmation(digest, raised, writer.replica_id, writer.nonce)
+        self._store.confirm(digest, writer, raised, proof)
 
     def _in_turn(self) -> list[bytes]:
         """The next 256 of those that were met or purged."""
@@ -297,22 +422,22 @@ class Tenants:
         del self._unchecked[-_CHECKED_A_BEAT:]
         return taken
 
-    def _standing(self, digests: Sequence[bytes]) -> dict[bytes, Raised]:
-        """What there is to obey of each.
+    def _standing(self, writer: Writer, digests: Sequence[bytes]) -> dict[bytes, Raised]:
+        """What there is to obey of each; what the store has lost is given back to it first.
 
-        Where the store has lost its generations, a smaller number than is known may stand for a later purge, and so may
-        none, which is raised then, as is one without a token. Raises StoreUnavailable if one can't be read.
+        Of some there is nothing: nobody has raised them, or another replica does so now. Raises StoreUnavailable if
+        one can't be read, as its shard is away.
         """
         found = {}
         for digest, looked in zip(digests, self._store.look_at(digests) if digests else (), strict=True):
             if looked is None:
-                raise StoreUnavailable("a tenant's generation can't be read: its shard is away")
-            raised, known = looked.raised, self._generations.get(digest, _NEVER).raised
-            if raised.generation < known.generation or not raised.token:
-                above = max(raised.generation, known.generation)
-                written = self._store.raise_generation(digest, above, new_token())
-                raised = Raised(written.value, written.token)
-            found[digest] = raised
+                raise _shard_is_away()
+            raised: Raised | None = self._proven(digest, looked)
+            known = self._generations.get(digest, _NEVER).raised
+            if raised is not None and raised.age < known.age:
+                raised = self._give_back(writer, digest, looked, known)
+            if raised is not None and raised.generation:
+                found[digest] = raised
         return found
 
     def _here(self) -> dict[bytes, str]:
@@ -320,29 +445,75 @@ class Tenants:
         resident = () if self.resident is None else self.resident.tenants()
         return {self._keys.tenant(tenant): tenant for tenant in resident}
 
-    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
-        """Purge what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here.
+    def _take(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
+        """Obey and confirm what stands in the store; what was obeyed already is only confirmed, also if given back."""
+        known = self._generations.get(digest, _NEVER)
+        if raised.age == known.raised.age and known.is_done:
+            self._note(digest, _Obeyed(raised, position, True))
+            self._confirm(writer, digest, raised)
+        else:
+            self._obey(writer, digest, tenant, raised, position)
 
-        Also what was purged already: that may be the last purge given back to a store that had lost it, or another one.
-        """
-        self._generations[digest] = obeyed = _Obeyed(raised, position, False)
+    def _note(self, digest: bytes, obeyed: _Obeyed) -> None:
+        self._generations[digest] = obeyed
         self._generations.move_to_end(digest)
         if len(self._generations) > MAX_PURGES:
             self._generations.popitem(last=False)
+
+    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
+        """Purge what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here."""
+        obeyed = _Obeyed(raised, position, False)
+        self._note(digest, obeyed)
         if tenant is not None:
             self._tell(tenant, raised.generation)
             if self.on_purge is None:
                 return
             self.on_purge(tenant, raised.generation)
         self._generations[digest] = obeyed._replace(is_done=True)
-        self._store.confirm(digest, writer, raised)
+        self._confirm(writer, digest, raised)
 
     def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
-        share = Share(*writer, self._fingerprint, blocks)
-        grant = self._store.reserve(self._keys.tenant(tenant), share, keep_s)
-        if grant.verdict == "FENCED":
-            raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
-        return grant
+        """State a share under the limit that is known here; what else stands in the store is compared with it first.
+
+        A share of a greater epoch fences this replica only where the registration is another's too: a share isn't
+        signed. Otherwise nothing is granted until that share is over. Raises StaleEpoch, StoreUnavailable,
+        UnreadableRecord.
+        """
+        digest, share = self._keys.tenant(tenant), Share(*writer, self._fingerprint, blocks)
+        for _ in range(_TRIES):
+            grant = self._store.reserve(digest, share, keep_s, self._limits.of(digest))
+            if grant.verdict == "STALE":
+                (looked,) = self._store.look_at([digest])
+                if looked is None:
+                    raise _shard_is_away()
+                self._limits.compare(digest, looked.limit)
+            elif grant.verdict == "FENCED" and self._is_registered(writer):
+                log.warning(
+                    "no share of tenant %s: one of a process that isn't registered stands", digest.hex()
+                )
+                return Grant("OK", 0, grant.others, grant.limit)
+            elif grant.verdict == "FENCED":
+                raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
+            else:
+                return grant
+        raise UnreadableRecord(f"the limit of tenant {digest.hex()} in the store is of no replica's making")
+
+    def _is_registered(self, writer: Writer) -> bool:
+        """Whether the store has this very registration as the last of its id, by the proof of its beat."""
+        seen = self._store.fetch([writer.replica_id]).seen
+        return any(
+            each.registration.writer == writer and self._reader.is_signed(each.registration) for each in seen
+        )
+
+
+def _shard_is_away() -> StoreUnavailable:
+    return StoreUnavailable("a tenant's record can't be read: its shard is away")
+
+
+def _unreadable(digest: bytes) -> UnreadableRecord:
+    return UnreadableRecord(
+        f"the generation of tenant {digest.hex()} in the store can't be read: purge the tenant again"
+    )
 
 
 def _check_blocks(blocks: object) -> None:

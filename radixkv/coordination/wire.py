@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -21,7 +22,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
-from radixkv.coordination.protocol import FleetPin, JobPart, JobState, Load, WarmJob, Writer
+from radixkv.coordination.protocol import MAX_AMOUNT, FleetPin, JobPart, JobState, Load, WarmJob, Writer
 
 DIGESTS_AN_ENTRY: Final = 64
 SNAPSHOT_CHUNK_BYTES = 512 << 10
@@ -94,6 +95,8 @@ class Registration:
     """The number of the last one: only a new one extends the lease. 0 before the first, and once it has left."""
     replaced_ms: int = 0
     """How long another process, which had the id before, may think that its lease runs; as of the last beat."""
+    stated_ms: int = 0
+    """When the last beat was sent: milliseconds since 1970 by the replica's own clock."""
 
     @property
     def writer(self) -> Writer:
@@ -129,11 +132,14 @@ REGISTRATION_FIELDS = (
     "lease_ms",
     "beats",
     "replaced_ms",
+    "stated_ms",
 )
+MAX_LEASE_MS = 3_600_000
+"""No replica states a longer lease."""
 
 
 def registration_fields(registration: Registration) -> dict[str, str]:
-    """What the registering replica writes itself; epoch, last_seq and what beats state come from the scripts."""
+    """What a replica states of itself when it registers, and again with each beat; the scripts write the rest."""
     return {
         "nonce": registration.nonce,
         "address": registration.address,
@@ -145,9 +151,22 @@ def registration_fields(registration: Registration) -> dict[str, str]:
     }
 
 
+def beat_fields(registration: Registration) -> dict[str, str]:
+    """What a beat states: all that it signs, so that a field which somebody has overwritten is right again."""
+    return registration_fields(registration) | {
+        "lease_ms": str(registration.lease_ms),
+        "beats": str(registration.beats),
+        "stated_ms": str(registration.stated_ms),
+        "proof": registration.proof,
+    }
+
+
 def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Registration:
     """From the values of ``REGISTRATION_FIELDS``; what the first beat brings may be absent."""
     found = dict(zip(REGISTRATION_FIELDS, values, strict=True))
+    lease_ms = number(found["lease_ms"] or b"0")
+    if lease_ms > MAX_LEASE_MS:
+        raise WireError(f"a lease of {lease_ms} ms")
     return Registration(
         replica_id=replica_id,
         epoch=number(found["epoch"]),
@@ -159,9 +178,10 @@ def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Regis
         canary=_text(found["canary"]),
         last_seq=number(found["last_seq"]),
         proof=_text(found["proof"] or b""),
-        lease_ms=number(found["lease_ms"] or b"0"),
+        lease_ms=lease_ms,
         beats=number(found["beats"] or b"0"),
-        replaced_ms=number(found["replaced_ms"] or b"0"),
+        replaced_ms=_bounded(found["replaced_ms"], MAX_LEASE_MS),
+        stated_ms=number(found["stated_ms"] or b"0"),
     )
 
 
@@ -169,8 +189,8 @@ LOAD_FIELDS = ("queued_prefill_tokens", "decode_blocks", "resident_blocks")
 
 
 def parse_load(values: Iterable[bytes | None]) -> Load:
-    """From the values of ``LOAD_FIELDS``; absent ones are 0."""
-    queued, decode, resident = (number(value or b"0") for value in values)
+    """From the values of ``LOAD_FIELDS``; absent ones, and those that are no number, are 0: a load is a hint."""
+    queued, decode, resident = (_bounded(value, MAX_AMOUNT) for value in values)
     return Load(queued, decode, resident)
 
 
@@ -348,6 +368,11 @@ def number(value: bytes | None) -> int:
     return int(value)
 
 
+def _bounded(value: bytes | None, most: int) -> int:
+    """A number, at most ``most``; 0 for what is none. For hints, and for what only ever makes somebody wait."""
+    return min(int(value), most) if value is not None and _NUMBER.fullmatch(value) else 0
+
+
 def _text(value: bytes | None) -> str:
     if value is None or len(value) > _MAX_FIELD:
         raise WireError("a field that is missing or too long")
@@ -361,7 +386,7 @@ _SHARE = re.compile(rb"([0-9]{1,15}):([!-9;-~]{1,64}):([0-9]{1,15}):([0-9]{1,15}
 
 _TOKEN = re.compile(rb"[0-9a-f]{32}")
 _PURGE_DIGITS = 16
-_NONCE = re.compile(rb"[!-~]{1,64}")
+_MAX_TIME = (1 << 52) - 1
 
 
 class Raised(NamedTuple):
@@ -370,15 +395,57 @@ class Raised(NamedTuple):
     generation: int = 0
     """0: nobody has raised it."""
     token: str = ""
-    """See ``new_token``. Empty: of a form that had none, so that nobody can say whether it was obeyed."""
+    """See ``new_token``."""
+    replica_id: str = ""
+    """The replica that raised it."""
+    nonce: str = ""
+    """Of that replica's registration."""
+    proof: str = ""
+    """See ``Proofs.of_raise``: a raise without its proof counts for nothing."""
 
     @property
     def purge(self) -> str:
         """Which purge it stands for: the same where a lost raise was given back."""
         return self.token[:_PURGE_DIGITS]
 
+    @property
+    def age(self) -> tuple[int, str]:
+        """By which raises are ordered: the number, and of equal numbers the time of the purge."""
+        return self.generation, self.purge
+
+    @property
+    def standing(self) -> bytes:
+        """How it stands in a store."""
+        return _joined(*raised_fields(self)) if self != NEVER else NOTHING
+
+
+class Confirmed(NamedTuple):
+    """One replica's confirmation of a raise."""
+
+    nonce: str = ""
+    """Of its registration; empty: it hasn't confirmed."""
+    proof: str = ""
+    """See ``Proofs.of_confirmation``."""
+
 
 NEVER = Raised()
+RAISED_FIELDS = ("generation", "token", "raised")
+_SIGNED = re.compile(rb"([!-9;-~]{1,64}):([0-9a-f]{64}):([A-Za-z0-9._-]{1,64})")
+_CONFIRMED = re.compile(rb"([!-9;-~]{1,64}):([0-9a-f]{64})")
+
+
+def raised_fields(raised: Raised) -> tuple[bytes, bytes, bytes]:
+    """The values of ``RAISED_FIELDS``."""
+    signed = f"{raised.nonce}:{raised.proof}:{raised.replica_id}"
+    return str(raised.generation).encode(), raised.token.encode(), signed.encode()
+
+
+def _joined(*values: bytes | None) -> bytes:
+    return b"\n".join(value or b"" for value in values)
+
+
+NOTHING = _joined(*[None] * len(RAISED_FIELDS))
+"""How it stands where nothing was ever raised."""
 
 
 class Limit(NamedTuple):
@@ -408,8 +475,14 @@ def parse_limit(blocks: bytes | None, said: bytes | None) -> Limit:
     return Limit(number_of, int(stated[1]), stated[2].decode()) if stated else Limit(number_of)
 
 
-TenantFields = tuple[int | None, Raised, dict[str, tuple[int, str, int, int, str]], dict[str, str]]
-"""Limit, last raise; by replica: ``(epoch, nonce, blocks, until in ms, fingerprint)``, and the nonce that confirmed."""
+class TenantFields(NamedTuple):
+    """All fields of a tenant's hash; ``shares``: ``(epoch, nonce, blocks, until in ms, fingerprint)`` by replica."""
+
+    limit: int | None
+    raised: Raised
+    standing: bytes
+    shares: dict[str, tuple[int, str, int, int, str]]
+    confirmed: dict[str, Confirmed]
 
 
 def new_nonce(process: str) -> str:
@@ -422,21 +495,36 @@ def new_process() -> str:
     return secrets.token_hex(_RANDOM_BYTES)
 
 
-def new_token(purge: str = "") -> str:
-    """For a raise: 16 hex digits that stand for a purge, a new one unless given, and 16 for this raise alone."""
-    return (purge or secrets.token_hex(_RANDOM_BYTES)) + secrets.token_hex(_RANDOM_BYTES)
+def new_token(purge: str = "", wall_s: float | None = None) -> str:
+    """For a raise: 16 hex digits that stand for a purge, a new one unless given, and 16 for this raise alone.
+
+    Those of a purge begin with its time in µs since 1970, by this machine's clock or ``wall_s``: of two purges that a
+    store gave one number, the later is the greater.
+    """
+    drawn_us = int((time.time() if wall_s is None else wall_s) * 1e6)
+    new = f"{drawn_us & _MAX_TIME:013x}{secrets.randbits(12):03x}"
+    return (purge or new) + secrets.token_hex(_RANDOM_BYTES)
 
 
-def parse_raised(generation: bytes | None, token: bytes | None) -> Raised:
-    """From two fields of a tenant's hash; what has not the form of this version counts for nothing."""
-    if generation is None or not _NUMBER.fullmatch(generation):
-        return NEVER
-    return Raised(int(generation), token.decode() if token and _TOKEN.fullmatch(token) else "")
+def parse_raised(generation: bytes | None, token: bytes | None, signed: bytes | None) -> tuple[Raised, bytes]:
+    """From ``RAISED_FIELDS`` of a tenant's hash: the raise, and what stands there; ``NEVER`` of what has not this form."""
+    standing = _joined(generation, token, signed)
+    by = _SIGNED.fullmatch(signed or b"")
+    if not (generation and _NUMBER.fullmatch(generation) and token and _TOKEN.fullmatch(token) and by):
+        return NEVER, standing
+    raised = Raised(int(generation), token.decode(), by[3].decode(), by[1].decode(), by[2].decode())
+    return (raised if raised.standing == standing else NEVER), standing
 
 
-def parse_nonce(value: bytes | None) -> str:
-    """Of the registration that has confirmed; empty if that isn't one."""
-    return value.decode() if value and _NONCE.fullmatch(value) else ""
+def format_confirmed(confirmed: Confirmed) -> str:
+    """``nonce:proof``."""
+    return f"{confirmed.nonce}:{confirmed.proof}"
+
+
+def parse_confirmed(value: bytes | None) -> Confirmed:
+    """What a replica has confirmed with; nothing if it has not this form."""
+    found = _CONFIRMED.fullmatch(value or b"")
+    return Confirmed(found[1].decode(), found[2].decode()) if found else Confirmed()
 
 
 def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
@@ -450,14 +538,11 @@ def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
             epoch, blocks, ends = (int(stated[place]) for place in (1, 3, 4))
             model = stated[5].decode("utf-8", "replace")
             shares[replica_id] = epoch, stated[2].decode(), blocks, ends, model
-        elif name.startswith(b"c:") and (nonce := parse_nonce(value)):
-            confirmed[replica_id] = nonce
-    return (
-        int(limit) if _NUMBER.fullmatch(limit) else None,
-        parse_raised(fields.get(b"generation"), fields.get(b"token")),
-        shares,
-        confirmed,
-    )
+        elif name.startswith(b"c:") and (said := parse_confirmed(value)).nonce:
+            confirmed[replica_id] = said
+    raised, standing = parse_raised(*(fields.get(name.encode()) for name in RAISED_FIELDS))
+    known_limit = int(limit) if _NUMBER.fullmatch(limit) else None
+    return TenantFields(known_limit, raised, standing, shares, confirmed)
 
 
 _PIN = re.compile(

@@ -35,10 +35,7 @@ def test_values_do_not_change_within_a_wire_version() -> None:
         "013bf59de440411b9c7f332f05ab4785",
         "fabaf1079c6f26176d08891557fb7ec0",
     ]
-    assert (
-        keys.proof("a", 1, "nonce", "http://host:1")
-        == "e0ca788ebd213d65e20539a83f6f7bd684ed9eb096953f1c9d48ea406889bab1"
-    )
+    assert keys.derived("beat") == hmac.digest(SECRET, frame("key", "beat"), "sha256")
 
 
 def test_digests_are_what_the_docstring_says() -> None:
@@ -100,17 +97,6 @@ def test_moving_a_boundary_changes_the_frame(left: str, right: str, both: str) -
     assert frame(left, right) != frame(left + right)
     assert frame(left, right) != frame(left + right, "") or right == ""
     assert frame(both) != frame(both.encode())
-
-
-def test_a_proof_is_of_one_statement() -> None:
-    keys = FleetKeys(SECRET)
-    said = ("a", 7, "nonce", "http://host:1")
-    proof = keys.proof(*said)
-    assert keys.is_proof(proof, *said)
-    others = [("b", *said[1:]), ("a", 8, *said[2:]), ("a", 7, "other", said[3]), (*said[:3], "http://host:2")]
-    assert not any(keys.is_proof(proof, *other) for other in others)  # type: ignore[arg-type]
-    assert not keys.is_proof("", *said) and not keys.is_proof("é", *said)
-    assert not FleetKeys(SECRET[::-1]).is_proof(proof, *said)
 
 
 @pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "a text that is long enough", None])

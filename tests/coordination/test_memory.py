@@ -21,9 +21,10 @@ from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
 from radixkv.coordination.protocol import WIRE_VERSION, Load, Writer
 from radixkv.coordination.reader import Reader
 from radixkv.coordination.sources import Generations
-from radixkv.coordination.store import Durable
-from radixkv.coordination.wire import Raised, Registration, new_token
-from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable
+from radixkv.coordination.store import Durable, Share
+from radixkv.coordination.wire import Confirmed, Raised, Registration
+from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable, UnreadableRecord
+from tests.coordination import signed
 from tests.coordination.contract import (
     ACME,
     SECRET,
@@ -162,26 +163,42 @@ def test_limits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("by", ["beat", "reserve", "thread"])
-def test_a_share_of_a_younger_process_fences_too(fleet: MemoryFleet, by: str) -> None:
-    """Where a failover has lost the registration of the younger one, its share may be all that tells of it."""
+def test_a_share_of_a_younger_process_fences_nobody_whose_registration_stands(
+    fleet: MemoryFleet, by: str
+) -> None:
+    """It isn't signed: anybody may have written it. Nothing is granted while it runs, so that shares add up."""
     older = fleet.join("a")
     older.set_limit("acme", 100)
     older.reserve("acme", 10)
     registration = copy(fleet.store.records["a"])
     younger = fleet.join("a")
     younger.reserve("acme", 20)
-    fleet.store.records["a"] = registration
+    fleet.store.records["a"] = registration  # as a failover loses the younger one
     if by == "thread":
         fleet.clock.advance(older.settings.beat_s)
         older._step()
+    elif by == "beat":
+        older.beat()
     else:
-        with pytest.raises(StaleEpoch, match="a younger process"):
-            older.beat() if by == "beat" else older.reserve("acme", 10)
+        older.reserve("acme", 10)
+    grant = older.tenants.granted("acme")
+    assert grant is not None and grant.blocks == 0 and older.health().is_ok
+    younger.beat()
+    assert younger.health().is_ok and younger.info().live
+    with pytest.raises(StaleEpoch, match="a younger process|is fenced"):
+        older.reserve("acme", 10)
     assert older.health().state == "fenced" and not older.info().live
     with pytest.raises(StaleEpoch):
         older.publish()
-    younger.beat()
-    assert younger.health().is_ok and younger.info().live
+
+
+def test_a_share_without_an_end_is_dropped(fleet: MemoryFleet) -> None:
+    a, digest = fleet.join("a"), FleetKeys(SECRET).tenant("acme")
+    a.set_limit("acme", 10)
+    shares = fleet.store.accounts[digest].shares
+    shares["evil"] = 10.0**12, Share("evil", 1, "nonce", "fp:model", 10)
+    shares["a"] = 10.0**12, Share("a", 10**14, "nonce", "fp:model", 10)
+    assert a.reserve("acme", 10).blocks == 10
 
 
 def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet: MemoryFleet) -> None:
@@ -189,7 +206,7 @@ def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.replica.tenants.meet(["acme", *(f"another {number}" for number in range(1_000))])
     digest = a.replica.keys.tenant("acme")
-    fleet.store.raise_generation(digest, 2, new_token())
+    signed.raise_generation(fleet.store, a.replica.keys, digest, 2)
     del fleet.store.announced[digest]
     fleet.eventually(lambda: b.replica.tenants.generation("acme") == 3)
     assert b.purged == [("acme", 3)]
@@ -233,20 +250,21 @@ def test_a_purge_that_failed_is_not_confirmed(fleet: MemoryFleet) -> None:
     assert b.purged == [("acme", 1)] and a.replica.purge_report("acme").is_complete
 
 
-def test_a_generation_of_before_there_were_tokens_is_obeyed_again(fleet: MemoryFleet) -> None:
-    """Nobody can say which purge it stands for."""
+def test_a_generation_that_no_replica_signed_is_none(fleet: MemoryFleet) -> None:
+    """As wire version 4 wrote it: who knows a purge states it again, and nobody obeys the other."""
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     digest = a.replica.keys.tenant("acme")
     a.replica.purge("acme")
     fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
     for each in (a, b):
         each.warm(ACME, prompt(512))
-    fleet.store.accounts[digest].raised = Raised(1)
-    fleet.store.accounts[digest].confirmed = {"a": "1000001", "b": "1000002"}
-    late = Purged(fleet, "late")
-    assert late.replica.purge_report("acme").confirmed == ("late",), "it has nothing, and raised it"
-    fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b", "late"))
-    assert fleet.store.tenant(digest).generation == 2 and a.purged[-1] == b.purged[-1] == ("acme", 2)
+    fleet.store.accounts[digest].raised = Raised(7, "ab" * 16)
+    fleet.store.accounts[digest].confirmed = {"a": Confirmed("1000001"), "b": Confirmed("1000002")}
+    with pytest.raises(UnreadableRecord, match=digest.hex()):
+        b.replica.purge_report("acme")
+    fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
+    assert fleet.store.tenant(digest).generation == 1 and a.purged == [("acme", 1)] and b.purged == []
+    assert all(each.cache.match(ACME, prompt(512)).num_tokens == 512 for each in (a, b))
 
 
 @pytest.mark.parametrize("end", ["killed", "left", "lost"])
@@ -544,9 +562,9 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
     def remaining_s() -> float:
         return reader.remaining_s(store.fetch(["b"]).seen[0])
 
-    store.beat(writer, 1, 10.0, "", Load())
+    signed.beat(store, keys, writer, 1)
     reader.refresh()
-    store.beat(writer, 2, 10.0, "", Load())
+    signed.beat(store, keys, writer, 2)
     wall.advance(3600.0)
     assert remaining_s() == 10.0 and reader.known()[0].info.live, "as of the last fetch"
     reader.refresh()
@@ -564,7 +582,7 @@ def test_a_store_whose_clock_jumps_ahead_ends_no_lease_for_who_purges() -> None:
 def test_a_clock_that_is_turned_back_before_anything_was_read_stops_no_reader() -> None:
     now, store, keys = [10_000.0], MemoryStore(ManualClock(5.0)), FleetKeys(SECRET)
     registration = Registration("b", 0, "nonce", "", "fp:model", 16, WIRE_VERSION, keys.canary)
-    store.beat(Writer("b", store.boot(registration).value, "nonce"), 1, 10.0, "", Load())
+    signed.beat(store, keys, Writer("b", store.boot(registration).value, "nonce"), 1)
     reader = Reader(Settings("a", SECRET, "fp:model", 16), keys, store, lambda: now[0])
     store.is_reachable = False
     with pytest.raises(StoreUnavailable):
@@ -640,11 +658,11 @@ def test_numbers_that_a_store_may_have_lost_are_not_used_again(
 def test_a_position_that_a_store_has_lost_is_given_to_no_other_purge() -> None:
     clock = ManualClock(1000.0)
     store = MemoryStore(clock)
-    store.raise_generation(b"t" * 32, 0, new_token())
+    signed.raise_generation(store, FleetKeys(SECRET), b"t" * 32)
     (_, read_up_to), *_ = store.purges(0)
     store.lose()
     clock.advance(0.5)
-    store.raise_generation(b"u" * 32, 0, new_token())
+    signed.raise_generation(store, FleetKeys(SECRET), b"u" * 32)
     assert [tenant for tenant, _ in store.purges(read_up_to)] == [b"u" * 32]
 
 
@@ -754,7 +772,7 @@ class Taken:
 
     def beat(self, writer: Writer) -> None:
         self.num_beats += 1
-        assert self.store.beat(writer, self.num_beats, 10.0, "", Load()).verdict == "OK"
+        assert signed.beat(self.store, self.keys, writer, self.num_beats).verdict == "OK"
 
     def replaced(self, reader: Reader | None = None) -> set[str]:
         return (reader or self.reader).replaced(self.store.fetch(["b"]).seen)
@@ -861,7 +879,7 @@ def test_a_clock_that_jumps_ends_no_lease_for_who_purges(seconds: float) -> None
     def remaining_s() -> float:
         return reader.remaining_s(store.fetch(["b"]).seen[0])
 
-    store.beat(writer, 1, 10.0, "", Load())
+    signed.beat(store, keys, writer, 1)
     reader.refresh()
     now[0] += 4.0
     assert remaining_s() == 6.0

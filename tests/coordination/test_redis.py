@@ -30,7 +30,7 @@ from radixkv.coordination.protocol import WIRE_VERSION, FleetPin, JobPart, WarmJ
 from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore, _greet
 from radixkv.coordination.store import Durable, Share
 from radixkv.coordination.tenants import Purge
-from radixkv.coordination.wire import Entry, Limit, Raised, Registration
+from radixkv.coordination.wire import NOTHING, Entry, Limit, Raised, Registration
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -1069,7 +1069,8 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     )
     registration = Registration("a", 0, "nonce", "http://h", "fp", 16, WIRE_VERSION, "canary")
     yield lambda: store.boot(registration)
-    yield lambda: store.beat(writer, 1, 60.0, "proof", Load())
+    beat = replace(registration, epoch=1, proof="proof", lease_ms=60_000, beats=1)
+    yield lambda: store.beat(beat, Load())
     yield lambda: store.append(writer, 2, [Entry("clear", b"")])
     yield lambda: store.snapshot(writer, 1, 1, holdings, anew=True)
     yield lambda: store.fetch(["a", "b"])
@@ -1079,8 +1080,10 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.load("a", 1, 0)
     yield lambda: store.set_limit(tenant, FIVE, 0)
     yield lambda: store.reserve(tenant, Share(*writer, "fp", 3), 60.0)
-    yield lambda: store.raise_generation(tenant, 0, "0" * 32)
-    yield lambda: store.confirm(tenant, writer, Raised(1, "0" * 32))
+    raised = Raised(1, "0" * 32, "a", "nonce", "0" * 64)
+    yield lambda: store.raise_generation(tenant, raised, NOTHING)
+    yield lambda: store.announce(tenant)
+    yield lambda: store.confirm(tenant, writer, raised, "0" * 64)
     yield lambda: store.tenant(tenant)
     yield lambda: store.purges(0)
     yield lambda: store.look_at([tenant], "a")
@@ -1090,7 +1093,7 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.add_part(job.id, writer, JobPart("b", 1, "nonce", "queued"))
     yield lambda: store.save_part(job.id, job.parts[0])
     yield lambda: store.load_job(job.id)
-    yield lambda: store.leave(writer)
+    yield lambda: store.leave(writer, "proof")
 
 
 def test_whatever_a_server_says_is_an_answer_or_none(redis_server: RedisServer) -> None:

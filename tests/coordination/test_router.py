@@ -21,8 +21,8 @@ from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.protocol import MAX_AMOUNT, SEGMENT_TOKENS
 from radixkv.coordination.router import Predicted, Predictions
 from radixkv.coordination.sources import Beside, Generations, Observer
-from radixkv.coordination.wire import new_token
 from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
+from tests.coordination import signed
 from tests.redis_server import free_port
 
 SECRET = b"the secret of this fleet"
@@ -362,7 +362,7 @@ def test_a_purged_tenant_is_met_by_nobody(fleet: Fleet) -> None:
     fleet.hold("a", ids)
     fleet.settle()
     assert sum(fleet.router.rank(ACME, ids)[0].matched_tokens.values()) == 1024
-    fleet.store.raise_generation(fleet.source.keys.tenant("acme"), 0, new_token())
+    signed.raise_generation(fleet.store, fleet.source.keys, fleet.source.keys.tenant("acme"))
     fleet.source.poll()
     fleet.router.rank(ACME, ids)
     fleet.source.poll()
@@ -554,7 +554,7 @@ def test_generations_of_a_router_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     store, keys = MemoryStore(), FleetKeys(SECRET)
     generations = Generations(keys, store)
     for number in range(9):
-        store.raise_generation(keys.tenant(f"tenant-{number}"), 0, new_token())
+        signed.raise_generation(store, keys, keys.tenant(f"tenant-{number}"))
         generations.follow(frozenset())
         generations(f"tenant-{number}")
         generations.follow(frozenset())

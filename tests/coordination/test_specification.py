@@ -25,8 +25,8 @@ from radixkv.coordination.holdings import Holdings, split
 from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.coordination.redis import RedisStore
-from radixkv.coordination.store import Durable, Share, Store
-from radixkv.coordination.wire import OPS, TIERS, Entry, Limit, Raised, Registration
+from radixkv.coordination.store import Durable, Looked, Share, Store
+from radixkv.coordination.wire import NO_LIMIT, NOTHING, OPS, TIERS, Entry, Limit, Raised, Registration
 from radixkv.errors import StoreUnavailable
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers
 from tests.tcp_proxy import TcpProxy
@@ -213,7 +213,10 @@ class Machine(RuleBasedStateMachine):
             if name in store.records and old is not None:
                 store.records[name].listed_until = old.listed_until
 
-        self.both(lambda store: store.beat(writer, number, LEASE_S, "proof", load), fault, unlist)
+        beat = Registration(
+            *writer, "http://h", "fp", 16, WIRE_VERSION, "canary", 0, "proof", int(LEASE_S * 1000), number, 0, number
+        )  # fmt: skip
+        self.both(lambda store: store.beat(beat, load), fault, unlist)
 
     @rule(
         name=names,
@@ -253,7 +256,7 @@ class Machine(RuleBasedStateMachine):
             if name in store.records and old is not None:
                 store.records[name].listed_until = old.listed_until
 
-        self.both(lambda store: store.leave(writer), fault, stay_listed)
+        self.both(lambda store: store.leave(writer, "farewell"), fault, stay_listed)
 
     @rule(
         tenant=tenants,
@@ -262,8 +265,7 @@ class Machine(RuleBasedStateMachine):
         fault=faults,
     )
     def set_limit(self, tenant: bytes, blocks: int | None, expected: int | None, fault: str | None) -> None:
-        stands = self.memory.look_at([tenant])[0]
-        assert stands is not None
+        stands = self.stands(tenant)
         expected = stands.limit.stamp if expected is None else expected
         limit = Limit(blocks, stands.limit.stamp + 1, f"{expected:064x}")
         self.both(lambda store: store.set_limit(tenant, limit, expected), fault)
@@ -273,27 +275,46 @@ class Machine(RuleBasedStateMachine):
         share=st.builds(
             Share, names, st.integers(1, 3), nonces, st.sampled_from(["fp", "fp", "fq:x"]), st.integers(0, 9)
         ),
+        limit=st.sampled_from([None, None, None, NO_LIMIT, Limit(5, 1, "0" * 64)]),
         fault=faults,
     )
-    def reserve(self, tenant: bytes, share: Share, fault: str | None) -> None:
-        self.both(lambda store: store.reserve(tenant, share, LEASE_S), fault)
+    def reserve(self, tenant: bytes, share: Share, limit: Limit | None, fault: str | None) -> None:
+        stands = self.stands(tenant).limit if limit is None else limit
+        self.both(lambda store: store.reserve(tenant, share, LEASE_S, stands), fault)
 
     @rule(tenant=tenants, name=names, blocks=st.integers(1, 9))
     def reserve_for_a_moment(self, tenant: bytes, name: str, blocks: int) -> None:
-        self.both(lambda store: store.reserve(tenant, Share(name, 3, "one", "fp", blocks), 0.001), None)
+        share, limit = Share(name, 3, "one", "fp", blocks), self.stands(tenant).limit
+        self.both(lambda store: store.reserve(tenant, share, 0.001, limit), None)
         self.clock.advance(0.003)
         time.sleep(0.003)
 
-    @rule(tenant=tenants, above=st.integers(0, 3), fault=faults)
-    def raise_generation(self, tenant: bytes, above: int, fault: str | None) -> None:
+    def stands(self, tenant: bytes) -> Looked:
+        """What each replica looks at of a tenant."""
+        (looked,) = self.memory.look_at([tenant])
+        assert looked is not None
+        return looked
+
+    @rule(
+        tenant=tenants,
+        above=st.integers(0, 3),
+        is_outdated=st.sampled_from([False, False, True]),
+        fault=faults,
+    )
+    def raise_generation(self, tenant: bytes, above: int, is_outdated: bool, fault: str | None) -> None:
         announced = copy.deepcopy(self.memory.announced)
 
         def silence(store: MemoryStore) -> None:
             store.announced = announced
 
         self.num_raises += 1
-        token = f"{self.num_raises:032x}"
-        self.both(lambda store: store.raise_generation(tenant, above, token), fault, silence)
+        raised = Raised(above + 1, f"{self.num_raises:032x}", "a", "nonce", "0f" * 32)
+        standing = NOTHING if is_outdated else self.stands(tenant).standing
+        self.both(lambda store: store.raise_generation(tenant, raised, standing), fault, silence)
+
+    @rule(tenant=tenants, fault=faults)
+    def announce(self, tenant: bytes, fault: str | None) -> None:
+        self.both(lambda store: store.announce(tenant), fault)
 
     @rule(
         tenant=tenants,
@@ -304,18 +325,10 @@ class Machine(RuleBasedStateMachine):
         fault=faults,
     )
     def confirm(self, tenant: bytes, name: str, age: int, off: int, older: int, fault: str | None) -> None:
-        writer, (generation, token) = self.writer(name, age), self.memory.tenant(tenant).raised
-        token = f"{int(token, 16) - older:032x}" if token else token
-        raised = Raised(generation + off, token)
-        self.both(lambda store: store.confirm(tenant, writer, raised), fault)
-
-    @rule(tenant=tenants)
-    def forget_a_token(self, tenant: bytes) -> None:
-        """As a store has it that was written to before there were tokens."""
-        if tenant in self.memory.accounts:
-            account = self.memory.accounts[tenant]
-            account.raised = account.raised._replace(token="")
-        self.direct.connection.of("HDEL", f"rk1:{{t:{tenant.hex()}}}:q", "token")
+        writer, raised = self.writer(name, age), self.memory.tenant(tenant).raised
+        token = f"{int(raised.token, 16) - older:032x}" if raised.token else ""
+        raised = raised._replace(generation=raised.generation + off, token=token)
+        self.both(lambda store: store.confirm(tenant, writer, raised, "0f" * 32), fault)
 
     @rule(after=st.integers(0, 3))
     def purges(self, after: int) -> None:

@@ -12,9 +12,11 @@ from xxhash import xxh3_128_hexdigest
 from radixkv.coordination import wire
 from radixkv.coordination.holdings import split
 from radixkv.coordination.protocol import JobPart, WarmJob, Writer
-from radixkv.coordination.wire import Raised, Registration, WireError
+from radixkv.coordination.wire import Confirmed, Raised, Registration, WireError
 
-REGISTRATION = Registration("a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7)
+REGISTRATION = Registration(
+    "a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7, 1_700_000_000_000
+)
 
 digests = st.binary(min_size=16, max_size=16)
 namespaces = st.binary(min_size=32, max_size=32)
@@ -143,14 +145,13 @@ def test_malformed_entries_are_refused(changes: dict[str, bytes]) -> None:
 
 def test_registrations_go_around() -> None:
     fields = wire.registration_fields(REGISTRATION) | {"epoch": "7", "last_seq": "3", "proof": "proof"}
-    fields |= {"lease_ms": "1500", "beats": "4", "replaced_ms": "7"}
+    fields |= {"lease_ms": "1500", "beats": "4", "replaced_ms": "7", "stated_ms": "1700000000000"}
     values = [fields[name].encode() for name in wire.REGISTRATION_FIELDS]
     assert wire.parse_registration("a", values) == REGISTRATION
-    unheard = wire.parse_registration("a", [*values[:-4], None, None, None, None])
-    assert (unheard.proof, unheard.lease_ms, unheard.beats, unheard.replaced_ms) == ("", 0, 0, 0), (
-        "before the first beat"
-    )
-    for index in range(len(values) - 4):
+    unheard = wire.parse_registration("a", [*values[:-5], *[None] * 5])
+    stated = unheard.proof, unheard.lease_ms, unheard.beats, unheard.replaced_ms, unheard.stated_ms
+    assert stated == ("", 0, 0, 0, 0), "before the first beat"
+    for index in range(len(values) - 5):
         for bad in (None, b"\xff", b"9" * 300):
             with pytest.raises(WireError):
                 wire.parse_registration("a", [*values[:index], bad, *values[index + 1 :]])
@@ -222,20 +223,33 @@ def test_malformed_jobs_are_refused(name: bytes, value: bytes) -> None:
 
 
 def test_a_tenant_is_read_as_far_as_it_has_the_form() -> None:
-    fields = {
+    raised = Raised(3, "0123456789abcdef" * 2, "a", "ab12", "0f" * 32)
+    stands = dict(zip((b"generation", b"token", b"raised"), wire.raised_fields(raised), strict=True))
+    fields = stands | {
         b"limit": b"10",
-        b"generation": b"3",
         b"r:a": b"7:ab12:5:99:fp:model",
         b"r:b": b"7:ab12:5",
         b"r:c": b"7:5:99:fp:model",
-        b"c:a": b"ab12",
-        b"c:b": b"a nonce",
+        b"c:a": b"ab12:" + b"0f" * 32,
+        b"c:b": b"ab12",
+        b"c:d": b"a nonce:" + b"0f" * 32,
         b"x": b"7",
     }
-    shares, confirmed = {"a": (7, "ab12", 5, 99, "fp:model")}, {"a": "ab12"}
-    assert wire.parse_tenant(fields) == (10, Raised(3), shares, confirmed), "of before there were tokens"
-    for token, kept in ((b"0123456789abcdef" * 2, "0123456789abcdef" * 2), (b"0123", ""), (b"\xff" * 32, "")):
-        assert wire.parse_tenant(fields | {b"token": token}) == (10, Raised(3, kept), shares, confirmed)
-    assert wire.parse_tenant({}) == (None, Raised(), {}, {})
-    malformed = {b"limit": b"many", b"generation": b"x", b"token": b"0123456789abcdef" * 2}
-    assert wire.parse_tenant(malformed) == (None, Raised(), {}, {})
+    shares, confirmed = {"a": (7, "ab12", 5, 99, "fp:model")}, {"a": Confirmed("ab12", "0f" * 32)}
+    assert wire.parse_tenant(fields) == (10, raised, raised.standing, shares, confirmed)
+    for name in stands:
+        for bad in (b"", b"-1", b"3.0", b"9" * 16, b"03", b"\xff" * 32, b"ab12:00:a"):
+            found = wire.parse_tenant(fields | {name: bad})
+            assert (found.raised, found.limit, found.shares) == (wire.NEVER, 10, shares)
+            assert found.standing != raised.standing and found.standing != wire.NOTHING
+    assert wire.parse_tenant({}) == (None, wire.NEVER, wire.NOTHING, {}, {})
+    assert wire.parse_tenant({b"limit": b"many"}) == (None, wire.NEVER, wire.NOTHING, {}, {})
+
+
+def test_tokens_of_purges_are_ordered_by_time() -> None:
+    """So that of two purges which a store gave one number all agree which was later."""
+    earlier, later = (wire.new_token(wall_s=wall_s) for wall_s in (1.7e9, 1.7e9 + 1e-5))
+    assert earlier[:16] < later[:16] < wire.new_token(wall_s=4.4e9)[:16]
+    given_back = wire.new_token(earlier[:16])
+    assert given_back[:16] == earlier[:16] and given_back != earlier
+    assert Raised(1, earlier).age == Raised(1, given_back).age < Raised(1, later).age < Raised(2, earlier).age
