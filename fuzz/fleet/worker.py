@@ -246,7 +246,8 @@ class Worker:
     def told(self, tenant: str, found: Purge) -> dict[str, Any]:
         """Whether a purge is complete, and the epochs of those that have confirmed it."""
         store = self.coordinator.store
-        nonces = store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
+        said = store.tenant(self.coordinator.keys.tenant(tenant)).confirmed
+        nonces = {name: each.nonce for name, each in said.items()}
         registered = [each.registration for each in store.fetch(found.confirmed).seen]
         confirmed = {
             each.replica_id: each.epoch for each in registered if nonces.get(each.replica_id) == each.nonce

@@ -3,7 +3,7 @@
     record                 covered
     raise of a generation  tenant digest, generation, token, replica, nonce of its registration
     confirmation           tenant digest, generation, token, replica, nonce of its registration
-    beat                   replica, epoch, nonce, number and time of the beat, lease, address, and all else that it states
+    beat                   replica, epoch, nonce, number and time of the beat, lease, address, and what else it states
     farewell               replica, epoch, nonce
     answer to a challenge  challenge, audience (replica, epoch, nonce), address
 

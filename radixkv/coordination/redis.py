@@ -728,6 +728,8 @@ class RedisStore:
     @translated()
     def confirm(self, tenant: bytes, writer: Writer, raised: Raised, proof: str) -> bool:
         """See the protocol."""
+        if not raised.token:
+            return False
         key, confirmed = _tenant_key(tenant), format_confirmed(Confirmed(writer.nonce, proof))
         args: Args = [raised.standing, writer.replica_id, confirmed, MAX_CONFIRMED]
         answer = int(self.connection.run(scripts.CONFIRM, [key], args))

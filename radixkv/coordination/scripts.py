@@ -4,10 +4,10 @@ All keys of a script carry one hash tag, so they live on one shard. Entries stan
 ``epoch-seq``: ids grow with every boot, a cursor is a position in the log, and a trim is exact. Numbers that
 pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent.
 
-Whatever a script reads may have been written by anybody. Numbers are read by ``count``: up to 15 digits, and nothing else
-is one. A registration whose numbers can't be read, or a log that takes no entry, is LOST: its replica registers anew, and
-``boot`` begins with what it writes itself. Numbers that have come close to 15 digits are begun anew, too. A key of
-another type is deleted by the client (``REPAIR``), which then runs the script again.
+What a script reads may have been written by anybody. Numbers are read by ``count``: up to 15 digits, and nothing
+else is one. A registration whose numbers can't be read, or a log that takes no entry, is LOST: its replica registers
+anew, and ``boot`` begins with what it writes itself. Epochs and log numbers close to 15 digits are begun anew, too. A
+key of another type is deleted by the client (``REPAIR``), which then runs the script again.
 
     boot      KEYS meta lease ev snapmeta load    ARGV epoch-before retention-ms snap-prefix process
               field value … -> epoch. Fences the last registration, drops its lease and snapshot, begins the log

@@ -121,9 +121,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class TenantFacts:
-    """What the store says of a tenant: ``confirmed`` has what was confirmed of ``raised``, by replica. Nothing is proven.
+    """What the store says of a tenant: ``confirmed`` has what was confirmed of ``raised``, by replica.
 
-    ``standing``: see ``Looked``.
+    Nothing of it is proven. ``standing``: see ``Looked``.
     """
 
     limit: int | None = None
@@ -227,8 +227,9 @@ class Store(Protocol):
         """State the blocks that a replica wants to hold, absolute; grants what ``limit`` leaves beside the others.
 
         The grant counts until it is stated again, or ``keep_s`` are over. STALE, and nothing is done, where another
-        limit stands, unless no blocks are wanted. FENCED by a share of a greater epoch. One of the same epoch and another nonce counts beside, until it is over, and nothing is granted: nobody knows which of
-        the two is the younger. A share that counts for longer than the longest lease is dropped: nobody states such.
+        limit stands, unless no blocks are wanted. FENCED by a share of a greater epoch. One of the same epoch and
+        another nonce counts beside, until it is over, and nothing is granted: nobody knows which of the two is the
+        younger. A share that counts for longer than the longest lease is dropped: nobody states such.
         """
 
     def raise_generation(self, tenant: bytes, raised: Raised, standing: bytes) -> Durable:

@@ -9,13 +9,13 @@ meanwhile.
 
 A raise and a confirmation count only with their proof (``proofs.py``), so a writer to the store without the fleet's
 secret can make neither. A store that lost a raise may give its number to another one. The token tells them apart: its
-first half names the purge and begins with the purge's time, its second half the raise. Raises are ordered by number,
-then by purge. What stands in the store is compared with the last raise that was obeyed here:
+first half names the purge and begins with the purge's time, its second half the raise. What stands in the store is
+compared with the last raise that was obeyed here (``Raised.relation``):
 
-    later                                    it is obeyed, and confirmed
-    the same purge                           it was obeyed: it is only confirmed, for it may have been given back
-    a smaller number, or nothing proven      lost, or put back by an outsider: the known one is written again
-    an earlier purge of the same number      nobody can say which of the two all have obeyed: another purge is raised
+    later                  it is obeyed, and confirmed
+    same                   it was obeyed: it is only confirmed, for it may have been given back
+    earlier, or nothing    lost, or put back by an outsider: the known one is written again
+    apart                  nobody can say which of the two all have obeyed: another purge is raised
 
 An announcement only says where to look. What stands in the place of a raise without being one (``UnreadableRecord``)
 fails that tenant's purge and the question how far it has come, is logged with the tenant's digest, and is replaced by
@@ -254,7 +254,8 @@ class Tenants:
                 raise _shard_is_away()
             stands = self._proven(digest, looked)
             above = max(stands.generation, self.generation(tenant))
-            raised = self._signed(writer, digest, above + 1, new_token())
+            token = new_token(after=[stands, self.raised(tenant)])
+            raised = self._signed(writer, digest, above + 1, token)
             written = self._store.raise_generation(digest, raised, looked.standing)
             if written.value:
                 return Raising(raised, written.replicated, self._is_unreadable(looked, stands))
@@ -266,11 +267,13 @@ class Tenants:
         StoreUnavailable too if the store has lost it meanwhile, so that nobody would ever hear of it.
         """
         self.follow(writer, is_new=False, raised={self._keys.tenant(tenant): raised})
-        if self.raised(tenant).age < raised.age:
+        if self.raised(tenant).relation(raised) not in ("same", "later"):
             raise StoreUnavailable("the store does not keep what is written to it")
 
     def obey(self, writer: Writer, tenant: str, raised: Raised) -> None:
         """Obey and confirm a raise that another replica tells of, whatever the store says; an earlier one is none.
+
+        One that was raised without knowing the last one that was obeyed here is obeyed, and left to ``follow``.
 
         Raises ArgumentError if its proof is wrong, StoreUnavailable once it is obeyed and can't be confirmed.
         """
@@ -279,9 +282,12 @@ class Tenants:
         if not self._proofs.is_raise(digest, raised):
             raise ArgumentError("raised", raised.generation, "a raise with its proof")
         known = self._generations.get(digest, _NEVER)
-        if raised.age > known.raised.age or (raised.age == known.raised.age and not known.is_done):
+        relation = raised.relation(known.raised)
+        if relation == "later" or (relation == "same" and not known.is_done):
             self.meet([tenant])
             self._obey(writer, digest, tenant, raised, known.position)
+        elif relation == "apart" and self.on_purge is not None:
+            self.on_purge(tenant, known.raised.generation)
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
         """How far the last purge has come. An id that was taken over hasn't confirmed while who had it may serve.
@@ -297,7 +303,7 @@ class Tenants:
         if self._is_unreadable(facts, stands):
             raise _unreadable(digest)
         generation = max(stands.generation, known.generation)
-        is_kept = stands.age >= known.age  # otherwise the store has lost it, and who confirmed
+        is_kept = not self._is_lost(stands, known)  # otherwise the store has lost it, and who confirmed
         confirmed = self._confirmed(digest, facts) if is_kept else {}
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
@@ -350,8 +356,8 @@ class Tenants:
                 continue
             self._limits.compare(digest, looked.limit)
             stands = self._proven(digest, looked)
-            if stands.age < mine.raised.age:
-                self._give_back(writer, digest, looked, mine.raised)
+            if self._is_lost(stands, mine.raised):
+                self._give_back(writer, digest, looked, stands, mine.raised)
             elif digest in unannounced:
                 self._store.announce(digest)
             elif stands != mine.raised or not mine.is_done:
@@ -397,16 +403,22 @@ class Tenants:
         raised = Raised(generation, token, writer.replica_id, writer.nonce)
         return raised._replace(proof=self._proofs.of_raise(digest, raised))
 
-    def _give_back(self, writer: Writer, digest: bytes, looked: Looked, known: Raised) -> Raised | None:
-        """Write what is known here in the place of what is older; None if another replica was faster.
+    def _is_lost(self, stands: Raised, known: Raised) -> bool:
+        """Whether what stands doesn't say that ``known`` was raised."""
+        return known != NEVER and (stands == NEVER or stands.relation(known) in ("earlier", "apart"))
 
-        An earlier purge of the same number is replaced by a new purge of a greater one.
+    def _give_back(
+        self, writer: Writer, digest: bytes, looked: Looked, stands: Raised, known: Raised
+    ) -> Raised | None:
+        """Write what is known here in the place of what stands; None if another replica was faster.
+
+        Where the two were raised apart, a new purge takes the place of both.
         """
-        is_rival = looked.raised.generation == known.generation and self._proofs.is_raise(
-            digest, looked.raised
-        )
-        number, purge = (known.generation + 1, "") if is_rival else (known.generation, known.purge)
-        raised = self._signed(writer, digest, number, new_token(purge))
+        number, token = known.generation, new_token(known.purge)
+        if stands != NEVER and stands.relation(known) == "apart":
+            number = max(stands.generation, known.generation) + 1
+            token = new_token(after=[stands, known])
+        raised = self._signed(writer, digest, number, token)
         return raised if self._store.raise_generation(digest, raised, looked.standing).value else None
 
     def _confirm(self, writer: Writer, digest: bytes, raised: Raised) -> None:
@@ -432,10 +444,10 @@ class Tenants:
         for digest, looked in zip(digests, self._store.look_at(digests) if digests else (), strict=True):
             if looked is None:
                 raise _shard_is_away()
-            raised: Raised | None = self._proven(digest, looked)
-            known = self._generations.get(digest, _NEVER).raised
-            if raised is not None and raised.age < known.age:
-                raised = self._give_back(writer, digest, looked, known)
+            stands, known = self._proven(digest, looked), self._generations.get(digest, _NEVER).raised
+            raised: Raised | None = stands
+            if self._is_lost(stands, known):
+                raised = self._give_back(writer, digest, looked, stands, known)
             if raised is not None and raised.generation:
                 found[digest] = raised
         return found
@@ -448,7 +460,7 @@ class Tenants:
     def _take(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
         """Obey and confirm what stands in the store; what was obeyed already is only confirmed, also if given back."""
         known = self._generations.get(digest, _NEVER)
-        if raised.age == known.raised.age and known.is_done:
+        if known.is_done and raised.relation(known.raised) == "same":
             self._note(digest, _Obeyed(raised, position, True))
             self._confirm(writer, digest, raised)
         else:

@@ -17,12 +17,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
-from radixkv.coordination.protocol import MAX_AMOUNT, FleetPin, JobPart, JobState, Load, WarmJob, Writer
+from radixkv.coordination.protocol import (
+    MAX_AMOUNT,
+    MAX_CLOCK_SKEW_S,
+    FleetPin,
+    JobPart,
+    JobState,
+    Load,
+    WarmJob,
+    Writer,
+)
 
 DIGESTS_AN_ENTRY: Final = 64
 SNAPSHOT_CHUNK_BYTES = 512 << 10
@@ -386,7 +395,13 @@ _SHARE = re.compile(rb"([0-9]{1,15}):([!-9;-~]{1,64}):([0-9]{1,15}):([0-9]{1,15}
 
 _TOKEN = re.compile(rb"[0-9a-f]{32}")
 _PURGE_DIGITS = 16
-_MAX_TIME = (1 << 52) - 1
+_TIME_DIGITS = 13
+_MAX_TIME = 16**_TIME_DIGITS - 1
+
+
+Relation = Literal["same", "later", "earlier", "apart"]
+"""Of what stands in a store to what is known: the same purge; one that takes its place; one whose place it took; one
+that was raised without knowing the other, so that nobody can say which of the two all have obeyed."""
 
 
 class Raised(NamedTuple):
@@ -408,10 +423,19 @@ class Raised(NamedTuple):
         """Which purge it stands for: the same where a lost raise was given back."""
         return self.token[:_PURGE_DIGITS]
 
-    @property
-    def age(self) -> tuple[int, str]:
-        """By which raises are ordered: the number, and of equal numbers the time of the purge."""
-        return self.generation, self.purge
+    def relation(self, known: Raised) -> Relation:
+        """What it is to one who has obeyed ``known``, both of them proven.
+
+        A purge is drawn later than all that its raiser knew (``new_token``). So one that was drawn earlier than
+        ``known`` was raised by somebody who didn't know that. Times further apart than clocks may be can be compared
+        where neither knew the other.
+        """
+        if (self.generation, self.purge) == (known.generation, known.purge):
+            return "same"
+        if self.purge > known.purge:
+            return "later" if self.generation >= known.generation else "apart"
+        is_before = _drawn_us(self.purge) + MAX_CLOCK_SKEW_S * 1e6 < _drawn_us(known.purge)
+        return "earlier" if is_before and self.generation <= known.generation else "apart"
 
     @property
     def standing(self) -> bytes:
@@ -495,19 +519,23 @@ def new_process() -> str:
     return secrets.token_hex(_RANDOM_BYTES)
 
 
-def new_token(purge: str = "", wall_s: float | None = None) -> str:
+def new_token(purge: str = "", *, after: Iterable[Raised] = ()) -> str:
     """For a raise: 16 hex digits that stand for a purge, a new one unless given, and 16 for this raise alone.
 
-    Those of a purge begin with its time in µs since 1970, by this machine's clock or ``wall_s``: of two purges that a
-    store gave one number, the later is the greater.
+    Those of a new purge begin with its time in µs since 1970, by this machine's clock, and later than those of
+    ``after``.
     """
-    drawn_us = int((time.time() if wall_s is None else wall_s) * 1e6)
-    new = f"{drawn_us & _MAX_TIME:013x}{secrets.randbits(12):03x}"
+    drawn_us = max(int(time.time() * 1e6), *(_drawn_us(each.purge) + 1 for each in after), 0)
+    new = f"{min(drawn_us, _MAX_TIME):013x}{secrets.randbits(12):03x}"
     return (purge or new) + secrets.token_hex(_RANDOM_BYTES)
 
 
+def _drawn_us(purge: str) -> int:
+    return int(purge[:_TIME_DIGITS] or "0", 16)
+
+
 def parse_raised(generation: bytes | None, token: bytes | None, signed: bytes | None) -> tuple[Raised, bytes]:
-    """From ``RAISED_FIELDS`` of a tenant's hash: the raise, and what stands there; ``NEVER`` of what has not this form."""
+    """From ``RAISED_FIELDS`` of a tenant's hash: the raise, ``NEVER`` if it has not this form, and what stands."""
     standing = _joined(generation, token, signed)
     by = _SIGNED.fullmatch(signed or b"")
     if not (generation and _NUMBER.fullmatch(generation) and token and _TOKEN.fullmatch(token) and by):

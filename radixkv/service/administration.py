@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
 
-from radixkv.errors import ArgumentError, ConfigError, CoordinationError, refusal
+from radixkv.errors import ArgumentError, ConfigError, CoordinationError, UnreadableRecord, refusal
 from radixkv.service.auth import TENANT_ALLOWED, Key, Principal, tenant_named
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.keys import KeyRefused, UnknownKey
@@ -150,11 +150,19 @@ async def _purged(call: Call, tenant: str) -> PurgeReply:
         pins = await service.threads.administer(partial(coordinator.fleet_pins, tenant))
         purge = await service.threads.administer(partial(coordinator.purge, tenant))
         await service.keeper.purged(tenant, pins)
+        await service.fleet.spread_purge(tenant, coordinator.tenants.raised(tenant))
         if not purge.is_complete:
-            await service.fleet.spread_purge(tenant)
             purge = await service.threads.administer(partial(coordinator.purge_report, tenant))
-    except CoordinationError:
-        message = "purged here; other replicas haven't heard of it, as the store can't be reached: ask again"
+    except CoordinationError as error:
+        await service.fleet.spread_purge(tenant)
+        reason = "the store can't be reached"
+        if isinstance(error, UnreadableRecord):
+            reason = (
+                "what the store had of the tenant's generation was no replica's writing, and was replaced"
+            )
+        message = (
+            f"purged here, and on those replicas that could be told; not confirmed, as {reason}: ask again"
+        )
         raise store_unavailable(message) from None
     return PurgeReply(blocks=blocks, **_state(purge))
 

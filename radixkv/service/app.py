@@ -28,12 +28,13 @@ from radixkv.service import administration, bases, handlers, pinning, routing
 from radixkv.service.completions import completions
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, Host, has_encoded_slash, serve
-from radixkv.service.fleet import PURGE_PATH, WARM_PATH
+from radixkv.service.fleet import PROVE_PATH, PURGE_PATH, WARM_PATH
 from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.completions import CompletionReply, CompletionRequest
+from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
 from radixkv.service.schemas.tenants import OperatorStatsReply, TenantStatsReply
 from radixkv.service.schemas.warming import (
@@ -146,6 +147,17 @@ ENDPOINTS: Sequence[Endpoint] = (
         "Hear of a purge",
         "replica",
         {204: None},
+        body=ToldPurge,
+        internal=True,
+    ),
+    Endpoint(
+        "POST",
+        PROVE_PATH,
+        handlers.prove,
+        "Answer a challenge",
+        "replica",
+        {200: ProofReply},
+        body=Challenge,
         internal=True,
     ),
 )

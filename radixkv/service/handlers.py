@@ -14,10 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from radixkv.errors import CoordinationError, StoreUnavailable
+from radixkv.coordination.wire import Raised
+from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.service.endpoint import Call, reply, until_disconnect
 from radixkv.service.orders import Order
 from radixkv.service.problems import ApiError, internal, invalid, not_found, store_unavailable
+from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
 from radixkv.service.schemas.pins import PinOrder
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
 from radixkv.service.schemas.tenants import OperatorStatsReply, TenantSettings, TenantStatsReply
@@ -98,14 +100,29 @@ async def ordered(call: Call, schema: type[Ordered]) -> tuple[Ordered, Namespace
 
 
 async def purge_for_replica(call: Call) -> Response:
-    """Obey and confirm now what was purged elsewhere, as the store says; the request only says when to look."""
-    service = call.service
+    """Forget a tenant as another replica's signed request says, whatever the store says; then obey the store too."""
+    service, tenant, told = call.service, call.signed_tenant, call.read(ToldPurge)
+    coordinator, ask = service.fleet.coordinator, service.threads.administer
+    service.warmer.forget_tenant(tenant)
     try:
-        await service.threads.administer(service.fleet.coordinator.heed)
+        if told.generation:
+            await ask(partial(coordinator.obey, tenant, Raised(**told.model_dump())))
+        else:
+            await ask(partial(service.cache.purge, tenant))
+        await ask(coordinator.heed)
+    except ArgumentError as error:
+        raise invalid(str(error), "proof", None, error.allowed) from None
     except CoordinationError:
-        raise store_unavailable("the store can't be reached") from None
-    service.warmer.forget_tenant(call.signed_tenant)
+        await ask(partial(service.cache.purge, tenant))
+        raise store_unavailable("purged here; the store can't be reached") from None
+    finally:
+        service.warmer.forget_tenant(tenant)
     return Response(status_code=204)
+
+
+async def prove(call: Call) -> Response:
+    """Show another replica that this is the registration which it means, before it sends anything of a tenant."""
+    return reply(ProofReply(proof=call.service.fleet.prove(call.read(Challenge).challenge)))
 
 
 async def warm_job(call: Call) -> Response:

@@ -185,7 +185,7 @@ def test_a_share_of_a_younger_process_fences_nobody_whose_registration_stands(
     assert grant is not None and grant.blocks == 0 and older.health().is_ok
     younger.beat()
     assert younger.health().is_ok and younger.info().live
-    with pytest.raises(StaleEpoch, match="a younger process|is fenced"):
+    with pytest.raises(StaleEpoch, match=r"a younger process|is fenced"):
         older.reserve("acme", 10)
     assert older.health().state == "fenced" and not older.info().live
     with pytest.raises(StaleEpoch):

@@ -246,10 +246,20 @@ def test_a_tenant_is_read_as_far_as_it_has_the_form() -> None:
     assert wire.parse_tenant({b"limit": b"many"}) == (None, wire.NEVER, wire.NOTHING, {}, {})
 
 
-def test_tokens_of_purges_are_ordered_by_time() -> None:
-    """So that of two purges which a store gave one number all agree which was later."""
-    earlier, later = (wire.new_token(wall_s=wall_s) for wall_s in (1.7e9, 1.7e9 + 1e-5))
-    assert earlier[:16] < later[:16] < wire.new_token(wall_s=4.4e9)[:16]
-    given_back = wire.new_token(earlier[:16])
-    assert given_back[:16] == earlier[:16] and given_back != earlier
-    assert Raised(1, earlier).age == Raised(1, given_back).age < Raised(1, later).age < Raised(2, earlier).age
+def test_purges_are_compared_by_what_their_raisers_knew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(wall_s: float, generation: int, after: tuple[Raised, ...] = ()) -> Raised:
+        monkeypatch.setattr("time.time", lambda: wall_s)
+        return Raised(generation, wire.new_token(after=after))
+
+    known = at(1.7e9, 3)
+    given_back = known._replace(token=wire.new_token(known.purge))
+    assert given_back.token != known.token and given_back.relation(known) == "same"
+    assert at(1.7e9 + 1, 3).relation(known) == at(1.7e9 + 1, 4).relation(known) == "later"
+    assert at(1.7e9 - 3600, 4, after=(known,)).relation(known) == "later", "whatever its raiser's clock says"
+    assert at(1.7e9 - 31, 3).relation(known) == at(1.7e9 - 31, 1).relation(known) == "earlier"
+    for other in (at(1.7e9 - 29, 3), at(1.7e9 - 31, 4), at(1.7e9 + 1, 2)):
+        assert other.relation(known) == "apart", (
+            "its raiser didn't know the known one, and may have come later"
+        )
+    assert known.relation(wire.NEVER) == "later"
+    assert len(at(1e12, 1).token) == 32

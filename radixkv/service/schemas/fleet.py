@@ -1,0 +1,35 @@
+"""What replicas of a fleet say to each other beside prompts: challenges, and purges."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from radixkv.coordination.protocol import MAX_AMOUNT
+from radixkv.coordination.settings import REPLICA_ID
+from radixkv.service.schemas.base import ReplyBody, RequestBody
+
+Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Challenge(RequestBody):
+    """What a replica is to answer with the fleet's secret: 32 random bytes."""
+
+    challenge: Hex32
+
+
+class ProofReply(ReplyBody):
+    """See ``coordination.proofs.Proofs.answer``."""
+
+    proof: Hex32
+
+
+class ToldPurge(RequestBody):
+    """The raise of a tenant's generation (``coordination.wire.Raised``); a generation of 0: forget the tenant now."""
+
+    generation: int = Field(0, ge=0, le=MAX_AMOUNT)
+    token: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+    replica_id: Annotated[str, Field(pattern=f"^({REPLICA_ID})?$")] = ""
+    nonce: Annotated[str, Field(pattern=r"^[!-9;-~]{0,64}$")] = ""
+    proof: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
