@@ -30,8 +30,8 @@ key of another type is deleted by the client (``REPAIR``), which then runs the s
               2 if more than max fields stand there now
     tenant    KEYS q                              -> {now-ms, field value …}
     announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
-              least: were one given again that a store has lost, whoever stands there would miss it. Positions that
-              can't be one are removed
+              least: were one given again that a store has lost, whoever stands there would miss it. Positions a
+              week ahead are none of ours, and are removed
     announced KEYS purges                         ARGV after -> {tenant, position …}
     unannounced KEYS purges                       ARGV (tenant position) … -> the places, from 1, of those that
               aren't there, or only before that position
@@ -64,6 +64,15 @@ end
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+"""
+
+_PARTS = """
+local function part_of(stated)
+  local epoch, nonce = string.match(stated, '^(%d+) (%S+) %a+ %d+ %d+ %d+ [a-z_]*$')
+  epoch = count(epoch)
+  if not epoch or epoch > now_ms() + 366 * 86400000 then return 0, '' end
+  return epoch, nonce
 end
 """
 
@@ -313,7 +322,7 @@ _POSITIONS = (
     _COMMON
     + """
 local function last_position()
-  redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. whole(LARGEST), '+inf')
+  redis.call('ZREMRANGEBYSCORE', KEYS[1], whole(now_ms() + 7 * 86400000), '+inf')
   local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')
   return math.floor(math.max(tonumber(last[2] or '0') or 0, 0))
 end
@@ -399,12 +408,12 @@ return 1
 
 ADD = (
     _COMMON
+    + _PARTS
     + """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 local old = redis.call('HGET', KEYS[1], ARGV[2])
 if old then
-  local epoch, nonce = string.match(old, '^(%d+) (%S*)')
-  epoch = count(epoch) or 0
+  local epoch, nonce = part_of(old)
   if epoch > tonumber(ARGV[3]) or (epoch == tonumber(ARGV[3]) and nonce == ARGV[4]) then return 0 end
 else
   local parts = 0
@@ -506,13 +515,14 @@ return 1
 
 STATE = (
     _PINS
+    + _PARTS
     + """
 local _, state = stated(ARGV[1])
 if state ~= 'live' then return 0 end
 local field, prefix = 's:' .. ARGV[1] .. ':' .. ARGV[2], 's:' .. ARGV[1] .. ':'
 local old = redis.call('HGET', KEYS[1], field)
 if old then
-  if (count(string.match(old, '^(%d+)')) or 0) > tonumber(ARGV[3]) then return 0 end
+  if part_of(old) > tonumber(ARGV[3]) then return 0 end
 else
   local parts = 0
   for _, each in ipairs(redis.call('HKEYS', KEYS[1])) do

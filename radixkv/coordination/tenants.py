@@ -358,9 +358,10 @@ class Tenants:
             stands = self._proven(digest, looked)
             if self._is_lost(stands, mine.raised):
                 self._give_back(writer, digest, looked, stands, mine.raised)
-            elif digest in unannounced:
+                continue
+            if digest in unannounced:
                 self._store.announce(digest)
-            elif stands != mine.raised or not mine.is_done:
+            if stands != mine.raised or not mine.is_done:
                 news[digest] = stands
             elif stands.generation and not self._has_confirmed(writer, digest, looked):
                 self._confirm(writer, digest, stands)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import redis
 
 from radixkv.coordination.signing import SIGNED_HEADERS, sign_request
-from radixkv.coordination.wire import new_token
 from radixkv.errors import ConfigError
-from radixkv.service.fleet import MAX_AT_ONCE, PIN_PATH, PURGE_PATH, WARM_PATH, Fleet
+from radixkv.service.fleet import MAX_AT_ONCE, PIN_PATH, PROVE_PATH, PURGE_PATH, WARM_PATH, Fleet
 from radixkv.service.problems import ApiError
+from tests.coordination import signed
 from tests.redis_server import RedisServer
 from tests.service.running import (
     DEADLINE_S,
@@ -405,8 +407,7 @@ def test_pins_end_with_a_purge_whose_number_another_had(join: Join) -> None:
     pinned = post(one, "/v1/pins", {"token_ids": IDS[:256], "ttl_s": 600, "replicas": "all"}).json()
     assert [each["state"] for each in pinned["replicas"]] == ["done", "done"]
     coordinator = one.service.fleet.coordinator
-    key = f"rk1:{{t:{coordinator.keys.tenant('acme').hex()}}}:q"
-    coordinator.store.connection.of("HSET", key, "token", new_token())
+    signed.raise_generation(coordinator.store, coordinator.keys, coordinator.keys.tenant("acme"))
     for each in (one, two):
         eventually(lambda each=each: each.acme.get("/v1/pins").json() == {"pins": []}, "they have ended")
         eventually(lambda each=each: each.service.cache.tenant_stats("acme").pinned_blocks == 0, "here too")
@@ -470,3 +471,107 @@ def test_a_tenant_that_was_removed_leaves_no_quota_behind() -> None:
         assert quota(live, "brief") == (None, None)
         eventually(lambda: not live.service.quotas._said)
         assert quota(live, "brief") == (None, None)
+
+
+def test_a_generation_that_an_outsider_wrote_makes_no_purge_lie(
+    join: Join, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused once, with the tenant's digest in the log; all are told directly, and asked again it is right."""
+    one, two = join("one", **BRISK), join("two", **BRISK)
+    eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
+    purge, digest = "/v1/tenants/acme/purge", one.service.fleet.coordinator.keys.tenant("acme").hex()
+    for value in ("9999999999999999", "999999999999999", "-1"):
+        for each in (one, two):
+            assert each.acme.post("/v1/warm", json={"token_ids": IDS}).json()["tokens"] == len(IDS)
+        caplog.clear()
+        redis_server.command(f"HSET rk1:{{t:{digest}}}:q generation {value}")
+        refused = one.operator.post(purge)
+        if refused.status_code == 503:  # unless a beat was faster, of one who knows the generation
+            assert refused.json()["error"]["type"] == "store_unavailable" and digest in caplog.text
+            assert matched(one) == matched(two) == 0, "it was told, whatever the store says"
+            refused = one.operator.post(purge)
+        assert refused.status_code == 200
+        assert matched(one) == matched(two) == 0
+        eventually(lambda: one.operator.get(purge).json()["complete"])
+        assert one.operator.get(purge).json()["confirmed"] == ["one", "two"]
+    assert one.operator.get(purge).json()["generation"] >= 3
+
+
+class Listener:
+    """Whoever has a replica's address now: answers as told to, and keeps all that it was sent."""
+
+    def __init__(self, port: int, answer: bytes) -> None:
+        self.received, self.is_over = b"", threading.Event()
+        self._answer = answer
+        self._socket = socket.create_server(("127.0.0.1", port))
+        self._socket.settimeout(0.1)
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self.is_over.is_set():
+            with suppress(OSError):
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(0.5)
+                    with suppress(TimeoutError):
+                        while part := connection.recv(65_536):
+                            self.received += part
+                            if b"\r\n\r\n" in part:
+                                connection.sendall(self._answer)
+
+    def close(self) -> None:
+        self.is_over.set()
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b'{"proof": "%s"}' % (b"0" * 64), b"x" * 10**6, b'{"job": "0"}'], ids=len
+)
+def test_a_dead_replicas_address_gets_no_prompt_and_no_tenants_name(
+    join: Join, redis_server: RedisServer, body: bytes
+) -> None:
+    """Its registration was put back, and somebody else listens there now."""
+    one = join("one")
+    with ExitStack() as life:
+        secret = one.service.fleet.secret
+        path = Path(redis_server.folder) / "secret of the dead"
+        path.write_bytes(secret)
+        fleet = {"redis": redis_server.url, "replica": "two", "fleet-secret": str(path)}
+        two = life.enter_context(service_in_thread(**{"num-blocks": "256", **fleet}))
+        eventually(lambda: reachable(one, "one", "two"))
+        assert post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all"}).json()["replicas"][1]["tokens"]
+        port = httpx.URL(two.url).port
+        client = redis.Redis.from_url(redis_server.url)
+        fields = client.hgetall("rk1:{r:two}:meta")
+    one.service.fleet._proven.clear()  # as it is when it was proven a while ago
+    assert port is not None
+    status = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with closing(Listener(port, status + body)) as listener:
+        client.hset("rk1:{r:two}:meta", mapping=fields)
+        client.set("rk1:{r:two}:lease", fields[b"nonce"], px=3_600_000)
+        client.zadd("rk1:replicas", {"two": int(time.time() * 1000) + 3_600_000})
+        eventually(lambda: reachable(one, "one", "two"), "what it stated last is not old yet")
+        warmed = post(one, "/v1/warm", {"token_ids": IDS, "replicas": "all", "salt": "a salt"}).json()
+        outcomes = {each["replica"]: each["error"] for each in warmed["replicas"]}
+        assert outcomes["one"] is None and outcomes["two"] in ("unproven", "unreachable")
+        one.operator.post("/v1/tenants/acme/purge")
+    assert b"POST /internal/prove" in listener.received
+    for private in (b"/internal/warm", b"/internal/purge", b"acme", b"acme".hex().encode(), b"a salt", b"[5"):
+        assert private not in listener.received
+    client.close()
+
+
+def test_a_replica_proves_itself_to_its_fleet_and_for_itself_alone(member: Running) -> None:
+    own = member.service.fleet
+    info, challenge = own.coordinator.info(), "ab" * 32
+    body = json.dumps({"challenge": challenge}).encode()
+    headers = forged(member, path=PROVE_PATH, tenant="", body=body) | {"content-type": "application/json"}
+    proof = member.nobody.post(PROVE_PATH, content=body, headers=headers).json()["proof"]
+    proofs = own.coordinator.proofs
+    assert proofs.is_answer(proof, challenge, info.audience, info.address or "")
+    assert not proofs.is_answer(proof, "cd" * 32, info.audience, info.address or "")
+    assert not proofs.is_answer(proof, challenge, info.audience, "http://another")
+    assert not proofs.is_answer(proof, challenge, "member@1.nonce", info.address or "")
+    assert member.nobody.post(PROVE_PATH, content=body).status_code == 401

@@ -1,0 +1,332 @@
+"""Whoever can write to Redis: each field of each key is overwritten in turn with what no replica writes.
+
+None of that purges a tenant, lets a purge seem complete that isn't, or stops a replica or a purge for good. What a
+writer can do who also has old records, which are signed, is at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+
+from radixkv.coordination.protocol import FleetPin
+from radixkv.coordination.tenants import Purge
+from radixkv.errors import ArgumentError, StaleEpoch, StoreUnavailable, UnreadableRecord
+from tests.coordination.contract import ACME, OTHER, by_hand, hinted, names, prompt, store
+from tests.coordination.test_redis import RedisFleet
+from tests.redis_server import RedisServer
+
+VALUES = [
+    b"", b"0", b"-1", b"1.5", b"1e400", b"nan", b" 7", b"0x10", b"9" * 15, b"9" * 16, b"9" * 400, b"\xff\xfe",
+    b"x" * 5_000, b"7:live:" + b"0" * 64, b"999999999999999:nonce:9:999999999999999:fp:model",
+]  # fmt: skip
+SCORES = [-1.0, 0.5, 9e14, 1e15, 1e300, float("inf"), float("-inf")]
+ROUNDS = 30
+IDS = prompt(512)
+
+
+class Attacked:
+    """Two replicas that work when they are told to, and somebody who writes to their server."""
+
+    def __init__(self, fleet: RedisFleet) -> None:
+        self.fleet, self.client = fleet, fleet.client
+        self.a, self.b = by_hand(fleet, "a"), by_hand(fleet, "b")
+        self.fill()
+
+    def fill(self) -> None:
+        """Let every kind of record stand in the server."""
+        self.heal()
+        a = self.a.replica
+        a.set_limit("acme", 100)
+        for each in (self.a, self.b):
+            each.replica.reserve("acme", 10)
+            store(each.replica, ACME, prompt(512, seed=1))
+            each.replica.publish()
+            each.warm(ACME, IDS)
+            each.warm(OTHER, IDS)
+        a._publisher.suspend()
+        a.publish()
+        self.job = a.create_job(ACME, 512, ["a", "b"])
+        pin = FleetPin("1f" * 16, a.pin_digest(ACME), 512, "all")
+        assert a.keep_pin("acme", pin, 600.0) and a.state_pin("acme", pin.id, "done", 512)
+
+    def heal(self) -> None:
+        """Let both work until nothing is wrong any more."""
+        for _ in range(ROUNDS):
+            for each in (self.a.replica, self.b.replica):
+                with suppress(StoreUnavailable, StaleEpoch):
+                    if each.health().state == "fenced":
+                        each._step()
+                    else:
+                        each.beat()
+                        each.publish()
+                        each.poll()
+            if all(each.replica.health().is_ok for each in (self.a, self.b)) and self.see_each_other():
+                return
+        states = [each.replica.health() for each in (self.a, self.b)]
+        raise AssertionError(f"it never healed: {states}")
+
+    def see_each_other(self) -> bool:
+        return names(self.a.replica.peers()) == ["b"] and names(self.b.replica.peers()) == ["a"]
+
+    def purge(self, tenant: str) -> Purge:
+        """As an operator does it, who asks again; whatever is said to be complete is."""
+        for _ in range(ROUNDS):
+            with suppress(StoreUnavailable, StaleEpoch):
+                report = self.a.replica.purge(tenant)
+                for _ in range(ROUNDS):
+                    self.check(report, tenant)
+                    if report.is_complete and report.confirmed == ("a", "b"):
+                        return report
+                    with suppress(StoreUnavailable, StaleEpoch):
+                        self.heal()
+                        report = self.a.replica.purge_report(tenant)
+        raise AssertionError(f"no purge of {tenant} was ever complete")
+
+    def check(self, report: Purge, tenant: str) -> None:
+        """A purge that is complete, and any that a replica is said to have confirmed, has left nothing there."""
+        for each in (self.a, self.b):
+            name = each.replica.replica_id
+            if report.is_complete or name in report.confirmed:
+                assert not each.cache.namespaces(tenant), (
+                    f"{name} has confirmed or isn't waited for: {report}"
+                )
+
+    def survive(self) -> None:
+        """What must hold after any write: nothing was purged, all heals, and both tenants can be purged."""
+        purged = [list(each.purged) for each in (self.a, self.b)]
+        with suppress(StoreUnavailable):
+            report = self.a.replica.purge_report("acme")
+            assert report.generation <= self.a.replica.tenants.generation("acme")
+        self.heal()
+        assert [each.purged for each in (self.a, self.b)] == purged, "an outsider has purged a tenant"
+        assert self.a.replica.limits() == {"acme": 100}
+        for tenant in ("acme", "other"):
+            generation = self.a.replica.tenants.generation(tenant)
+            assert self.purge(tenant).generation > generation
+        self.fill()
+
+
+@pytest.fixture
+def attacked(redis_server: RedisServer) -> Iterator[Attacked]:
+    with closing(RedisFleet(redis_server)) as fleet:
+        yield Attacked(fleet)
+
+
+def tries(client: Any) -> list[tuple[Any, ...]]:
+    """Commands that overwrite one thing each, of every key that there is."""
+    found: list[tuple[Any, ...]] = []
+    for number, key in enumerate(sorted(client.scan_iter("*"))):
+        kind = client.type(key)
+        if kind == b"hash":
+            fields = sorted(client.hgetall(key))
+            # all values for each field would take minutes: each field meets a third of them, each kind of key all
+            for at, field in enumerate(fields):
+                found += [("HSET", key, field, value) for value in VALUES[(at + number) % 3 :: 3]]
+                found.append(("HDEL", key, field))
+        elif kind == b"zset":
+            members = client.zrange(key, 0, 0)
+            found += [("ZADD", key, score, member) for score in SCORES for member in (*members, b"x")]
+        elif kind == b"stream":
+            for entry in (b"999999999999999-1", b"18446744073709551615-1", b"*"):
+                found += [("XADD", key, entry, b"o", b"store"), ("DEL", key)]
+        else:
+            found += [("SET", key, value) for value in VALUES[number % 3 :: 3]]
+        found += [("DEL", key), ("WRONG", key, kind)]
+    return found
+
+
+def write(client: Any, command: tuple[Any, ...]) -> None:
+    if command[0] == "WRONG":
+        _, key, kind = command
+        client.delete(key)
+        if kind == b"string":
+            client.hset(key, "x", "y")
+        else:
+            client.set(key, b"x")
+    else:
+        with suppress(Exception):  # an id that the stream can't have any more
+            client.execute_command(*command)
+
+
+@pytest.mark.timeout(900)
+def test_nothing_that_is_written_to_redis_purges_lies_or_stops_anybody(attacked: Attacked) -> None:
+    attacked.purge("acme")
+    attacked.fill()
+    every = tries(attacked.client)
+    kinds = {command[1].rpartition(b":")[2] for command in every}
+    assert kinds >= {b"meta", b"lease", b"ev", b"load", b"snapmeta", b"q", b"p", b"job", b"purges"}
+    for command in every:
+        write(attacked.client, command)
+        try:
+            attacked.survive()
+        except Exception as error:
+            error.add_note(f"after {command}")
+            raise
+
+
+@pytest.mark.parametrize("value", [b"9" * 16, b"9" * 15, b"-1", b"x", b"1.5", b"0"])
+def test_a_generation_that_cannot_be_read(
+    attacked: Attacked, value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails that tenant's purge, by name in the log; the raise that met it repairs it."""
+    a, b = attacked.a.replica, attacked.b.replica
+    digest = a.keys.tenant("acme")
+    attacked.client.hset(f"rk1:{{t:{digest.hex()}}}:q", "generation", value)
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(UnreadableRecord, match=digest.hex()):
+            b.purge_report("acme")
+        assert digest.hex() in caplog.text and "acme" not in caplog.text
+        with pytest.raises(UnreadableRecord, match=digest.hex()):
+            a.purge("acme")
+    assert a.health().is_ok, "the store is there"
+    report = a.purge("acme")
+    assert report.generation == 2 and report.pending == ("b",)
+    b.beat()
+    assert a.purge_report("acme").confirmed == ("a", "b") and not attacked.b.cache.namespaces("acme")
+    assert a.purge("other").generation == 1, "of others nothing was known to be wrong"
+
+
+def test_a_purge_that_is_announced_and_was_never_raised_is_none(attacked: Attacked) -> None:
+    digest = attacked.a.replica.keys.tenant("acme").hex()
+    for score in (1, 2_000_000_000_000):
+        attacked.client.zadd("rk1:purges", {digest: score})
+        attacked.heal()
+    assert attacked.a.purged == attacked.b.purged == []
+    assert attacked.b.cache.match(ACME, IDS).num_tokens == 512
+
+
+def later_by(seconds: float) -> Callable[[], float]:
+    clock = time.time
+    return lambda: clock() + seconds
+
+
+def test_records_that_are_put_back_neither_purge_nor_confirm(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, client = attacked.a.replica, attacked.b.replica, attacked.client
+    key = f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q"
+    attacked.purge("acme")
+    first = client.hgetall(key)
+    monkeypatch.setattr("time.time", later_by(60.0))  # further apart than clocks may be
+    attacked.purge("acme")
+    second = client.hgetall(key)
+    attacked.fill()
+    monkeypatch.setattr("time.time", later_by(60.0))
+    a.purge("acme")
+    attacked.a.warm(ACME, IDS)
+    for old in (first, second, first, second):
+        client.delete(key)
+        client.hset(key, mapping=old)
+        report = a.purge_report("acme")
+        assert report.generation == 3 and report.pending == ("a", "b"), "what was confirmed is of before"
+        a.beat()
+        report = a.purge_report("acme")
+        assert report.generation == 3 and report.pending == ("b",)
+    assert attacked.a.cache.match(ACME, IDS).num_tokens == 512, "it has obeyed the third, and no other"
+    b.beat()
+    assert a.purge_report("acme").is_complete and not attacked.b.cache.namespaces("acme")
+    third = client.hgetall(key)
+    attacked.fill()
+    for old in (first, third, second, third):
+        client.delete(key)
+        client.hset(key, mapping=old)
+        attacked.heal()
+        client.delete(key)
+        attacked.heal()
+    assert attacked.b.cache.match(ACME, IDS).num_tokens == attacked.a.cache.match(ACME, IDS).num_tokens == 512
+    assert a.purge("acme").generation == 4
+
+
+def test_nobody_confirms_for_a_replica_that_is_stopped(attacked: Attacked) -> None:
+    """Neither by its name, nor with what another replica or an earlier registration of its own has said."""
+    a, b, client = attacked.a.replica, attacked.b.replica, attacked.client
+    key, meta = f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q", "rk1:{r:b}:meta"
+    attacked.purge("acme")
+    earlier, confirmed = client.hgetall(meta), client.hget(key, "c:b")
+    b.register()
+    attacked.heal()
+    attacked.fill()
+    a.purge("acme")
+    nonce = b.info().nonce.encode()
+    of_a = client.hget(key, "c:a").partition(b":")[2]
+    for said in (nonce, nonce + b":" + b"0" * 64, nonce + b":" + of_a, confirmed, client.hget(key, "c:a")):
+        client.hset(key, "c:b", said)
+        assert a.purge_report("acme").pending == ("b",)
+    client.hset(key, "c:b", confirmed)
+    client.delete(meta)
+    client.hset(meta, mapping=earlier)
+    client.set("rk1:{r:b}:lease", earlier[b"nonce"], px=60_000)
+    assert a.purge_report("acme").pending == ("b",), "its registration was taken back: it is waited for"
+    for gone in (("beats", b"0"), ("proof", b""), ("lease_ms", b"1"), ("nonce", b"other"), ("epoch", b"1")):
+        client.hset(meta, *gone)
+        client.delete("rk1:{r:b}:lease")
+        a.poll()
+        assert not a.purge_report("acme").is_complete, gone
+    attacked.heal()
+    assert a.purge_report("acme").is_complete and not attacked.b.cache.namespaces("acme")
+
+
+def test_a_replica_that_does_not_exist_holds_up_no_purge_for_good(attacked: Attacked) -> None:
+    client = attacked.client
+    fields = client.hgetall("rk1:{r:b}:meta")
+    a = attacked.fleet.join("c", background=False, lease_s=0.3)
+    client.hset("rk1:{r:evil}:meta", mapping=fields)
+    client.set("rk1:{r:evil}:lease", fields[b"nonce"])
+    client.persist("rk1:{r:evil}:lease")
+    client.zadd("rk1:replicas", {"evil": 9e15})
+    assert "evil" in a.purge("acme").pending, "for as long as a lease: it may be a damaged one"
+
+    def is_named() -> bool:
+        a.beat()
+        return "evil" in a.purge_report("acme").unconfirmed
+
+    attacked.fleet.eventually(is_named)
+
+
+def test_a_raise_that_a_replica_tells_of_has_to_be_signed(attacked: Attacked) -> None:
+    a, b = attacked.a.replica, attacked.b.replica
+    b._stop_threads()
+    a.purge("acme")
+    raised = a.tenants.raised("acme")
+    for forged in (
+        raised._replace(generation=9), raised._replace(token="0" * 32), raised._replace(proof="0" * 64),
+        raised._replace(replica_id="b"), raised._replace(nonce="0" * 32),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError):
+            b.obey("acme", forged)
+    with pytest.raises(ArgumentError):
+        b.obey("other", raised)
+    assert attacked.b.purged == []
+    attacked.client.delete(f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q", "rk1:purges")
+    b.obey("acme", raised)
+    assert attacked.b.purged == [("acme", 1)] and not attacked.b.cache.namespaces("acme")
+    b.obey("acme", raised)
+    assert attacked.b.purged == [("acme", 1)]
+    attacked.heal()
+    assert a.purge_report("acme").is_complete, "they have told the store again"
+
+
+def test_an_entry_that_nobody_wrote_to_a_log_makes_nobody_busy(attacked: Attacked) -> None:
+    a, b, client = attacked.a.replica, attacked.b.replica, attacked.client
+    client.xadd("rk1:{r:b}:ev", {"o": "store"}, id=f"{b.info().epoch + 5}-1")
+    a.poll()
+    num_fetches, fetch = [0], a.store.fetch
+
+    def counted(*ids: Any) -> Any:
+        num_fetches[0] += 1
+        return fetch(*ids)
+
+    a.store.fetch = counted  # type: ignore[method-assign]
+    for _ in range(200):
+        a.reader.poll()
+    assert num_fetches[0] < 100, "once in 50 ms at most"
+    attacked.heal()
+    store(b, ACME, prompt(1024, seed=5))
+    b.publish()
+    attacked.fleet.eventually(lambda: a.poll() or hinted(a, ACME, prompt(1024, seed=5)) == {"b": 1024})
