@@ -101,7 +101,7 @@ async def ordered(call: Call, schema: type[Ordered]) -> tuple[Ordered, Namespace
 
 async def purge_for_replica(call: Call) -> Response:
     """Forget a tenant as another replica's signed request says, whatever the store says; then obey the store too."""
-    service, tenant, told = call.service, call.signed_tenant, call.read(ToldPurge)
+    service, tenant, told = call.service, call.signed_tenant, (await call.read(ToldPurge)).body
     coordinator, ask = service.fleet.coordinator, service.threads.administer
     service.warmer.forget_tenant(tenant)
     try:
@@ -122,7 +122,8 @@ async def purge_for_replica(call: Call) -> Response:
 
 async def prove(call: Call) -> Response:
     """Show another replica that this is the registration which it means, before it sends anything of a tenant."""
-    return reply(ProofReply(proof=call.service.fleet.prove(call.read(Challenge).challenge)))
+    body = (await call.read(Challenge)).body
+    return reply(ProofReply(proof=call.service.fleet.prove(body.challenge)))
 
 
 async def warm_job(call: Call) -> Response:
