@@ -338,6 +338,17 @@ def test_a_process_is_replaced_when_it_dies_and_needs_no_torch(monkeypatch: pyte
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_process_ends_when_its_service_is_gone() -> None:
+    process = ReadingProcess(Specification(None, TOKENIZER.digest, RULES))
+    process.start()
+    assert process._process is not None and process._socket is not None
+    process._socket.close()
+    try:
+        assert process._process.wait(DEADLINE_S) == 0
+    finally:
+        process.stop()
+
+
 def test_processes_get_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXKV_REDIS", "redis://:pa55word@127.0.0.1:6379/0")
     process = ReadingProcess(Specification(None, TOKENIZER.digest, RULES))
