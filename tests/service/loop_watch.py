@@ -51,4 +51,7 @@ def loop_watched(service: Service) -> Iterator[LoopWatch]:
         yield watch
     finally:
         assert watch.task is not None
+        asyncio.run_coroutine_threadsafe(
+            asyncio.sleep(5 * _TICK_S), found[0]
+        ).result()  # a stall may end just now
         found[0].call_soon_threadsafe(watch.task.cancel)
