@@ -312,7 +312,7 @@ def test_a_replica_cannot_ask_for_a_further_fan_out(member: Running) -> None:
     assert answer.status_code == 422 and answer.json()["error"]["field"] == "replicas"
 
 
-INTERNAL = (WARM_PATH, PURGE_PATH, PIN_PATH)
+INTERNAL = (WARM_PATH, PURGE_PATH, PIN_PATH, PROVE_PATH)
 
 
 def announced(live: Running, path: str, headers: dict[str, str], size: int = 4 * 2**20) -> bytes:

@@ -1,0 +1,110 @@
+"""Proofs: each is of one statement, by one fleet, for one purpose; and beats that are too old, or from ahead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from radixkv.clock import ManualClock
+from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.memory import MemoryStore
+from radixkv.coordination.proofs import Proofs
+from radixkv.coordination.protocol import WIRE_VERSION, Load, Writer
+from radixkv.coordination.reader import Reader
+from radixkv.coordination.settings import Settings
+from radixkv.coordination.sources import Followed
+from radixkv.coordination.wire import Raised, Registration
+
+SECRET = b"the secret of the fleet under test"
+PROOFS, OTHERS = Proofs(FleetKeys(SECRET)), Proofs(FleetKeys(SECRET[::-1]))
+TENANT = b"t" * 32
+RAISED = Raised(3, "ab" * 16, "a", "nonce")
+BEAT = Registration(
+    "a", 7, "nonce", "http://h", "fp:model", 16, WIRE_VERSION, "canary", lease_ms=10_000, beats=4, stated_ms=5
+)
+
+
+def test_a_raise_and_its_confirmation_are_of_one_purge() -> None:
+    signed = RAISED._replace(proof=PROOFS.of_raise(TENANT, RAISED))
+    assert PROOFS.is_raise(TENANT, signed) and not OTHERS.is_raise(TENANT, signed)
+    others = [
+        signed._replace(generation=4), signed._replace(token="cd" * 16), signed._replace(replica_id="b"),
+        signed._replace(nonce="other"), signed._replace(proof=""), signed._replace(proof="é"),
+    ]  # fmt: skip
+    assert not any(PROOFS.is_raise(TENANT, each) for each in others) and not PROOFS.is_raise(
+        b"u" * 32, signed
+    )
+    proof = PROOFS.of_confirmation(TENANT, signed, "b", "n")
+    assert PROOFS.is_confirmation(proof, TENANT, signed, "b", "n")
+    assert not PROOFS.is_confirmation(proof, b"u" * 32, signed, "b", "n")
+    assert not PROOFS.is_confirmation(proof, TENANT, signed, "c", "n")
+    assert not PROOFS.is_confirmation(proof, TENANT, signed, "b", "m")
+    assert not any(PROOFS.is_confirmation(proof, TENANT, each, "b", "n") for each in others[:2])
+    assert not OTHERS.is_confirmation(proof, TENANT, signed, "b", "n")
+    assert not PROOFS.is_confirmation(signed.proof, TENANT, signed, "a", "nonce"), "another purpose"
+
+
+def test_a_beat_covers_all_that_it_states() -> None:
+    signed = replace(BEAT, proof=PROOFS.of_beat(BEAT))
+    assert PROOFS.is_beat(signed) and not OTHERS.is_beat(signed) and not PROOFS.is_farewell(signed)
+    assert PROOFS.is_beat(replace(signed, last_seq=9, replaced_ms=9)), "the store says these"
+    for changed in (
+        replace(signed, replica_id="b"), replace(signed, epoch=8), replace(signed, nonce="other"),
+        replace(signed, address="http://i"), replace(signed, fingerprint="fp:other"), replace(signed, block_size=32),
+        replace(signed, wire_version=4), replace(signed, canary="other"), replace(signed, lease_ms=9),
+        replace(signed, beats=5), replace(signed, beats=0), replace(signed, stated_ms=6), replace(signed, proof=""),
+    ):  # fmt: skip
+        assert not PROOFS.is_beat(changed) and not PROOFS.is_farewell(changed), changed
+    gone = replace(signed, beats=0, proof=PROOFS.of_farewell(signed.writer))
+    assert PROOFS.is_farewell(gone) and not PROOFS.is_farewell(replace(gone, nonce="other"))
+    assert not PROOFS.is_farewell(replace(gone, beats=1))
+
+
+def test_an_answer_is_for_one_challenge_of_one_registration_at_one_address() -> None:
+    answer = PROOFS.answer("ab" * 32, "a@7.nonce", "http://h")
+    assert PROOFS.is_answer(answer, "ab" * 32, "a@7.nonce", "http://h")
+    for other in (
+        ("cd" * 32, "a@7.nonce", "http://h"),
+        ("ab" * 32, "a@8.nonce", "http://h"),
+        ("ab" * 32, "a@7.nonce", "http://i"),
+    ):
+        assert not PROOFS.is_answer(answer, *other)
+    assert not OTHERS.is_answer(answer, "ab" * 32, "a@7.nonce", "http://h")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "counts"), [(0.0, True), (39.0, True), (41.0, False), (-29.0, True), (-31.0, False)]
+)
+def test_a_beat_counts_for_its_lease_and_the_skew(seconds: float, counts: bool) -> None:
+    """Whatever lease the store says that it has: whoever writes there can set another one."""
+    clock, store, keys = ManualClock(50.0), MemoryStore(ManualClock(1000.0)), FleetKeys(SECRET)
+    stated = replace(BEAT, epoch=0, canary=keys.canary, stated_ms=1_000_000)
+    stated = replace(stated, epoch=store.boot(stated).value)
+    store.beat(replace(stated, proof=PROOFS.of_beat(stated)), Load())
+    wall_s = 1_000.0 + seconds
+    reader = Reader(Settings("b", SECRET, "fp:model", 16), keys, store, clock, wall=lambda: wall_s)
+    reader.refresh()
+    (known,) = reader.known()
+    assert known.info.live and (known.info.proven, known.info.reachable) == (counts, counts)
+    assert ("s old by the clock here" in (known.info.incompatible or "")) is not counts
+    assert [each.registration.writer for each in reader.remotes.values()] == [
+        Writer("a", stated.epoch, "nonce")
+    ]
+    assert bool(Followed(reader, keys, clock, lambda tenant: 0).members()) is counts, "nor is it ranked"
+
+
+def test_a_registration_that_is_put_back_lives_for_one_lease_at_most() -> None:
+    """The same beat extends nothing, be it that its lease is written anew all the time."""
+    clock, store, keys = ManualClock(50.0), MemoryStore(ManualClock(1000.0)), FleetKeys(SECRET)
+    stated = replace(BEAT, epoch=0, canary=keys.canary, stated_ms=1_000_000)
+    stated = replace(stated, epoch=store.boot(stated).value)
+    store.beat(replace(stated, proof=PROOFS.of_beat(stated)), Load())
+    reader = Reader(Settings("b", SECRET, "fp:model", 16), keys, store, clock, wall=lambda: 1_000.0)
+    live = []
+    for _ in range(60):
+        store.records["a"].live_until = store.records["a"].listed_until = 1e9
+        reader.refresh()
+        live.append(reader.known()[0].info.live)
+        clock.advance(1.0)
+    assert live == [True] * 10 + [False] * 50
