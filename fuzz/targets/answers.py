@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from fuzz.targets.material import Material
-from radixkv.audit import remote
+from radixkv.audit import scrapes
 from radixkv.audit.oracle import Oracle
 from radixkv.audit.properties import Player
 from radixkv.audit.target import Target, TargetError
@@ -97,4 +97,4 @@ def _server(material: Material) -> None:
         with suppress(TargetError):
             call("prompt")
     text = body.decode("utf-8", "replace")
-    remote._compared([(status, {}, text)] * 4, (status, {}, text[::-1]))
+    scrapes.compared([(status, {}, text)] * 4, (status, {}, text[::-1]))

@@ -5,8 +5,8 @@ they are small, and only their public calls are used. A deterministic engine (``
 whose it is. Every check that finds nothing shows by a positive control that it would have found something; without
 one it says *instrument blind*.
 
-What concerns strict mode (parts of 1, 2 and 11) needs a cache with tenants; without, these checks say so and are
-inconclusive.
+What concerns strict mode (parts of 1, 2 and 11) needs a cache with tenants. Without, these checks are *not checked*,
+and the whole is at best *isolated in what was checked*.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def found_by(check: Callable[[], Found]) -> Found:
 
 
 def _no_strict_mode() -> Found:
-    return Verdict.INCONCLUSIVE, "not checked: this cache has no strict tenants", {}
+    return Verdict.NOT_CHECKED, "this cache has no strict tenants", {}
 
 
 class InProcess:
@@ -226,7 +226,7 @@ class InProcess:
     def fresh_blocks(self) -> Found:
         """B writes canaries and gives its blocks up in every way; A reads what it gets before it writes."""
         if True not in self._with_storage:
-            return Verdict.INCONCLUSIVE, "not checked: torch isn't installed, so there is no storage", {}
+            return Verdict.NOT_CHECKED, "torch isn't installed, so there is no storage", {}
         cache = self._factory(CacheConfig(8, BLOCK, LAYOUT), clock=ManualClock())
         read = found = 0
         for at in range(HAND_OVERS):

@@ -26,12 +26,15 @@ _ARMS = {
 """Arm → what it is called, its colour (apart for all kinds of colour vision), its dashes."""
 
 _MEANS = {
-    Verdict.ISOLATED: "Every check was done, every control saw what it must, and nothing of another tenant's was "
-    "observed, within the bounds below.",
+    Verdict.ISOLATED: "Every check below was done, every control saw what it had to see, and nothing of another "
+    "tenant's was observed, within the bounds below.",
+    Verdict.PARTIAL: "Nothing of another tenant's was observed in the checks that were done. Some checks were not "
+    "done: this report says nothing about what they look at.",
     Verdict.LEAKS: "Something of another tenant's was observed. The checks below say what, and how.",
     Verdict.INCONCLUSIVE: "Nothing of another tenant's was seen, but not all that is needed for a verdict was shown.",
     Verdict.BLIND: "A positive control saw nothing, so what was not seen means nothing. The run is void.",
 }
+_CLASSES = {Verdict.BLIND: "blind", Verdict.PARTIAL: "partial", Verdict.NOT_CHECKED: "unchecked"}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --soft: #5b6570; --paper: #fff; --line: #d5dae0; --card: #f6f7f9;
   --green: #00805c; --orange: #b87700; --blue: #0067a5; --red: #c04a00; }
@@ -45,7 +48,9 @@ p { margin: .5rem 0; max-width: 46rem; } .soft { color: var(--soft); overflow-wr
 .verdict { display: inline-block; padding: .1rem .7rem; border-radius: 1rem; border: 2px solid; font-weight: 600;
   white-space: nowrap; }
 .isolated { color: var(--green); } .leaks { color: var(--red); } .inconclusive { color: var(--orange); }
-.blind { color: var(--orange); } .measured { color: var(--soft); }
+.blind, .partial { color: var(--orange); } .partial { white-space: normal; }
+.left-out { padding-left: 1.2rem; overflow-wrap: anywhere; }
+.measured, .unchecked { color: var(--soft); }
 header .verdict { font-size: 1.3rem; margin: .75rem 0; }
 .checks { display: grid; gap: .75rem; grid-template-columns: minmax(0, 1fr); }
 .check { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .75rem 1rem; }
@@ -85,7 +90,8 @@ def page(report: AuditReport) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         f"<title>radixkv audit: {escape(str(verdict))}</title><style>{_STYLE}</style></head><body><main>",
         f"<header><h1>Isolation audit</h1><p class=soft>{escape(report.target)} · {escape(report.finished_at)} · "
-        f"radixkv {escape(report.version)}</p>{_badge(verdict)}<p>{escape(_MEANS[verdict])}</p></header>",
+        f"radixkv {escape(report.version)}</p>{_badge(verdict)}<p>{escape(_MEANS[verdict])}</p>"
+        f"{_not_checked(report)}</header>",
         *_timing(report),
         "<h2>Checks</h2><div class=checks>",
         *(_check(check) for check in report.checks),
@@ -99,8 +105,17 @@ def page(report: AuditReport) -> str:
 def _badge(verdict: Verdict | None) -> str:
     if verdict is None:
         return '<span class="verdict measured">measured</span>'
-    name = "blind" if verdict is Verdict.BLIND else str(verdict)
-    return f'<span class="verdict {name}">{escape(str(verdict))}</span>'
+    return f'<span class="verdict {_CLASSES.get(verdict, str(verdict))}">{escape(str(verdict))}</span>'
+
+
+def _not_checked(report: AuditReport) -> str:
+    """The checks that were not done, and why."""
+    if not report.not_checked:
+        return ""
+    rows = (
+        f"<li>{each.number} {escape(each.name)}: {escape(each.detail)}</li>" for each in report.not_checked
+    )
+    return f"<p>Not checked:</p><ul class=left-out>{''.join(rows)}</ul>"
 
 
 def _check(check: Check) -> str:

@@ -1,282 +1,327 @@
 """The audit of a server over HTTP, with the keys of two tenants: radixkv's service, or any OpenAI-compatible one.
 
-A, the first key, looks; B, the second, is who must not be seen. Checks 3, 7 and 8 of the table in docs/security.md by
-what answers say, 9, 10 and 12 by how long they take. Each has its positive control. What only radixkv's
-service has (salts, lookups, jobs) is used where it is there.
+A, the first key, looks; B, the second, must not be seen. Checks 3, 7 and 8 of the table in docs/security.md go by
+what answers say, 9, 10 and 12 by how long they take:
+
+    crossing   3  B writes a prompt, A reads it: with each salt, adapter, form of prompt and endpoint
+    identity   3  tenants that the client names, keys that are almost A's
+    operators  3  bases
+    scrapes    7  whatever A can read, before and after B's requests; quotes of B's words
+    handles    8  names of completions, pins and jobs; 7: what A's clear forgets
+
+Each has its positive control. A check that can't be done, since the server lacks what it needs or was not given a key,
+is in the report as *not checked*, and the verdict is at best *isolated in what was checked*.
 """
 
 from __future__ import annotations
 
-import re
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from radixkv.audit.target import Target, TargetError
-from radixkv.audit.timing import TimingAudit, TimingPlan
-from radixkv.audit.verdict import AuditReport, Check, Verdict
+from radixkv.audit import handles, operators
+from radixkv.audit.crossing import NAME, Crossing, Space, spaces
+from radixkv.audit.handles import Handles
+from radixkv.audit.identity import ALMOST, NAMED, Identity, names_of
+from radixkv.audit.prompts import Prompt, Prompts, canary
+from radixkv.audit.scrapes import NAME as SCRAPED
+from radixkv.audit.scrapes import Listener, Scrapes
+from radixkv.audit.surfaces import Extra, completion, lookup
+from radixkv.audit.target import COMPLETIONS, Completion, Principal, Target, TargetError, count
+from radixkv.audit.timing import NAMES, TimingAudit, TimingPlan
+from radixkv.audit.verdict import AuditReport, Check, Verdict, not_checked
 from radixkv.errors import ArgumentError
 
 PROBES = 20
-SCRAPES = 3
-NAMES = 12
-_VOLATILE_HEADERS = frozenset(
-    {"date", "x-request-id", "x-process-time", "cf-ray", "x-envoy-upstream-service-time"}
-)
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
-_EVICTION_COUNTS = re.compile(r'"(?:used|resident|evictable|evicted)_blocks":\s*\d+,?')
-Answer = tuple[int, Mapping[str, str], str]
+CONTENT_WORDS = 12
+"""Most words of prompts that aren't timed, as long as A finds its own among them."""
+THOROUGH_PROBES = 10
+"""From so many probes on, every pair of writer and reader is tried, and longer prompts."""
+LENGTHENINGS = 6
+"""How often prompts are doubled until A finds its own again."""
 Progress = Callable[[str, int, int], None]
 """``progress(phase, done, of)``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be known of a server. ``operator_key``: for bases. ``adapter``: one that it has.
+
+    ``tenant_names``: what A and B are called there.
+    """
+
+    model: str | None = None
+    operator_key: str | None = None
+    adapter: str | None = None
+    tenant_names: tuple[str | None, str | None] = (None, None)
+
+
 def run(
     url: str,
-    keys: tuple[str, str],
+    keys: tuple[str | Principal, str | Principal],
     plan: TimingPlan,
     *,
     model: str | None = None,
     version: str = "0",
     probes: int = PROBES,
     timing: bool = True,
+    options: Options | None = None,
     progress: Progress = lambda phase, done, of: None,
 ) -> AuditReport:
     """Audit the server at ``url``. Sends requests there and nowhere else. Raises ConfigError, TargetError.
 
-    On a radixkv service everything is asked under a salt of the audit's own, which is forgotten at the end.
+    ``keys``: of two tenants, best made for the audit. What either has cached is cleared if it was empty at first;
+    otherwise what was asked without a salt or an adapter stays until it is evicted.
     """
     if keys[0] == keys[1]:
         raise ArgumentError("keys", "the same key twice", "the keys of two tenants")
-    with _targets(url, keys, model) as (a, b):
-        audit = _Content(a, b, plan, probes, progress)
-        checks = [audit.cross_tenant_probe(), audit.scrapes(), audit.names()]
+    known = options or Options(model)
+    with _targets(url, keys, replace(known, model=model or known.model)) as sides:
+        checks = sides.content(plan, probes, progress)
         samples: dict[str, list[float]] = {}
         if timing:
-            timed = TimingAudit(a, b, plan, lambda done: progress("timing", done, plan.steps))
+            timed = TimingAudit(sides.a, sides.b, plan, lambda done: progress("timing", done, plan.steps))
             checks += timed.run()
             samples = {arm: getattr(timed.samples, arm) for arm in timed.samples.__slots__}
+        else:
+            checks += [not_checked(number, name, "left out (--no-timing)") for number, name in NAMES.items()]
     settings = {"probes": probes, "timing": plan.as_dict() if timing else None}
+    checks.sort(
+        key=lambda check: check.verdict is not Verdict.NOT_CHECKED
+    )  # these first, each kind as it was done
     return AuditReport(url, version, settings, tuple(checks), samples)
 
 
 @contextmanager
-def _targets(url: str, keys: tuple[str, str], model: str | None) -> Iterator[tuple[Target, Target]]:
-    salt = f"audit-{secrets.token_hex(8)}"
-    with Target(url, keys[0]) as asking:
-        is_radixkv = _is_radixkv(asking)
-    extra = {"salt": salt} if is_radixkv else {}
-    with (
-        Target(url, keys[0], model=model, extra=extra) as a,
-        Target(url, keys[1], model=model, extra=extra) as b,
-    ):
+def _targets(url: str, keys: tuple[str | Principal, str | Principal], options: Options) -> Iterator[Sides]:
+    with ExitStack() as open_targets:
+        a, b = (open_targets.enter_context(Target(url, key, model=options.model)) for key in keys)
+        key = options.operator_key
+        operator = None if key is None else open_targets.enter_context(Target(url, key))
+        refused = a.request("POST", "/v1/lookup", json={"prompt": "hello"}).status_code
+        if refused in (401, 403):
+            raise TargetError(f"{a.url} refuses the key: {refused}")
+        sides = Sides(a, b, operator, options)
         try:
-            yield a, b
+            yield sides
         finally:
-            if is_radixkv:
-                for each in (a, b):
-                    each.request("DELETE", f"/v1/cache?salt={salt}")
+            sides.clean()
 
 
-def _is_radixkv(target: Target) -> bool:
-    answer = target.request("POST", "/v1/lookup", json={"prompt": "hello", "salt": "audit"})
-    if answer.status_code in (401, 403):
-        raise TargetError(f"{target.url} refuses the key: {answer.status_code}")
-    return answer.status_code == 200
+class Sides:
+    """A and B, the operator if there is its key, and the checks of what answers say."""
 
+    def __init__(self, a: Target, b: Target, operator: Target | None, options: Options) -> None:
+        self.a, self.b, self._operator, self._options = a, b, operator, options
+        self._salt, self._adapter = f"audit-{canary()}", options.adapter or f"audit-{canary()}"
+        self._were_empty = [(target, _is_empty(target)) for target in (a, b)]
 
-def _checked(number: int, name: str, check: Callable[[], tuple[Verdict, str, dict[str, Any]]]) -> Check:
-    began = time.perf_counter()
-    verdict, detail, figures = check()
-    return Check(number, name, verdict, detail, figures, time.perf_counter() - began)
-
-
-class _Content:
-    """What answers say."""
-
-    def __init__(self, a: Target, b: Target, plan: TimingPlan, probes: int, progress: Progress) -> None:
-        self._a, self._b, self._probes, self._progress = a, b, probes, progress
-        self._prompt = TimingAudit(a, b, plan, lambda done: None).prompt
-
-    # 3: does A find what B computed?
-
-    def cross_tenant_probe(self) -> Check:
-        """B computes P, A asks for P; then A asks again, and must find it, or the probe was blind."""
-        return _checked(3, "cross-tenant probe", self._cross_tenant_probe)
-
-    def _cross_tenant_probe(self) -> tuple[Verdict, str, dict[str, Any]]:
-        baseline = self._a.complete(self._prompt()).cached_tokens
-        if baseline is None:
-            reason = "the server doesn't say how many tokens were cached; timing alone can tell"
-            return Verdict.INCONCLUSIVE, reason, {}
-        leaks = blind = most = 0
-        for done in range(1, self._probes + 1):
-            prompt = self._prompt()
-            self._b.complete(prompt)
-            found = self._a.matched_tokens(prompt)
-            seen, again = self._a.complete(prompt), self._a.complete(prompt)
-            leaks += (seen.cached_tokens or 0) > baseline or found > baseline
-            most = max(most, (seen.cached_tokens or 0) - baseline)
-            blind += 2 * (again.cached_tokens or 0) < again.prompt_tokens
-            self._progress("content probes", done, self._probes)
-        figures = {"probes": self._probes, "leaks": leaks, "blind": blind, "most_tokens_leaked": most}
-        if leaks:
-            return Verdict.LEAKS, f"{leaks} of {self._probes} prompts of B's were cached for A", figures
-        if blind:
-            return Verdict.BLIND, f"A didn't find its own prompt again in {blind} probes", figures
-        return (
-            Verdict.ISOLATED,
-            f"none of {self._probes} prompts of B's was cached for A; its own were",
-            figures,
+    def content(self, plan: TimingPlan, probes: int, progress: Progress) -> list[Check]:
+        """Checks 3, 7 and 8. Raises TargetError if completions can't be had at all."""
+        listener = Listener(self.a, self.b)
+        base = _Base(self.a, self.b, Prompts(min(plan.prompt_words, CONTENT_WORDS)), probes, progress)
+        checks = [_timed(base.check)]
+        prompts, form = base.prompts, self._form(base)
+        crossing = Crossing(
+            self.a,
+            self.b,
+            prompts,
+            self._spaces(),
+            light=probes < THOROUGH_PROBES,
+            seed=plan.seed,
+            progress=lambda done, of: progress("ways", done, of),
         )
-
-    # 7: does anything that A can scrape change with what B does?
-
-    def scrapes(self) -> Check:
-        """All that A can read without asking for tokens, before and after B's requests, less what changes anyway."""
-        return _checked(7, "errors and metrics", self._scrapes)
-
-    def _scrapes(self) -> tuple[Verdict, str, dict[str, Any]]:
-        quiet = [self._scrape() for _ in range(SCRAPES + 1)]
-        for _ in range(5):
-            self._b.complete(self._prompt())
-        self._b.request("POST", "/v1/completions", json={"prompt": ""})
-        after = self._scrape()
-        changed: list[str] = []
-        masked: list[str] = []
-        for name, answer in after.items():
-            found = _compared([each[name] for each in quiet], answer)
-            changed += [f"{name}: {what}" for what in found[0]]
-            masked += [f"{name}: {what}" for what in found[1]]
-        figures = {"compared": sorted(after), "changed": changed[:50], "not_compared": masked[:50]}
-        if changed:
-            return Verdict.LEAKS, f"{len(changed)} things that A can read change with what B does", figures
-        if len(masked) and len(masked) >= len(after):
-            return Verdict.BLIND, "everything that A can read changes by itself", figures
-        detail = f"nothing of {len(after)} answers that A can read changes with what B does"
-        return (
-            Verdict.ISOLATED,
-            detail + (f"; {len(masked)} lines change by themselves" if masked else ""),
-            figures,
-        )
-
-    def _scrape(self) -> dict[str, Answer]:
-        asks: list[tuple[str, str, dict[str, Any]]] = [
-            ("GET", path, {})
-            for path in ("/metrics", "/v1/stats", "/v1/models", "/healthz", "/health", "/readyz", "/version")
+        checks += _each(3, f"{NAME}, every way", crossing.run)
+        b_names = names_of(self.b.principal.key, self._options.tenant_names[1])
+        identity = Identity(self.a, self.b, prompts, form, b_names)
+        handled = Handles(self.a, self.b, prompts, form)
+        rows: list[tuple[int, str, Callable[[], Check | list[Check]]]] = [
+            (3, NAMED, lambda: identity.named(canary())),
+            (3, ALMOST, identity.almost),
+            (3, operators.NAME, lambda: operators.bases(self.a, self.b, self._operator, prompts, form)),
+            (7, SCRAPED, Scrapes(self.a, self.b, prompts, form, b_names).check),
+            (8, handles.NAMES_NAME, lambda: handles.names(self.a, self.b, prompts)),
+            (8, handles.PINS, handled.pins),
+            (8, handles.JOBS, handled.jobs),
+            (8, handles.KEYS, handled.idempotency),
+            (7, handles.CLEARS, lambda: handled.clears(self._were_empty[0][1])),
         ]
-        asks += [
-            ("GET", "/v1/warm/" + "x" * 32, {}),
-            ("GET", "/v1/nowhere", {}),
-            ("DELETE", "/v1/cache?salt=audit-of-nobody", {}),
-            ("POST", "/v1/completions", {"json": {"prompt": "", "tenant": "other"}}),
-            ("POST", "/v1/completions", {"content": b"{", "headers": {"Content-Type": "application/json"}}),
-            ("POST", "/v1/completions", {"json": {"prompt": "x", "max_tokens": 10**8}}),
-        ]
-        found: dict[str, Answer] = {}
-        for at, (method, path, named) in enumerate(asks):
-            answer = self._a.request(method, path, **named)
-            headers = {name: value for name, value in answer.headers.items() if name not in _VOLATILE_HEADERS}
-            body = _without_evictions(answer.text) if path == "/v1/stats" else answer.text
-            found[f"{method} {path} #{at}"] = (answer.status_code, headers, body)
-        return found
+        if base.is_blind and form != "ids":
+            why = "prompts that nobody asked are mostly cached already"
+            rows = [(number, name, partial(not_checked, number, name, why)) for number, name, _ in rows]
+        for done, (number, name, check) in enumerate(rows, 1):
+            checks += _each(number, name, check)
+            progress("content checks", done, len(rows))
+        checks.append(listener.check())
+        self.a.on_exchange = self.b.on_exchange = None
+        return checks
 
-    # 8: do names count what others do?
+    def _form(self, base: _Base) -> str:
+        """The form of prompts for the other checks: ids, if texts all look the same to the server."""
+        if self.a.endpoint() != COMPLETIONS:
+            return "messages"
+        if base.is_blind:
+            with suppress(TargetError):
+                found = [completion(self.a, base.prompts.fresh("ids"), Extra()) for _ in range(3)]
+                if all(each.is_ok and 2 * (each.cached_tokens or 0) < each.prompt_tokens for each in found):
+                    return "ids"
+        return "text"
 
-    def names(self) -> Check:
-        """Ids of A's requests, with B's requests between them: they must neither rise nor share what is random."""
-        return _checked(8, "handles", self._names)
+    def _spaces(self) -> tuple[Space, ...]:
+        known = spaces(self._salt, self._adapter)
+        other = _other_model(self.a)
+        if other is None:
+            return known
+        extra = Extra({"model": other})
+        return (*known, Space("another model", "another model", extra, extra))
 
-    def _names(self) -> tuple[Verdict, str, dict[str, Any]]:
-        names = []
-        for at in range(NAMES):
-            names.append(self._a.complete(self._prompt()).id)
-            if at % 2:
-                self._b.complete(self._prompt())
-        figures = {"names": NAMES, "shortest": min(map(len, names))}
-        if not all(names) or len(set(names)) < len(names):
-            return Verdict.INCONCLUSIVE, "completions have no ids of their own", figures
-        for part in zip(*(re.findall(r"\d+", name) for name in names), strict=False):
-            counted = _counts_others([int(each) for each in part])
-            if counted:
-                return Verdict.LEAKS, "ids of A's completions count B's requests", figures
-            if counted is None:
-                return (
-                    Verdict.INCONCLUSIVE,
-                    "ids rise; whether with time or with others can't be told",
-                    figures,
-                )
-        return Verdict.ISOLATED, f"{NAMES} ids of A's in no order", figures
+    def clean(self) -> None:
+        """Clear what the audit asked: all of a tenant that was empty, else what had a salt or an adapter."""
+        with suppress(TargetError):
+            for target, was_empty in self._were_empty:
+                for params in ({"salt": self._salt}, {"adapter": self._adapter}):
+                    target.send("DELETE", "/v1/cache", params=params)
+                if was_empty:
+                    target.send("DELETE", "/v1/cache")
 
 
-def _without_evictions(stats: str) -> str:
-    """A tenant's own counts without those that a neighbour's evictions change, unless its mode is strict.
-
-    In burst mode a full pool lets one tenant's requests evict another's blocks: documented, and no content.
-    """
-    if '"mode":"strict"' in stats.replace(" ", ""):
-        return stats
-    return _EVICTION_COUNTS.sub("", stats)
+def _is_empty(target: Target) -> bool:
+    """Whether a tenant of radixkv's service has nothing cached."""
+    with suppress(TargetError):
+        reply = target.send("GET", "/v1/stats")
+        return reply.is_ok and reply.document.get("used_blocks") == 0
+    return False
 
 
-def _counts_others(values: list[int]) -> bool | None:
-    """Whether a number in names counts B's requests too, which lie in every other gap; None if it rises otherwise.
-
-    Twelve random values rise by chance in one of 479 million cases.
-    """
-    gaps = [after - before for before, after in pairwise(values)]
-    if min(gaps) <= 0:
-        return False
-    alone, beside = set(gaps[::2]), set(gaps[1::2])
-    if len(alone) == len(beside) == 1:
-        return alone != beside
+def _other_model(target: Target) -> str | None:
+    """An adapter that the server lists as a model, as vLLM does; none if it lists none."""
+    with suppress(TargetError):
+        listed = target.send("GET", "/v1/models").document.get("data")
+        for each in listed if isinstance(listed, list) else ():
+            if isinstance(each, dict) and each.get("parent") and isinstance(each.get("id"), str):
+                return str(each["id"])
     return None
 
 
-def _compared(quiet: list[Answer], after: Answer) -> tuple[list[str], list[str]]:
-    """What differs after B's requests though it was steady before, and what wasn't steady.
-
-    Status and headers are compared whole, bodies line by line: a line without its numbers must be the same,
-    and each number steady, or rising by the same step each time.
-    """
-    changed: list[str] = []
-    masked: list[str] = []
-    for what, place in (("status", 0), ("headers", 1)):
-        before = [each[place] for each in quiet]
-        if any(each != before[0] for each in before):
-            masked.append(what)
-        elif after[place] != before[0]:
-            changed.append(what)
-    tables = [_lines(each[2]) for each in (*quiet, after)]
-    for line in dict.fromkeys(key for table in tables for key in table):
-        series = [table.get(line) for table in tables]
-        steady = _steps(series[:-1])
-        if steady is None:
-            masked.append(line)
-        elif _steps(series) is None:
-            changed.append(line)
-    return changed, masked
+def _timed(check: Callable[[], Check]) -> Check:
+    began = time.perf_counter()
+    return replace(check(), seconds=time.perf_counter() - began)
 
 
-def _lines(body: str) -> dict[str, tuple[float, ...]]:
-    """Each line without its numbers, and its numbers; equal lines get the place among them."""
-    found: dict[str, tuple[float, ...]] = {}
-    for line in body.splitlines():
-        key, numbers = _NUMBER.sub("#", line)[:200], tuple(float(each) for each in _NUMBER.findall(line))
-        name, copy = key, 1
-        while name in found:
-            name, copy = f"{key} ({copy})", copy + 1
-        found[name] = numbers
-    return found
+def _each(number: int, name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
+    """The checks, with the time that they took; not done if the server broke them off."""
+    began = time.perf_counter()
+    try:
+        found = check()
+    except TargetError as error:
+        found = not_checked(number, name, f"broken off: {error}")
+    checks = found if isinstance(found, list) else [found]
+    seconds = (time.perf_counter() - began) / max(len(checks), 1)
+    return [replace(each, seconds=seconds) for each in checks]
 
 
-def _steps(series: list[tuple[float, ...] | None]) -> tuple[float, ...] | None:
-    """The step by which each number rises, if it is the same each time; None if it isn't, or a line comes or goes."""
-    steps = set()
-    for before, after in pairwise(series):
-        if before is None or after is None or len(before) != len(after):
-            return None
-        steps.add(tuple(round(high - low, 9) for low, high in zip(before, after, strict=True)))
-    return steps.pop() if len(steps) == 1 else None
+class _Base:
+    """Check 3 at its simplest: a completion, no salt, a prompt as text. It also finds out how long prompts must be."""
+
+    def __init__(self, a: Target, b: Target, prompts: Prompts, probes: int, progress: Progress) -> None:
+        self._a, self._b, self.prompts, self._probes, self._progress = a, b, prompts, probes, progress
+        self.is_blind = False
+        """Prompts that nobody asked are mostly cached: texts can't be told apart."""
+
+    def check(self) -> Check:
+        """B computes P, A asks for P; then A asks again, and must find it, or the probe was blind."""
+        first = self._a.complete(self.prompts.text())
+        if first.cached_tokens is None:
+            reason = "the server doesn't say how many tokens were cached; timing alone can tell"
+            return Check(3, NAME, Verdict.INCONCLUSIVE, reason)
+        blind = self._lengthen()
+        found = self._probed()
+        if found.verdict is Verdict.LEAKS or blind is None:
+            return found
+        return replace(found, verdict=Verdict.BLIND, detail=blind)
+
+    def _lengthen(self) -> str | None:
+        """Double the prompts until A finds its own and a fresh one is mostly new. Says why, if that never is so."""
+        reason = None
+        start = self.prompts.words
+        for at in range(LENGTHENINGS):
+            words = start << at
+            try:
+                reason = self._blindness(words)
+            except TargetError:
+                break
+            if reason is None:
+                self.prompts.words = words
+                return None
+        return reason
+
+    def _blindness(self, words: int) -> str | None:
+        fresh = [self._a.complete(self.prompts.text(words)) for _ in range(2)]
+        prompt = self.prompts.text(words)
+        first, again = self._a.complete(prompt), self._a.complete(prompt)
+        longer = self._a.complete(self.prompts.text(2 * words))
+        self.is_blind = any(_mostly_cached(each) for each in (*fresh[1:], first))
+        if self.is_blind:
+            told = f"{first.cached_tokens} of {first.prompt_tokens} tokens"
+            return f"prompts that nobody asked are mostly cached already ({told})"
+        if again.prompt_tokens and longer.prompt_tokens <= again.prompt_tokens:
+            told = f"{again.prompt_tokens} for {words} words, {longer.prompt_tokens} for {2 * words}"
+            return f"prompt_tokens doesn't grow with the prompt: {told}"
+        if (again.cached_tokens or 0) <= (first.cached_tokens or 0):
+            return f"A didn't find its own prompt of {words} words again"
+        return None
+
+    def _probed(self) -> Check:
+        self._a.complete(self.prompts.text())
+        probes = []
+        for done in range(1, self._probes + 1):
+            fresh = self._a.complete(self.prompts.text())
+            prompt = self.prompts.text()
+            self._b.complete(prompt)
+            found = _looked_up(self._a, prompt)
+            probes.append((fresh, found, self._a.complete(prompt), self._a.complete(prompt)))
+            self._progress("content probes", done, self._probes)
+        bound = 2 * max(_cached(each[0]) for each in probes) - min(_cached(each[0]) for each in probes)
+        leaks = sum(max(_cached(seen), found) > bound for _, found, seen, _ in probes)
+        blind = sum(
+            2 * _cached(again) < again.prompt_tokens or _cached(again) <= bound for *_, again in probes
+        )
+        known = sum(_mostly_cached(fresh) for fresh, *_ in probes)
+        most = max(max(_cached(seen), found) for _, found, seen, _ in probes)
+        figures: dict[str, Any] = {
+            "probes": self._probes,
+            "leaks": leaks,
+            "blind": blind,
+            "most_tokens_leaked": max(most - bound, 0),
+            "fresh prompts mostly cached": known,
+            "prompt_words": self.prompts.words,
+        }
+        if leaks:
+            return Check(
+                3, NAME, Verdict.LEAKS, f"{leaks} of {self._probes} prompts of B's were cached for A", figures
+            )
+        if known:
+            why = f"{known} of {self._probes} prompts that nobody asked were mostly cached already"
+            return Check(3, NAME, Verdict.BLIND, why, figures)
+        if blind:
+            why = f"A didn't find its own prompt again in {blind} probes"
+            return Check(3, NAME, Verdict.BLIND, why, figures)
+        detail = f"none of {self._probes} prompts of B's was cached for A; its own were"
+        return Check(3, NAME, Verdict.ISOLATED, detail, figures)
+
+
+def _cached(completion: Completion) -> int:
+    return completion.cached_tokens or 0
+
+
+def _mostly_cached(completion: Completion) -> bool:
+    return 0 < completion.prompt_tokens <= 2 * _cached(completion)
+
+
+def _looked_up(target: Target, prompt: str) -> int:
+    """Tokens of a prompt that a lookup finds; 0 too from servers that have none."""
+    reply = lookup(target, Prompt("text", prompt), Extra())
+    return (count(reply.document.get("matched_tokens")) or 0) if reply.is_ok else 0

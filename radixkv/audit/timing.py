@@ -19,14 +19,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from radixkv.audit import statistics
+from radixkv.audit.prompts import Prompts
 from radixkv.audit.target import Target
-from radixkv.audit.verdict import Check, Verdict
+from radixkv.audit.verdict import Check, Verdict, not_checked
 from radixkv.errors import ArgumentError
 
 LOOKS = 8
+NAMES = {
+    9: "timing control: own hits against own misses",
+    10: "timing: cross-tenant against miss",
+    12: "leaked bits",
+}
 STOP_CONFIDENCE = 0.9999
 WARM_UP = 4
-_WORDS = ("rule", "page", "answer", "manual", "order", "return", "price", "letter", "number", "question")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class TimingAudit:
     def __init__(self, a: Target, b: Target, plan: TimingPlan, progress: Callable[[int], None]) -> None:
         self._a, self._b, self.plan, self._progress = a, b, plan, progress
         self._random = random.Random(plan.seed)
-        self._prompts = random.SystemRandom()
+        self._prompts = Prompts(plan.prompt_words)
         self._done = 0
         self.samples = Samples()
 
@@ -89,8 +94,8 @@ class TimingAudit:
             reason = "void: the instrument is blind"
             return [
                 control,
-                Check(10, "timing: cross-tenant against miss", Verdict.BLIND, reason),
-                Check(12, "leaked bits", None, reason),
+                Check(10, NAMES[10], Verdict.BLIND, reason),
+                not_checked(12, NAMES[12], reason),
             ]
         arms = self._timed(self._arms)
         return [control, arms, self._timed(self._bits)]
@@ -123,7 +128,7 @@ class TimingAudit:
         seen = statistics.auc(self.samples.hit, self.samples.own_miss)
         figures = {"p_value": p, "threshold": self.plan.control_p, "auc": seen.as_dict()} | self._sizes()
         verdict = None if sees else Verdict.BLIND
-        return Check(9, "timing control: own hits against own misses", verdict, detail, figures)
+        return Check(9, NAMES[9], verdict, detail, figures)
 
     def _arms(self) -> Check:
         looked, stopped = 0, False
@@ -150,7 +155,7 @@ class TimingAudit:
             Verdict.LEAKS: f"another tenant's prompts answer differently: AUC {interval} lies outside {allowed}",
             Verdict.INCONCLUSIVE: f"undecided: AUC {interval} straddles {allowed}; take more samples, or less noise",
         }[verdict]
-        return Check(10, "timing: cross-tenant against miss", verdict, detail, figures | self._sizes())
+        return Check(10, NAMES[10], verdict, detail, figures | self._sizes())
 
     def _is_plain(self) -> bool:
         interval = statistics.auc(self.samples.cross, self.samples.miss, STOP_CONFIDENCE)
@@ -161,7 +166,7 @@ class TimingAudit:
         known = statistics.leaked_bits(self.samples.hit, self.samples.own_miss, self.plan.seed)
         detail = f"{told} bits a request across tenants; own hits against own misses tell {known}"
         figures = {"cross": told.as_dict(), "control": known.as_dict(), "confidence": 0.95}
-        return Check(12, "leaked bits", None, detail, figures)
+        return Check(12, NAMES[12], None, detail, figures)
 
     def _own_hit(self) -> float:
         prompt = self.prompt()
@@ -182,9 +187,7 @@ class TimingAudit:
 
     def prompt(self) -> str:
         """A prompt that nobody ever asked, of as many words as every other."""
-        draw = self._prompts
-        words = (f"{draw.choice(_WORDS)} {draw.randrange(100, 1000)}." for _ in range(self.plan.prompt_words))
-        return " ".join(words)
+        return self._prompts.text()
 
     def _sizes(self) -> dict[str, int]:
         samples = self.samples

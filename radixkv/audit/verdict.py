@@ -1,12 +1,14 @@
-"""What an audit says: checks with a verdict each, and one verdict of all.
+"""The verdicts of an audit: one for each check, and one for the whole.
 
-    leaks              something of another tenant's was observed
-    instrument blind   the positive control saw nothing, so nothing that follows means anything
-    inconclusive       neither shown nor excluded, or not checked here; the detail says why
-    isolated           shown, by the check's own rule, within what the report says was looked at
+    leaks                          something of another tenant's was observed
+    instrument blind               a positive control saw nothing, so nothing follows from what the check saw
+    inconclusive                   neither shown nor excluded; the detail says why
+    isolated in what was checked   nothing was observed, and something was not checked; the report names it
+    not checked                    of one check: it was left out, or can't be done here; the detail says why
+    isolated                       shown by the check's own rule, within what the report says was looked at
 
-The whole is the first of these, in this order, that any check has: there is no bare pass, and *isolated* means every
-check was done and every control saw what it must. A check that only measures has no verdict.
+The verdict of the whole is the worst that any check has. A check that was not done makes an isolated whole *isolated in
+what was checked*. A check that only measures has no verdict.
 """
 
 from __future__ import annotations
@@ -26,17 +28,28 @@ class Verdict(StrEnum):
     LEAKS = "leaks"
     BLIND = "instrument blind"
     INCONCLUSIVE = "inconclusive"
+    PARTIAL = "isolated in what was checked"
+    NOT_CHECKED = "not checked"
     ISOLATED = "isolated"
 
 
-EXIT_CODES = {Verdict.ISOLATED: 0, Verdict.LEAKS: 1, Verdict.INCONCLUSIVE: 3, Verdict.BLIND: 4}
-"""What a command that audits ends with; 2 is for a command line that can't work."""
+EXIT_CODES = {
+    Verdict.ISOLATED: 0,
+    Verdict.LEAKS: 1,
+    Verdict.INCONCLUSIVE: 3,
+    Verdict.BLIND: 4,
+    Verdict.PARTIAL: 6,
+}
+"""Exit codes of a command that audits. 2 is for a wrong command line, 5 for an audit that gave no verdict."""
 
 
 def worst(verdicts: Iterable[Verdict | None]) -> Verdict:
-    """The verdict of several; of none, inconclusive."""
+    """The verdict of several; inconclusive if none of them says anything."""
     found = {verdict for verdict in verdicts if verdict is not None}
-    return next((verdict for verdict in Verdict if verdict in found), Verdict.INCONCLUSIVE)
+    if not found - {Verdict.NOT_CHECKED}:
+        return Verdict.INCONCLUSIVE
+    first = next(verdict for verdict in Verdict if verdict in found)
+    return Verdict.PARTIAL if first is Verdict.NOT_CHECKED else first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +78,11 @@ class Check:
         }
 
 
+def not_checked(number: int, name: str, reason: str) -> Check:
+    """A check that was not done, and why."""
+    return Check(number, name, Verdict.NOT_CHECKED, reason)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditReport:
     """An audit as people hand it on. ``target``: what was audited; ``settings``: what was fixed beforehand.
@@ -88,14 +106,30 @@ class AuditReport:
 
     @property
     def exit_code(self) -> int:
-        """0 isolated, 1 leaks, 3 inconclusive, 4 instrument blind."""
+        """0 isolated, 1 leaks, 3 inconclusive, 4 instrument blind, 6 isolated in what was checked."""
         return EXIT_CODES[self.verdict]
 
+    @property
+    def not_checked(self) -> tuple[Check, ...]:
+        """The checks that were not done; their details say why."""
+        return tuple(check for check in self.checks if check.verdict is Verdict.NOT_CHECKED)
+
     def check(self, number: int) -> Check:
-        """The check with this number. Raises ArgumentError if it wasn't done."""
-        for each in self.checks:
-            if each.number == number:
-                return each
+        """The check with this number; of several the worst, and one that was not done last.
+
+        Raises ArgumentError if there is none.
+        """
+        order = [
+            Verdict.LEAKS,
+            Verdict.BLIND,
+            Verdict.INCONCLUSIVE,
+            Verdict.ISOLATED,
+            None,
+            Verdict.NOT_CHECKED,
+        ]
+        found = [each for each in self.checks if each.number == number]
+        if found:
+            return min(found, key=lambda each: order.index(each.verdict))
         done = ", ".join(str(each.number) for each in self.checks)
         raise ArgumentError("number", number, f"one of the checks that were done: {done}")
 
@@ -107,7 +141,13 @@ class AuditReport:
             "finished_at": self.finished_at,
             "target": self.target,
             "verdict": str(self.verdict),
+            "exit_code": self.exit_code,
+            "not_checked": [_named(check) for check in self.not_checked],
             "settings": dict(self.settings),
             "checks": [check.as_dict() for check in self.checks],
             "samples": {arm: [round(value, 7) for value in values] for arm, values in self.samples.items()},
         }
+
+
+def _named(check: Check) -> str:
+    return f"{check.number} {check.name}: {check.detail}"

@@ -73,7 +73,7 @@ def openai_server(behaviour: Behaviour) -> Iterator[str]:
             try:
                 request = json.loads(body)
                 prompt = request["messages"][0]["content"] if behaviour.chat_only else request["prompt"]
-                assert request["model"] == "some-model" and prompt
+                assert request["model"] == "some-model" and prompt and isinstance(prompt, str)
             except (ValueError, LookupError, AssertionError):
                 self._json({"error": "bad request"}, 400)
                 return

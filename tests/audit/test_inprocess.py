@@ -197,7 +197,15 @@ def test_what_needs_strict_tenants_says_so_without_them() -> None:
     audit = audit_of(lambda config, **named: Untenanted(PrefixCache(config, **named)))
     for check in (audit.two_strict_runs, audit.eviction_signal, audit.order):
         verdict, detail, _ = check()
-        assert verdict is Verdict.INCONCLUSIVE and "strict" in detail
+        assert verdict is Verdict.NOT_CHECKED and "strict" in detail
+
+
+def test_a_whole_run_without_strict_tenants_names_what_it_left_out() -> None:
+    report = inprocess.run(
+        lambda config, **named: Untenanted(PrefixCache(config, **named)), examples=1, steps=2
+    )
+    assert {1, 2, 11} <= {check.number for check in report.not_checked}
+    assert report.verdict is not Verdict.ISOLATED
 
 
 class Untenanted:

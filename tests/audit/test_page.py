@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 from radixkv.audit.page import page
-from radixkv.audit.verdict import AuditReport, Check, Verdict
+from radixkv.audit.verdict import AuditReport, Check, Verdict, not_checked
 from tests.audit.reports import leaking, sound, without_timing
 
 
@@ -83,6 +83,17 @@ def test_what_others_wrote_is_text() -> None:
 
 
 def test_each_verdict_is_explained() -> None:
-    for verdict in Verdict:
+    for verdict in set(Verdict) - {Verdict.NOT_CHECKED}:
         text = page(AuditReport("x", "0", {}, (Check(1, "check", verdict, "why"),)))
         assert text.count(f">{verdict}</span>") == 2
+
+
+def test_what_was_not_checked_is_named_beside_the_verdict() -> None:
+    done = Check(3, "probe", Verdict.ISOLATED, "none of 20")
+    left_out = not_checked(9, "timing <control>", "left out (--no-timing)")
+    text = page(AuditReport("x", "0", {}, (done, left_out)))
+    header = text[text.index("<header>") : text.index("</header>")]
+    assert "isolated in what was checked" in header and "Every check" not in text
+    assert "<li>9 timing &lt;control&gt;: left out (--no-timing)</li>" in header
+    parsed(text)
+    assert "Not checked" not in page(AuditReport("x", "0", {}, (done,)))

@@ -312,7 +312,11 @@ def test_audit_of_a_service(live: Running, tmp_path: Path) -> None:
     }  # fmt: skip
     assert document["settings"]["timing"]["samples"] == 20 and "<svg" in page.read_text()
     table = run("audit", "run", "--url", live.url, *keys, "--probes", "1", "--no-timing")
-    assert table.returncode == 0 and table.stdout.splitlines()[-1] == f"{live.url}: isolated"
+    assert table.returncode == 6
+    *_, control, margin, bits, last = table.stdout.splitlines()
+    assert last == f"{live.url}: isolated in what was checked"
+    for line, number in ((control, 9), (margin, 10), (bits, 12)):
+        assert line.startswith(f"not checked: {number} ") and line.endswith("left out (--no-timing)")
 
 
 def test_audit_refuses_a_key_that_is_none(live: Running) -> None:

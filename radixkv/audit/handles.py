@@ -1,0 +1,306 @@
+"""Check 8 over HTTP: names of completions, pins and jobs. And what A's clear forgets, a part of check 7.
+
+A handle that B was given must mean to A exactly what one means that nobody was given: the same status and the same
+body. So each request is made twice, with B's handle and with a made-up one of the same shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from radixkv.audit.prompts import Prompt, Prompts, canary
+from radixkv.audit.surfaces import LOOKUP, READERS, Extra, Surface, ended_job, pin, warm
+from radixkv.audit.target import Reply, Target
+from radixkv.audit.verdict import Check, Verdict, not_checked
+
+NAMES_NAME = "handles"
+PINS = "handles, pins"
+JOBS = "handles, jobs"
+KEYS = "handles, Idempotency-Key"
+CLEARS = "what A's clear forgets"
+NUM_NAMES = 12
+LONG_TTL_S = 3600
+
+
+def names(a: Target, b: Target, prompts: Prompts) -> Check:
+    """Ids of A's requests, with B's requests between them: they must neither rise nor share what is random."""
+    found = []
+    for at in range(NUM_NAMES):
+        found.append(a.complete(prompts.text()).id)
+        if at % 2:
+            b.complete(prompts.text())
+    figures = {"names": NUM_NAMES, "shortest": min(map(len, found))}
+    if not all(found) or len(set(found)) < len(found):
+        return Check(8, NAMES_NAME, Verdict.INCONCLUSIVE, "completions have no ids of their own", figures)
+    for part in zip(*(re.findall(r"\d+", name) for name in found), strict=False):
+        counted = counts_others([int(each) for each in part])
+        if counted:
+            return Check(8, NAMES_NAME, Verdict.LEAKS, "ids of A's completions count B's requests", figures)
+        if counted is None:
+            detail = "ids rise; whether with time or with others can't be told"
+            return Check(8, NAMES_NAME, Verdict.INCONCLUSIVE, detail, figures)
+    return Check(8, NAMES_NAME, Verdict.ISOLATED, f"{NUM_NAMES} ids of A's in no order", figures)
+
+
+def counts_others(values: list[int]) -> bool | None:
+    """Whether a number in names counts B's requests too, which lie in every other gap; None if it rises otherwise.
+
+    Twelve random values rise by chance in one of 479 million cases.
+    """
+    gaps = [after - before for before, after in pairwise(values)]
+    if min(gaps) <= 0:
+        return False
+    alone, beside = set(gaps[::2]), set(gaps[1::2])
+    if len(alone) == len(beside) == 1:
+        return alone != beside
+    return None
+
+
+def made_up(name: str) -> str:
+    """A name that nobody was given, of the shape of this one."""
+    if name.isdecimal():
+        return str(9_000_000 + int(name[:6]))
+    kept = name[: max(name.rfind("-"), name.rfind("_")) + 1]
+    drawn = "".join(canary()[2:] for _ in range(len(name) // 12 + 1))
+    return kept + drawn[: len(name) - len(kept)]
+
+
+class Handles:
+    """Pins, jobs and clears of both tenants."""
+
+    def __init__(self, a: Target, b: Target, prompts: Prompts, form: str) -> None:
+        self._a, self._b, self._prompts, self._form = a, b, prompts, form
+
+    def _same(self, method: str, path: str, theirs: str, **named: Any) -> str | None:
+        """None if A is told the same of B's handle as of a made-up one; else the difference."""
+        other = made_up(theirs)
+        told = self._a.send(method, path.format(theirs), **named)
+        unknown = self._a.send(method, path.format(other), **named)
+        one, two = (
+            (reply.status, reply.text.replace(name, "")) for reply, name in ((told, theirs), (unknown, other))
+        )
+        if one == two:
+            return None
+        return f"{method} {path.format('ID')} is answered {told.status} for B's, {unknown.status} for one that isn't"
+
+    # pins
+
+    def pins(self) -> Check:
+        """B pins; A must not see, end, renew or change that."""
+        with self._pinning() as (a_pin, b_pin, b_prompt):
+            if not (a_pin.is_ok and b_pin.is_ok):
+                refused = b_pin if a_pin.is_ok else a_pin
+                if len(entries(self._a.send("GET", "/v1/pins"))) > self._a_before + a_pin.is_ok:
+                    return Check(8, PINS, Verdict.LEAKS, "A's list has more pins than A's own")
+                return not_checked(8, PINS, f"no prefix could be pinned, {refused.reason}")
+            return self._pins_of(a_pin, b_pin, b_prompt)
+
+    def _pins_of(self, a_pin: Reply, b_pin: Reply, b_prompt: Prompt) -> Check:
+        listed = self._a.send("GET", "/v1/pins")
+        if not listed.is_ok:
+            return not_checked(8, PINS, f"pins can't be listed, {listed.reason}")
+        if len(entries(listed)) < 1:
+            return Check(8, PINS, Verdict.BLIND, "A's own pin isn't in its list")
+        leaks = [] if len(entries(listed)) == self._a_before + 1 else ["A's list has more pins than A's own"]
+        name, own = str(b_pin.document.get("id")), str(a_pin.document.get("id"))
+        self._a.send(
+            "DELETE", f"/v1/pins/{own}"
+        )  # ids may be counted for each tenant, so that B's is A's too
+        before = self._standing(name)
+        leaks += [told for method, path, body in self._acts() if (told := self._same(
+            method, path, name, **({} if body is None else {"body": body})))]  # fmt: skip
+        unwarmed = pin(self._a, b_prompt, Extra())
+        if unwarmed.is_ok:
+            leaks.append("A could pin a prompt that B alone had computed")
+            self._unpin(unwarmed)
+        warm(self._a, b_prompt, Extra())
+        renewed = self._a.send("POST", "/v1/pins", {**b_prompt.of_prefix(), "ttl_s": LONG_TTL_S})
+        self._unpin(renewed)
+        after = self._standing(name)
+        if before is None:
+            return Check(8, PINS, Verdict.BLIND, "B's own pin isn't in its list")
+        if after is None:
+            leaks.append("A ended B's pin")
+        elif after > before:
+            leaks.append("A renewed B's pin")
+        figures = {"leaks": leaks, "own pins seen": len(entries(listed))}
+        if leaks:
+            return Check(8, PINS, Verdict.LEAKS, "; ".join(leaks), figures)
+        return Check(
+            8, PINS, Verdict.ISOLATED, "A sees its own pins only, and can't end or renew B's", figures
+        )
+
+    @staticmethod
+    def _acts() -> list[tuple[str, str, dict[str, Any] | None]]:
+        ttl = {"ttl_s": LONG_TTL_S}
+        return [
+            ("GET", "/v1/pins/{}", None),
+            ("PUT", "/v1/pins/{}", ttl),
+            ("PATCH", "/v1/pins/{}", ttl),
+            ("POST", "/v1/pins/{}", ttl),
+            ("POST", "/v1/pins/{}/renew", ttl),
+            ("DELETE", "/v1/pins/{}", None),
+        ]
+
+    @contextmanager
+    def _pinning(self) -> Iterator[tuple[Reply, Reply, Prompt]]:
+        """A pin of each. Both end afterwards."""
+        self._a_before = len(entries(self._a.send("GET", "/v1/pins")))
+        prompts = self._prompts.fresh(self._form), self._prompts.fresh(self._form)
+        made = []
+        for target, prompt in zip((self._a, self._b), prompts, strict=True):
+            warm(target, prompt, Extra())
+            made.append(pin(target, prompt, Extra()))
+        try:
+            yield made[0], made[1], prompts[1]
+        finally:
+            for target, reply in zip((self._a, self._b), made, strict=True):
+                if reply.is_ok:
+                    target.send("DELETE", f"/v1/pins/{reply.document.get('id')}")
+
+    def _unpin(self, reply: Reply) -> None:
+        if reply.is_ok:
+            self._a.send("DELETE", f"/v1/pins/{reply.document.get('id')}")
+
+    def _standing(self, name: str) -> float | None:
+        """For how long B's pin still holds; None if it doesn't."""
+        for each in entries(self._b.send("GET", "/v1/pins")):
+            if str(each.get("id")) == name:
+                left = each.get("ttl_s")
+                return float(left) if isinstance(left, int | float) else 0.0
+        return None
+
+    # jobs
+
+    def jobs(self) -> Check:
+        """B's job must be to A what a job is that there isn't."""
+        started = [self._job(target) for target in (self._a, self._b)]
+        refused = next((each for each in started if each.document.get("job") is None), None)
+        if refused is not None:
+            return not_checked(8, JOBS, f"no job could be started, {refused.reason}")
+        own, theirs = (str(each.document["job"]) for each in started)
+        if not ended_job(self._a, started[0]).is_ok:
+            return Check(8, JOBS, Verdict.BLIND, "A can't read its own job")
+        ended_job(self._b, started[1])
+        acts = [
+            ("GET", "/v1/warm/{}"),
+            ("GET", "/v1/jobs/{}"),
+            ("DELETE", "/v1/warm/{}"),
+            ("POST", "/v1/warm/{}/cancel"),
+        ]
+        leaks = [told for method, path in acts if (told := self._same(method, path, theirs))]
+        if not self._b.send("GET", f"/v1/warm/{theirs}").is_ok:
+            leaks.append("A's requests ended B's job")
+        figures = {"leaks": leaks, "length of ids": len(own)}
+        if leaks:
+            return Check(8, JOBS, Verdict.LEAKS, "; ".join(leaks), figures)
+        return Check(
+            8, JOBS, Verdict.ISOLATED, "B's job is to A like one that there isn't; its own it reads", figures
+        )
+
+    def _job(
+        self, target: Target, prompt: Prompt | None = None, key: str | None = None, *, wait: bool = False
+    ) -> Reply:
+        body = {**(prompt or self._prompts.fresh(self._form)).of_prefix(), "wait": wait}
+        return target.send("POST", "/v1/warm", body, headers={} if key is None else {"Idempotency-Key": key})
+
+    def idempotency(self) -> Check:
+        """A key that B used must be new to A."""
+        key, prompt = canary(), self._prompts.fresh(self._form)
+        theirs = self._job(self._b, prompt, key)
+        again = self._job(self._b, prompt, key)
+        name = theirs.document.get("job")
+        if name is None or again.document.get("job") != name:
+            return not_checked(8, KEYS, "the server doesn't honour an Idempotency-Key")
+        ended_job(self._b, theirs)
+        leaks = []
+        other = self._job(self._a, None, key)
+        if not other.is_ok:
+            leaks.append(f"a key that B used is refused to A, {other.status}")
+        same_key = canary()
+        ended_job(self._b, self._job(self._b, prompt, same_key))
+        mine = self._job(self._a, prompt, same_key)
+        result = ended_job(self._a, mine) if mine.is_ok else mine
+        if name in (other.document.get("job"), mine.document.get("job")) or not mine.is_ok:
+            leaks.append("A was given B's job for a key that B used")
+        elif _cached_before(result) != 0:
+            leaks.append("A's warm with a key that B used found B's prefix")
+        fresh = self._job(self._a, self._prompts.fresh(self._form), canary())
+        if not fresh.is_ok:
+            return Check(8, KEYS, Verdict.BLIND, f"a key that nobody used is refused to A, {fresh.reason}")
+        if leaks:
+            return Check(8, KEYS, Verdict.LEAKS, "; ".join(leaks), {"leaks": leaks})
+        return Check(8, KEYS, Verdict.ISOLATED, "keys that B used are new to A; B's own repeat its job")
+
+    # clears
+
+    def clears(self, a_is_empty: bool) -> list[Check]:
+        """A forgets what it has: under a salt, under an adapter, and all of it. B must keep its own."""
+        reader = self._telling()
+        if reader is None:
+            return [not_checked(7, CLEARS, "A isn't told of its own prompts")]
+        salt, adapter = canary(), canary()
+        ways: list[tuple[str, dict[str, str], dict[str, str]]] = [
+            ("a salt", {"salt": salt}, {"salt": salt}),
+            ("an adapter", {"adapter": adapter}, {"adapter": adapter}),
+            ("no salt", {}, {"salt": ""}),
+            ("everything", {}, {}),
+        ]
+        return [
+            self._cleared(reader, what, fields, params)
+            if fields or a_is_empty
+            else not_checked(
+                7, f"{CLEARS}, {what}", "A had something cached before, which this would have lost"
+            )
+            for what, fields, params in ways
+        ]
+
+    def _telling(self) -> Surface | None:
+        """What tells A of its own prompt: a completion, or else a lookup."""
+        prompt = self._prompts.fresh(self._form)
+        READERS[0].ask(self._a, prompt, Extra())
+        for surface in (READERS[0], LOOKUP):
+            if surface.found(surface.ask(self._a, prompt, Extra())):
+                return surface
+        return None
+
+    def _cleared(self, reader: Surface, what: str, fields: dict[str, str], params: dict[str, str]) -> Check:
+        name, extra = f"{CLEARS}, {what}", Extra(fields)
+        prompts = [self._prompts.fresh(self._form) for _ in range(2)]
+        for target, prompt in zip((self._a, self._b), prompts, strict=True):
+            reply = READERS[0].ask(target, prompt, extra)
+            if not reply.is_ok:
+                return not_checked(7, name, f"the server refuses it, {reply.reason}")
+        cleared = self._a.send("DELETE", "/v1/cache", params=params)
+        if not cleared.is_ok:
+            return not_checked(7, name, f"A can't clear, {cleared.reason}")
+        own, theirs = (
+            reader.found(reader.ask(target, prompt, extra)) or 0
+            for target, prompt in zip((self._a, self._b), prompts, strict=True)
+        )
+        again = []
+        for target, prompt in zip((self._a, self._b), prompts, strict=True):
+            READERS[0].ask(target, prompt, extra)
+            again.append(reader.found(reader.ask(target, prompt, extra)) or 0)
+        figures = {"A's before": again[0], "A's after": own, "B's after": theirs, "B's again": again[1]}
+        if 2 * theirs < again[1]:
+            return Check(7, name, Verdict.LEAKS, "A's clear forgot what B had", figures)
+        if 2 * own >= again[0]:
+            return Check(7, name, Verdict.BLIND, "A's clear forgot nothing of A's", figures)
+        return Check(7, name, Verdict.ISOLATED, "A's clear forgot what A had, and nothing of B's", figures)
+
+
+def _cached_before(reply: Reply) -> int:
+    result = reply.document.get("result")
+    found = result.get("cached_before") if isinstance(result, dict) else 0
+    return found if isinstance(found, int) else 0
+
+
+def entries(reply: Reply) -> list[dict[str, Any]]:
+    """What a list of pins holds."""
+    found = reply.document.get("pins") if reply.is_ok else None
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []

@@ -1,0 +1,191 @@
+"""Check 3 over HTTP, as to identity: can a client choose its tenant, and does a key that is almost A's count as A's?
+
+A tenant has to come from the key alone. So both sides name the same made-up tenant, by fields of the body, headers,
+cookies and parameters that servers are known to take, and A names B by what B may be called. If A then finds
+B's prompt, the name counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.audit.prompts import Prompts
+from radixkv.audit.surfaces import PLAIN, READERS, Extra, Surface
+from radixkv.audit.target import Principal, Target, TargetError
+from radixkv.audit.verdict import Check, Verdict, not_checked
+
+NAMED = "cross-tenant probe, tenants named by the client"
+ALMOST = "cross-tenant probe, keys that are almost A's"
+FIELDS = (
+    "tenant", "tenant_id", "user", "user_id", "org", "organization", "project", "account", "customer", "namespace",
+    "cache_salt", "cache_key", "prompt_cache_key", "safety_identifier", "session_id", "api_key",
+)  # fmt: skip
+HEADERS = (
+    "X-Tenant", "X-Tenant-Id", "Tenant", "X-User", "X-User-Id", "X-Org-Id", "X-Organization-Id", "X-Project-Id",
+    "X-Account-Id", "X-Namespace", "X-Cache-Salt", "X-Forwarded-User", "X-Remote-User", "X-Consumer-Username",
+    "OpenAI-Organization", "OpenAI-Project", "X-Session-Id",
+)  # fmt: skip
+KEY_HEADERS = ("X-Api-Key", "Api-Key")
+SHORT_KEY = 20
+_WANTED = ("a completion", "a stream", "a lookup", "a warm")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A tenant that requests name: what A's and B's carry."""
+
+    name: str
+    a: Extra
+    b: Extra
+
+
+def headers_of(value: str) -> dict[str, str]:
+    """All headers that may name a tenant."""
+    return dict.fromkeys(HEADERS, value)
+
+
+def names_of(key: str | None, given: str | None) -> list[str]:
+    """What a tenant may be called: as was given, or as a short key says. Long keys are secrets and are not sent."""
+    guesses = [key, key.rpartition("-")[2], key.rpartition("_")[2]] if key and len(key) <= SHORT_KEY else []
+    return [each for each in dict.fromkeys([given, *guesses]) if each]
+
+
+def claims(shared: str, b_names: list[str]) -> Iterator[Claim]:
+    """Both name the same tenant; then A alone names B."""
+    for name in FIELDS:
+        yield _both(f"the field {name}", Extra({name: shared}))
+    yield _both("the field metadata", Extra({"metadata": {"tenant": shared, "user_id": shared}}))
+    yield _both("headers", Extra(headers=headers_of(shared)))
+    yield _both("a cookie", Extra(headers={"Cookie": f"tenant={shared}; user={shared}"}))
+    yield _both("a parameter of the query", Extra(params={"tenant": shared, "user": shared}))
+    for header in KEY_HEADERS:
+        yield _both(f"the header {header}", Extra(headers={header: shared}))
+    for known in b_names:
+        for name in FIELDS:
+            yield Claim(f"the field {name} that names B", Extra({name: known}), Extra())
+        yield Claim("headers that name B", Extra(headers=headers_of(known)), Extra())
+        yield Claim("a parameter of the query that names B", Extra(params={"tenant": known}), Extra())
+
+
+def _both(name: str, extra: Extra) -> Claim:
+    return Claim(name, extra, extra)
+
+
+class Identity:
+    """Both checks. ``b_names``: what B may be called."""
+
+    def __init__(self, a: Target, b: Target, prompts: Prompts, form: str, b_names: list[str]) -> None:
+        self._a, self._b, self._prompts, self._form, self._b_names = a, b, prompts, form, b_names
+
+    def named(self, shared: str) -> Check:
+        """Whether a tenant that a request names counts."""
+        readers = self._telling()
+        if not readers:
+            return not_checked(3, NAMED, "A isn't told of its own prompts")
+        readers = [
+            (surface, fresh)
+            for surface, fresh in readers
+            if (self._tried(surface, self._a, PLAIN, self._b, PLAIN) or 0) <= fresh
+        ]
+        if not readers:
+            return not_checked(3, NAMED, "A finds B's prompts without naming a tenant")
+        leaks, tried, refused = [], 0, []
+        for claim in claims(shared, self._b_names):
+            accepted, leaking = self._claimed(claim, readers)
+            leaks += [f"{claim.name}, by {name}" for name in leaking]
+            tried += accepted
+            refused += [] if accepted else [claim.name]
+        figures: dict[str, Any] = {"leaks": leaks, "taken": tried, "refused": refused}
+        if leaks:
+            return Check(3, NAMED, Verdict.LEAKS, f"A found B's prompt: {'; '.join(leaks[:5])}", figures)
+        detail = f"{len(refused)} ways to name a tenant are refused, {tried} change nothing"
+        return Check(3, NAMED, Verdict.ISOLATED, detail, figures)
+
+    def _telling(self) -> list[tuple[Surface, int]]:
+        """Surfaces through which A finds its own prompt, and what they tell of a fresh one."""
+        found = []
+        for surface in READERS:
+            if surface.name in _WANTED and self._form in surface.forms:
+                fresh = self._fresh(surface, self._a, Extra())
+                own = self._tried(surface, self._a, Extra(), by=self._a)
+                if fresh is not None and own is not None and own > fresh:
+                    found.append((surface, fresh))
+        return found
+
+    def _fresh(self, surface: Surface, reader: Target, extra: Extra) -> int | None:
+        """The most that a reader is told of two fresh prompts; None if it is refused."""
+        found = [self._tried(surface, reader, extra) for _ in range(2)]
+        return None if found[0] is None else max(each or 0 for each in found)
+
+    def _tried(self, surface: Surface, reader: Target, extra: Extra, by: Target | None = None,
+               by_extra: Extra = PLAIN) -> int | None:  # fmt: skip
+        try:
+            return self._ask(surface, reader, extra, by, by_extra)
+        except TargetError:
+            return None
+
+    def _ask(self, surface: Surface, reader: Target, extra: Extra, by: Target | None = None,
+             by_extra: Extra = PLAIN) -> int | None:  # fmt: skip
+        """What a reader finds of a fresh prompt, which ``by`` wrote before; None if it was refused."""
+        prompt = self._prompts.fresh(self._form)
+        if by is not None:
+            written = self._writer(surface).ask(by, prompt, by_extra)
+            if not written.is_ok:
+                return None
+        reply = surface.ask(reader, prompt, extra)
+        return (surface.found(reply) or 0) if reply.is_ok else None
+
+    @staticmethod
+    def _writer(surface: Surface) -> Surface:
+        return surface if surface.computes else READERS[0]
+
+    def _claimed(self, claim: Claim, readers: list[tuple[Surface, int]]) -> tuple[bool, list[str]]:
+        """Whether any request with this claim was taken, and by which surfaces A found B's prompt."""
+        accepted, leaking = False, []
+        for surface, fresh in readers:
+            claimed = self._tried(surface, self._a, claim.a)
+            if claimed is None:
+                continue
+            accepted, bound = True, max(fresh, claimed)
+            theirs = self._tried(surface, self._a, claim.a, self._b, claim.b) or 0
+            if theirs > bound and theirs > (self._fresh(surface, self._a, claim.a) or 0):
+                leaking.append(surface.name)
+        return accepted, leaking
+
+    # keys
+
+    def almost(self) -> Check:
+        """Whether a key that differs from A's a little, or none at all, reads what A wrote."""
+        readers = self._telling()
+        if not readers or self._a.principal.key is None:
+            return not_checked(3, ALMOST, "A isn't told of its own prompts, or has no key")
+        found = {name: self._as(key, readers) for name, key in almost(self._a.principal.key).items()}
+        leaks = [name for name, what in found.items() if what == "reads A's prompts"]
+        if leaks:
+            return Check(3, ALMOST, Verdict.LEAKS, f"A's prompts are found with {', '.join(leaks)}", found)
+        return Check(
+            3, ALMOST, Verdict.ISOLATED, f"{len(found)} keys that are almost A's find nothing", found
+        )
+
+    def _as(self, key: str | None, readers: list[tuple[Surface, int]]) -> str:
+        with Target(self._a.url, Principal(key), model=self._a.model) as other:
+            answered = False
+            for surface, fresh in readers:
+                own = self._tried(surface, other, Extra(), by=self._a)
+                answered = answered or own is not None
+                if (own or 0) > fresh and (own or 0) > (self._fresh(surface, other, Extra()) or 0):
+                    return "reads A's prompts"
+        return "finds nothing" if answered else "is refused"
+
+
+def almost(key: str) -> Mapping[str, str | None]:
+    """Keys that must not count as this one."""
+    near: dict[str, str | None] = {
+        "A's key in other case": key.swapcase(),
+        "A's key without its end": key[:-1],
+        "A's key and more behind it": f"{key}x",
+        "no key": None,
+    }
+    return {name: each for name, each in near.items() if each != key and each != ""}

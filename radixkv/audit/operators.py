@@ -1,0 +1,75 @@
+"""Check 3 over HTTP for bases: a prefix that the operator publishes for B must not be found by A.
+
+Needs the operator's key. Which tenant A's and B's keys stand for isn't known, so each tenant of the list is made
+the only reader in turn, until B finds the base.
+"""
+
+from __future__ import annotations
+
+from radixkv.audit.prompts import Prompt, Prompts, canary
+from radixkv.audit.surfaces import Extra, lookup
+from radixkv.audit.target import Target, count
+from radixkv.audit.verdict import Check, Verdict, not_checked
+
+NAME = "cross-tenant probe, bases"
+MAX_TENANTS = 1_000
+
+
+def bases(a: Target, b: Target, operator: Target | None, prompts: Prompts, form: str) -> Check:
+    """Publish a base for B alone, look it up as A; then the other way round; then unpublish it."""
+    if operator is None:
+        return not_checked(
+            3, NAME, "a base is the operator's to publish, and its key was not given (--operator-key)"
+        )
+    name, prompt = f"audit-{canary()}", prompts.fresh(form)
+    looked_up = lookup(a, prompt, Extra())
+    if not looked_up.is_ok:
+        return not_checked(3, NAME, f"it takes lookups, {looked_up.reason}")
+    published = operator.send("POST", "/v1/bases", {"id": name, "readers": [], **prompt.of_prefix()})
+    if not published.is_ok:
+        return not_checked(3, NAME, f"no base could be published, {published.reason}")
+    try:
+        return _published(a, b, operator, name, prompt)
+    finally:
+        operator.send("DELETE", f"/v1/bases/{name}")
+
+
+def _published(a: Target, b: Target, operator: Target, name: str, prompt: Prompt) -> Check:
+    leaks = ["A finds a base that nobody may read"] if _found(a, prompt) else []
+    seen = {"A": False, "B": False}
+    for tenant in _tenants(operator):
+        operator.send("PUT", f"/v1/bases/{name}/readers", {"readers": [tenant]})
+        found = {"A": _found(a, prompt) > 0, "B": _found(b, prompt) > 0}
+        if found["A"] and found["B"]:
+            leaks.append(f"A and B both find a base that {tenant} alone may read")
+        seen = {who: seen[who] or found[who] for who in seen}
+        if all(seen.values()):
+            break
+    operator.send("DELETE", f"/v1/bases/{name}")
+    leaks += [
+        f"{who} finds a base that was unpublished" for who, it in (("A", a), ("B", b)) if _found(it, prompt)
+    ]
+    figures = {"leaks": leaks, "readers that found it": [who for who in seen if seen[who]]}
+    if leaks:
+        return Check(3, NAME, Verdict.LEAKS, "; ".join(leaks), figures)
+    if not all(seen.values()):
+        return Check(3, NAME, Verdict.BLIND, "a reader of the base doesn't find it", figures)
+    return Check(
+        3,
+        NAME,
+        Verdict.ISOLATED,
+        "a base is found by its reader alone, and by none once unpublished",
+        figures,
+    )
+
+
+def _found(target: Target, prompt: Prompt) -> int:
+    return count(lookup(target, prompt, Extra()).document.get("matched_tokens")) or 0
+
+
+def _tenants(operator: Target) -> list[str]:
+    listed = operator.send("GET", "/v1/tenants").document.get("tenants")
+    names = (
+        [each.get("tenant") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    )
+    return [name for name in names if isinstance(name, str)][:MAX_TENANTS]

@@ -1,0 +1,368 @@
+"""Check 7 over HTTP: does anything that A can read change with what B does, or repeat what only B sent?
+
+*Differences*: A reads all that it can read, some times while nobody else acts, then after B has acted in every way that
+the server has, and once more while a stream of B's is open. Then A acts itself, as the control: that must show.
+
+*Quotes*: the prompts, salts and ids of the audit are random words. A reply to A with a word that only B sent or was
+given is a leak, whatever reply it is: a list, an error, a header, text that was generated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from radixkv.audit.identity import headers_of
+from radixkv.audit.prompts import CANARY, Prompts, canary
+from radixkv.audit.surfaces import WRITERS, Extra
+from radixkv.audit.target import COMPLETIONS, Reply, Target, TargetError
+from radixkv.audit.verdict import Check, Verdict, not_checked
+
+NAME, QUOTES = "errors and metrics", "replies that quote another tenant"
+SCRAPES = 3
+MAX_LINE = 200
+LONGEST_ID, SHORTEST_ID = 200, 12
+READ = (
+    "/metrics", "/v1/stats", "/v1/usage", "/v1/models", "/v1/pins", "/v1/pins?all=true", "/v1/warm", "/v1/jobs",
+    "/v1/warm?all=true", "/v1/cache", "/v1/namespaces", "/v1/sessions", "/v1/batches", "/v1/files", "/v1/replicas",
+    "/v1/bases", "/v1/keys", "/v1/tenants", "/v1/route", "/v1/lookup", "/healthz", "/health", "/readyz", "/version",
+    "/stats", "/status", "/load", "/get_server_info", "/server_info", "/debug", "/openapi.json",
+)  # fmt: skip
+"""What A reads. Most servers have few of them."""
+OPERATORS = ("/v1/bases", "/v1/keys", "/v1/tenants")
+"""What radixkv shows to the operator alone."""
+_VOLATILE_HEADERS = frozenset(
+    {"date", "x-request-id", "x-process-time", "cf-ray", "x-envoy-upstream-service-time"}
+)
+_VOLATILE_FIELDS = frozenset({"id", "created", "timings", "seconds"})
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
+_EVICTION_COUNTS = re.compile(r'"(?:used|resident|evictable|evicted)_blocks":\s*\d+,?')
+Answer = tuple[int, Mapping[str, str], str]
+
+
+class Listener:
+    """Hears all that A and B are answered, and notes where A is told what only B knows."""
+
+    def __init__(self, a: Target, b: Target) -> None:
+        self._sent: dict[str, set[str]] = {"a": set(), "b": set()}
+        self._given: set[str] = set()
+        """Ids that B was given."""
+        self._own_ids: set[str] = set()
+        self.num_replies = self.num_own_quotes = 0
+        self.leaks: list[str] = []
+        a.on_exchange, b.on_exchange = self._to_a, self._to_b
+
+    def _to_b(self, answer: httpx.Response) -> None:
+        self._sent["b"].update(_canaries_sent(answer.request))
+        self._given |= _ids(answer)
+
+    def _to_a(self, answer: httpx.Response) -> None:
+        self._sent["a"].update(_canaries_sent(answer.request))
+        self._own_ids |= _ids(answer)
+        told = f"{answer.headers}\n{answer.text}"
+        quoted = set(CANARY.findall(told))
+        self.num_replies += 1
+        self.num_own_quotes += bool(quoted & self._sent["a"])
+        known = (self._sent["b"] & quoted) | {each for each in self._given if each in told}
+        sent = f"{answer.request.url}{_body(answer.request)}"
+        foreign = [each for each in known - self._sent["a"] - self._own_ids if each not in sent]
+        if foreign:
+            self.leaks.append(f"{answer.request.method} {answer.request.url.path} told {foreign[0]}")
+
+    def check(self) -> Check:
+        """Whether A was told what only B knows. At the end, when all has been asked."""
+        figures = {
+            "replies": self.num_replies,
+            "quotes of A's own": self.num_own_quotes,
+            "leaks": self.leaks[:20],
+        }
+        if self.leaks:
+            what = f"{len(self.leaks)} replies to A hold what only B sent or was given: {self.leaks[0]}"
+            return Check(7, QUOTES, Verdict.LEAKS, what, figures)
+        if not self.num_own_quotes:
+            return not_checked(7, QUOTES, "no reply repeats what A itself sent, so none could repeat B's")
+        detail = f"none of {self.num_replies} replies to A holds what only B sent; {self.num_own_quotes} hold A's own"
+        return Check(7, QUOTES, Verdict.ISOLATED, detail, figures)
+
+
+def _canaries_sent(request: httpx.Request) -> set[str]:
+    return set(CANARY.findall(f"{request.url}{request.headers}{_body(request)}"))
+
+
+def _body(request: httpx.Request) -> str:
+    try:
+        return request.content.decode("utf-8", "replace")
+    except httpx.RequestNotRead:
+        return ""
+
+
+def _ids(answer: httpx.Response) -> set[str]:
+    """The names that a reply to a POST gives to what it made."""
+    if answer.request.method != "POST":
+        return set()
+    documents = Reply(answer.status_code, answer.headers, answer.text).documents[:1]
+    found = [each.get(name) for each in documents for name in ("id", "job", "job_id")]
+    return {each for each in found if isinstance(each, str) and SHORTEST_ID <= len(each) <= LONGEST_ID}
+
+
+class Scrapes:
+    """The differences. ``b_names``: what B may be called."""
+
+    def __init__(self, a: Target, b: Target, prompts: Prompts, form: str, b_names: list[str]) -> None:
+        self._a, self._b, self._prompts, self._form, self._b_names = a, b, prompts, form, b_names
+        self._own = prompts.fresh(form)
+        """A's prompt, asked in each scrape."""
+        self._undo: list[Callable[[], None]] = []
+
+    def check(self) -> Check:
+        """What A reads while B acts, against what it reads otherwise. What differs is looked at once more."""
+        first = self._scrape()
+        found = self._round(first)
+        if found.changed:
+            again = {_answer_of(each) for each in self._round(first).changed}
+            found.changed = [each for each in found.changed if _answer_of(each) in again]
+        return found.check()
+
+    def _round(self, first: dict[str, Answer]) -> Round:
+        quiet = [self._scrape(first) for _ in range(SCRAPES + 1)]
+        self._act(self._b)
+        after = self._scrape()
+        changed, masked = differences(quiet, after)
+        if beside := self._scrape_beside():
+            changed += differences([*quiet[1:], after], beside)[0]
+        changed += [f"GET {path} #: shown to a tenant" for path in OPERATORS if _shows(after, path)]
+        self._act(self._a)
+        control = self._scrape(first)
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        seen = differences(quiet, control)[0] + differences([first, first], quiet[-1])[0]
+        return Round(list(dict.fromkeys(changed)), masked, seen, sorted(after))
+
+    def _act(self, target: Target) -> None:
+        """Everything that makes a server work or count, with prompts and names that only this tenant has."""
+        names = {"salt": canary(), "adapter": canary()}
+        extras = [Extra(), Extra({"salt": names["salt"]}), Extra(names)]
+        with suppress(TargetError):
+            target.send("POST", target.endpoint(), {**target.options(), "prompt": "", "user": canary()})
+            target.send("GET", "/v1/stats")
+            for _ in range(2):
+                WRITERS[0].ask(target, self._own, Extra())
+        for writer in (each for each in WRITERS if self._form in each.forms):
+            for extra in extras:
+                with suppress(TargetError):
+                    reply = writer.ask(target, self._prompts.fresh(self._form), extra)
+                    if not reply.is_ok:
+                        break
+                    if writer.undo is not None:
+                        self._undo.append(partial(writer.undo, target, reply))
+
+    def _scrape_beside(self) -> dict[str, Answer]:
+        """A scrape while a stream of B's is open."""
+        body = {**self._b.options(), **self._prompts.fresh(self._form).of_completion()}
+        try:
+            with self._b.open_stream({**body, "stream": True, "max_tokens": 16}):
+                return self._scrape()
+        except TargetError:
+            return {}
+
+    def _scrape(self, absent: Mapping[str, Answer] | None = None) -> dict[str, Answer]:
+        """All that A can read. What was absent in an earlier scrape isn't asked for again."""
+        own, options = self._own.of_completion(), self._a.options()
+        path = self._a.endpoint()
+        asks: list[tuple[str, str, dict[str, Any]]] = [("GET", each, {}) for each in READ]
+        asks += [
+            ("GET", each, {"headers": headers_of(name)})
+            for name in self._b_names
+            for each in ("/v1/stats", "/v1/pins", "/v1/warm")
+        ]
+        asks += [
+            ("GET", "/v1/warm/" + "x" * 32, {}),
+            ("GET", "/v1/nowhere", {}),
+            ("DELETE", "/v1/cache?salt=audit-of-nobody", {}),
+            ("POST", COMPLETIONS, {"json": {"prompt": "", "tenant": "other"}}),
+            ("POST", COMPLETIONS, {"content": b"{", "headers": {"Content-Type": "application/json"}}),
+            ("POST", COMPLETIONS, {"json": {"prompt": "x", "max_tokens": 10**8}}),
+            ("POST", path, {"json": {**options, **own, "max_tokens": 4}}),
+            ("POST", path, {"json": {**options, **own, "max_tokens": 4, "echo": True}}),
+            ("POST", path, {"json": {**options, **own, "max_tokens": 4, "stream": True,
+                                     "stream_options": {"include_usage": True}}}),
+            ("POST", "/v1/route", {"json": {**self._own.of_prefix(), "predict": False}}),
+            ("POST", "/v1/lookup", {"json": self._own.of_prefix()}),
+        ]  # fmt: skip
+        found = {}
+        for at, (method, each, named) in enumerate(asks):
+            name = f"{method} {each} #{at}"
+            before = (absent or {}).get(name)
+            is_absent = before is not None and method == "GET" and before[0] in (404, 405)
+            found[name] = before if is_absent and before else self._answer(method, each, named)
+        return found
+
+    def _answer(self, method: str, path: str, named: dict[str, Any]) -> Answer:
+        try:
+            reply = self._a.send(method, path, **named) if "json" not in named else self._posted(path, named)
+        except TargetError as error:
+            return 0, {}, f"broken off: {type(error).__name__}"
+        headers = {
+            name: text for name, text in reply.headers.items() if name.lower() not in _VOLATILE_HEADERS
+        }
+        text = without_evictions(reply.text) if path.startswith("/v1/stats") else reply.text
+        if reply.is_ok and "json" in named:
+            headers.pop("content-length", None)
+            text = summary(reply)
+        return reply.status, headers, text
+
+    def _posted(self, path: str, named: dict[str, Any]) -> Reply:
+        return self._a.send("POST", path, named["json"])
+
+
+def _shows(after: Mapping[str, Answer], path: str) -> bool:
+    """Whether an endpoint of the operator's lists anything to A."""
+    status, _, text = next(answer for name, answer in after.items() if name.startswith(f"GET {path} #"))
+    documents = Reply(status, {}, text).documents if status == 200 else []
+    return any(isinstance(value, list) and value for each in documents for value in each.values())
+
+
+def _answer_of(change: str) -> str:
+    return change.partition(": ")[0]
+
+
+def differences(quiet: list[dict[str, Answer]], after: dict[str, Answer]) -> tuple[list[str], list[str]]:
+    """What changed in any answer, and what wasn't steady before."""
+    changed: list[str] = []
+    masked: list[str] = []
+    for name, answer in after.items():
+        found = compared([each[name] for each in quiet], answer)
+        changed += [f"{name}: {what}" for what in found[0]]
+        masked += [f"{name}: {what}" for what in found[1]]
+    return changed, masked
+
+
+@dataclass(slots=True)
+class Round:
+    """What changed as B acted, what couldn't be compared, and what changed as A acted."""
+
+    changed: list[str]
+    masked: list[str]
+    seen: list[str]
+    names: list[str]
+
+    def check(self) -> Check:
+        """The check of the report."""
+        figures = {
+            "compared": self.names,
+            "changed": self.changed[:50],
+            "not_compared": self.masked[:50],
+            "changed by A's own requests": self.seen[:20],
+        }
+        if self.changed:
+            what = f"{len(self.changed)} things that A can read change with what B does: {self.changed[0]}"
+            return Check(7, NAME, Verdict.LEAKS, what, figures)
+        if not self.seen:
+            return Check(
+                7, NAME, Verdict.BLIND, "nothing that A can read changes with its own requests", figures
+            )
+        detail = f"nothing in {len(self.names)} answers to A changes with what B does; with A's own requests it does"
+        detail += f"; {len(self.masked)} lines change by themselves" if self.masked else ""
+        return Check(7, NAME, Verdict.ISOLATED, detail, figures)
+
+
+def summary(reply: Reply) -> str:
+    """A completion or a lookup in lines that two equal requests share: what was generated, usage, other fields.
+
+    Of a stream: the text of all events, and the fields of all.
+    """
+    text: list[str] = []
+    fields: dict[str, str] = {}
+    for document in reply.documents:
+        choices = document.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            text.append(_text_of(choice))
+        for name, value in document.items():
+            if name not in _VOLATILE_FIELDS and name != "choices" and value is not None:
+                fields[name] = json.dumps(value, sort_keys=True)
+    return "\n".join([json.dumps("".join(text)), *(f"{name} {fields[name]}" for name in sorted(fields))])
+
+
+def _text_of(choice: object) -> str:
+    if not isinstance(choice, dict):
+        return ""
+    inner = choice.get("delta", choice.get("message"))
+    told = inner if isinstance(inner, dict) else choice
+    return str(told.get("text") or told.get("content") or "")
+
+
+def without_evictions(stats: str) -> str:
+    """A tenant's own counts without those that a neighbour's evictions change, unless its mode is strict.
+
+    In burst mode a full pool lets one tenant's requests evict another's blocks: documented, and no content.
+    """
+    if '"mode":"strict"' in stats.replace(" ", ""):
+        return stats
+    return _EVICTION_COUNTS.sub("", stats)
+
+
+def compared(quiet: list[Answer], after: Answer) -> tuple[list[str], list[str]]:
+    """What differs after B's requests though it was steady before, and what wasn't steady.
+
+    Status and headers are compared whole, bodies line by line: a line without its numbers must be the same,
+    and each number steady, or rising by the same step each time.
+    """
+    changed: list[str] = []
+    masked: list[str] = []
+    for what, place in (("status", 0), ("headers", 1)):
+        before = [each[place] for each in quiet]
+        if any(each != before[0] for each in before):
+            masked.append(what)
+        elif after[place] != before[0]:
+            changed.append(what)
+    tables = [_lines(each[2]) for each in (*quiet, after)]
+    comes_and_goes = any(set(table) != set(tables[0]) for table in tables[:-1])
+    for line in dict.fromkeys(key for table in tables for key in table):
+        series = [table.get(line) for table in tables]
+        is_new = all(each is None for each in series[:-1])
+        if (is_new and comes_and_goes) or (not is_new and _steps(series[:-1]) is None):
+            masked.append(line)
+        elif _steps(series) is None:
+            changed.append(line)
+    return changed, masked
+
+
+def _lines(body: str) -> dict[str, tuple[float, ...]]:
+    """Each line without its numbers, and its numbers; equal lines get the place among them. JSON is laid out first."""
+    found: dict[str, tuple[float, ...]] = {}
+    for line in _laid_out(body).splitlines():
+        key, numbers = _NUMBER.sub("#", line), tuple(float(each) for each in _NUMBER.findall(line))
+        if len(key) > MAX_LINE:
+            key = f"{key[:MAX_LINE]}… ({len(key)} characters, {zlib.crc32(key.encode('utf-8', 'replace')):x})"
+        name, copy = key, 1
+        while name in found:
+            name, copy = f"{key} ({copy})", copy + 1
+        found[name] = numbers
+    return found
+
+
+def _laid_out(body: str) -> str:
+    try:
+        return json.dumps(json.loads(body), indent=1, sort_keys=True)
+    except (ValueError, RecursionError):
+        return body
+
+
+def _steps(series: list[tuple[float, ...] | None]) -> tuple[float, ...] | None:
+    """The step by which each number rises, if it is the same each time; None if it isn't, or a line comes or goes."""
+    steps = set()
+    for before, after in pairwise(series):
+        if before is None or after is None or len(before) != len(after):
+            return None
+        steps.add(tuple(round(high - low, 9) for low, high in zip(before, after, strict=True)))
+    return steps.pop() if len(steps) == 1 else None
