@@ -35,7 +35,7 @@ from radixkv.types import ID_BYTES, BaseInfo
 
 if TYPE_CHECKING:
     from radixkv.namespaces import Namespace
-    from radixkv.sequence import Sequence
+    from radixkv.sequence import SequenceState
 
 MAX_BASE_ID_BYTES: Final = 256
 """Longest UTF-8 form of a base's id."""
@@ -90,7 +90,7 @@ class Publication:
 
     def __init__(self, base_id: str, namespace: Namespace, key: bytes, readers: frozenset[str]) -> None:
         self.base_id, self.namespace, self.key, self.readers = base_id, namespace, key, readers
-        self.sequence: Sequence | None = None
+        self.sequence: SequenceState | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -110,7 +110,7 @@ class Bases:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self.published: dict[str, Base] = {}
-        self.publishing: dict[Sequence, Publication] = {}
+        self.publishing: dict[SequenceState, Publication] = {}
         self.ended: set[Base] = set()  # some of them still held
 
     def under_way(self) -> list[Publication]:

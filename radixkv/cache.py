@@ -16,7 +16,8 @@ for the device. Without storage (``layout=None``) the engine fetches the plan wi
 
 Every public method takes the lock, validates everything, and only then changes anything: a call that refuses has
 changed nothing. One that is interrupted while it changes something costs the sequences that it works on
-(``recovery.mend``); whatever it is about to return is known where it is mended, and registered last.
+(``recovery.mend``); whatever it is about to return is known where it is mended, and registered last. Where a call is
+interrupted, ``CacheLock.broken`` is set before anything else: no call is done on a cache that isn't repaired.
 
 The lock is held for microseconds; ``evict``, ``clear`` and ``snapshot_in_slices`` give it up between slices. The
 exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything; and
@@ -25,7 +26,6 @@ taking back lent beams, 0.25 ms for 4 of them and up to 1 ms for 64.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
@@ -55,22 +55,24 @@ from radixkv.errors import (
     LeaseError,
     OutOfBlocks,
     PendingError,
+    ReentrantCall,
     SequenceLent,
     StaleGeneration,
     wrong_count,
 )
 from radixkv.eviction import Evictor
-from radixkv.leases import Lease, Match
-from radixkv.lending import LentBeams
+from radixkv.leases import Lease, LeaseState, Match
+from radixkv.lending import Lending, LentBeams
+from radixkv.locking import is_finalising, later, make_lock
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan
-from radixkv.recovery import mend, taken_over
+from radixkv.recovery import Damage, mend, repair, taken_over
 from radixkv.registry import Registry
 from radixkv.runs import Runs
 from radixkv.scrubbing import make_scrubber
 from radixkv.segments import SegmentKeys
-from radixkv.sequence import MAX_CHILDREN, Sequence
+from radixkv.sequence import MAX_CHILDREN, Sequence, SequenceState
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
 from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node, path_between
@@ -99,6 +101,9 @@ SLICE_BLOCKS = 512
 MAX_BLOCKS_AT_ONCE = 2_048
 """Room for more blocks than this is made in slices if it takes many victims, before the call that needs it goes on."""
 
+MAX_WAIT_S = 1.0
+"""Longest wait for a pending block at one go: what was forgotten meanwhile wakes nobody, but is released then."""
+
 MAX_VICTIMS_AT_ONCE = 512
 """Leaves that one call may have to evict at once, about; what an eviction costs is its victims, not its blocks."""
 
@@ -110,8 +115,15 @@ class PrefixCache:
     config: see CacheConfig. clock: seconds, for policies and timeouts. journal: hears what becomes resident and
     what leaves (see ``types.Journal``). storage: of an engine that owns its KV (``layout=None``): a BlockStorage over
     its tensors, in which the cache then copies and zeroes blocks. scrub_blocks: of one that executes ``flush`` itself:
-    zeroes the blocks of an int32 array, in the order of its other work on them; called under the cache's lock. Raises
-    ConfigError, and ArgumentError for a clock or a journal that is none.
+    zeroes the blocks of an int32 array, in the order of its other work on them. Raises ConfigError, and ArgumentError
+    for a clock or a journal that is none.
+
+    The clock, the journal, ``scrub_blocks``, policies (but for ``maintain``) and the storage are called under the
+    cache's lock. They must not wait, and if one of them calls the cache it gets ReentrantCall. A release by a finaliser
+    (``__del__``) that runs in the middle of a call is done by the next call.
+
+    If an error interrupts a call and the cache's state can't be repaired, now or by the next call, the cache is dead:
+    every call raises IntegrityError. Leaving a ``with`` block of a dead cache raises nothing.
     """
 
     def __init__(
@@ -130,8 +142,9 @@ class PrefixCache:
         self._block_size = config.block_size
         self._block_bytes = config.block_size * TOKEN_BYTES
         self._storage = _storage_of(config, storage)
-        self._lock = threading.Lock()
-        self._progress = threading.Condition(self._lock)
+        self._lock = make_lock()
+        self._progress = self._lock.progress
+        self._damage = Damage()
         self._num_waiting = 0
         self._scrubber = make_scrubber(config, self._storage, scrub_blocks)
         self._pool = BlockPool(config.num_blocks, self._scrubber, is_deferred=self._storage is None)
@@ -140,9 +153,9 @@ class PrefixCache:
         if self._storage is not None and self._storage.fences is not None:
             self._evictor.on_hand_out = self._storage.join
         self._journal = journal
-        self._sequences: set[Sequence] = set()
-        self._leases: set[Lease] = set()
-        self._lendings: set[LentBeams] = set()
+        self._sequences: set[SequenceState] = set()
+        self._leases: set[LeaseState] = set()
+        self._lendings: set[Lending] = set()
         self._bases = Bases(self._block_bytes)
         self._publishing = self._bases.publishing
         self._runs = Runs(self._pool, self._evictor, self._block_bytes)
@@ -207,16 +220,17 @@ class PrefixCache:
         """
         if not isinstance(match, Match):
             raise ArgumentError("match", match, "a Match")
-        lease: Lease | None = None
+        lease: LeaseState | None = None
         with self._lock:
             try:
-                lease = Lease(self, self._lease_match(match), match)
+                lease = LeaseState(self, self._lease_match(match), match)
                 self._leases.add(lease)
                 if self._evictor.on_hand_out is not None:
                     self._evictor.on_hand_out()
-                return lease
+                return Lease(self, lease)
             except BaseException as error:
-                mend(self, error, leases=[lease])
+                self._lock.broken = self
+                mend(self, error, lease=lease)
                 raise
 
     def _lease_match(self, match: Match) -> Node | None:
@@ -239,17 +253,25 @@ class PrefixCache:
             self._registry.register(tree)
         return self._lease_end(tree, node, child, common)
 
-    def release_lease(self, lease: Lease) -> None:
+    def release_lease(self, lease: LeaseState) -> None:
+        """See Lease.release."""
         with self._lock:
             try:
                 if not lease._is_open:
                     raise LeaseError("this lease is released already")
                 self._end_lease(lease)
             except BaseException as error:
-                mend(self, error, leases=[lease])
+                self._lock.broken = self
+                mend(self, error, lease=lease)
                 raise
 
-    def _end_lease(self, lease: Lease) -> None:
+    def require_leased(self, lease: LeaseState) -> None:
+        """Raise LeaseError unless a lease holds its blocks."""
+        with self._lock:
+            if not lease._is_open:
+                raise LeaseError("this lease is released already")
+
+    def _end_lease(self, lease: LeaseState) -> None:
         lease._is_open = False
         self._leases.discard(lease)
         if lease._node is not None:
@@ -315,7 +337,7 @@ class PrefixCache:
     ) -> Sequence:
         """See ``open``; ``told``: see ``_lease_end``."""
         num_bytes, size, table = len(key), self._block_bytes, bytearray()
-        sequence: Sequence | None = None
+        sequence: SequenceState | None = None
         with self._lock:
             if on_pending != "compute":
                 self._await_pending(namespace, key, on_pending, deadline)
@@ -343,7 +365,7 @@ class PrefixCache:
                 tenant.requests += 1
                 tenant.hit_tokens += num_cached
                 tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
-                sequence = Sequence(self, tree, node, key, table, num_cached, cached)
+                sequence = SequenceState(tree, node, key, table, num_cached, cached)
                 if tenant.on_opened is not None:
                     path = path_between(tree.root, node)
                     sequence._hints = tenant.on_opened(path, max(num_bytes - TOKEN_BYTES, 0) // size, hints)
@@ -351,9 +373,10 @@ class PrefixCache:
                     publication.sequence = sequence
                     self._publishing[sequence] = publication
                 self._sequences.add(sequence)
-                return sequence
+                return Sequence(self, sequence)
             except BaseException as error:
-                mend(self, error, [sequence])
+                self._lock.broken = self
+                mend(self, error, sequence)
                 raise
 
     def _open_long(
@@ -372,11 +395,14 @@ class PrefixCache:
             lease, needed, tenant = self._lease_long(namespace, key, on_pending, deadline, publication)
             with lease:
                 self._make_room(needed, tenant)
-                sequence = self._open(namespace, key, on_pending, deadline, hints, lease._node, publication)
+                told = lease._state._node
+                sequence = self._open(namespace, key, on_pending, deadline, hints, told, publication)
             return sequence
         except BaseException as error:
+            opened = None if sequence is None else sequence._state
+            leased = None if lease is None else lease._state
             with self._lock:
-                mend(self, error, [sequence], [lease])
+                mend(self, error, opened, lease=leased)
             raise
 
     def _lease_long(
@@ -392,7 +418,7 @@ class PrefixCache:
         Refuses what ``_open`` would, before room is made for it.
         """
         table = bytearray()
-        lease: Lease | None = None
+        lease: LeaseState | None = None
         with self._lock:
             if on_pending != "compute":
                 self._await_pending(namespace, key, on_pending, deadline)
@@ -410,11 +436,12 @@ class PrefixCache:
                 if table and tree.base is not None:
                     self._registry.register(tree)
                 end = self._lease_end(tree, node, child, common) if table else None
-                lease = Lease(self, end, matched)
+                lease = LeaseState(self, end, matched)
                 self._leases.add(lease)
-                return lease, needed, tree.tenant
+                return Lease(self, lease), needed, tree.tenant
             except BaseException as error:
-                mend(self, error, leases=[lease])
+                self._lock.broken = self
+                mend(self, error, lease=lease)
                 raise
 
     def _takes_many_victims(self, num_bytes: int) -> bool:
@@ -437,6 +464,7 @@ class PrefixCache:
                     if short > 0:
                         self._evictor.evict(min(short, SLICE_BLOCKS), tenant)
                 except BaseException as error:
+                    self._lock.broken = self
                     mend(self, error)
                     raise
             time.sleep(0)  # see evict
@@ -461,7 +489,7 @@ class PrefixCache:
                 raise PendingError("another sequence was still computing this prefix when timeout_s was over")
             self._num_waiting += 1
             try:
-                self._progress.wait(left)
+                self._lock.wait(MAX_WAIT_S if left is None else min(left, MAX_WAIT_S))
             finally:
                 self._num_waiting -= 1
 
@@ -483,7 +511,7 @@ class PrefixCache:
 
     # --- commit
 
-    def commit_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None:
+    def commit_sequence(self, sequence: SequenceState, num_tokens: SupportsIndex) -> None:
         """See Sequence.commit."""
         with self._lock:
             try:
@@ -503,10 +531,11 @@ class PrefixCache:
                     if self._num_waiting:
                         self._progress.notify_all()
             except BaseException as error:
-                mend(self, error, [sequence])
+                self._lock.broken = self
+                mend(self, error, sequence)
                 raise
 
-    def _store(self, sequence: Sequence, node: Node, new: int) -> None:
+    def _store(self, sequence: SequenceState, node: Node, new: int) -> None:
         """Make the blocks from the end of ``node``, which it leases, to ``new`` resident; moves its lease there.
 
         ``[node.depth, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
@@ -544,7 +573,7 @@ class PrefixCache:
         if self._journal is not None and self._evictor.reports(tree, resident, new):
             self._evictor.report_stored(tree, sequence.key_to(new * size), resident, new)
 
-    def _ghost_keys(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
+    def _ghost_keys(self, sequence: SequenceState, start: int, stop: int) -> tuple[int, ...]:
         """Keys of the segments that end within blocks ``[start, stop)`` of a sequence."""
         size, keys = self._block_bytes, sequence._segment_keys
         if keys is None:
@@ -553,7 +582,7 @@ class PrefixCache:
         return keys.between(start * size, stop * size, base, base_size, tail)
 
     def _follow(
-        self, sequence: Sequence, node: Node, key: bytes, start: int, stop: int
+        self, sequence: SequenceState, node: Node, key: bytes, start: int, stop: int
     ) -> tuple[Node, int, int]:
         """Move the sequence's lease down along what is resident of ``key[start:stop]``; the node and position there.
 
@@ -590,9 +619,9 @@ class PrefixCache:
         differ, another cache's), TokenError, OutOfBlocks, and changes nothing; if the copies themselves fail, that
         error, and the sequences that they were for are released. O(batch).
         """
-        self.append_to(list_of("sequences", sequences), ids)
+        self.append_to(self.states_of(list_of("sequences", sequences)), ids)
 
-    def append_to(self, sequences: list[Sequence], ids: TokenIds) -> None:
+    def append_to(self, sequences: list[SequenceState], ids: TokenIds) -> None:
         """See ``append``."""
         if len(sequences) == 1 and type(ids) is tuple and len(ids) == 1:
             keys = [encode_one(ids[0])]
@@ -612,6 +641,7 @@ class PrefixCache:
                     unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
                     self._storage.execute(self._take_plan())
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error, unsure)
                 raise
 
@@ -621,7 +651,7 @@ class PrefixCache:
         self._pool.settle()
         return plan
 
-    def extend_sequence(self, sequence: Sequence, ids: TokenIds) -> None:
+    def extend_sequence(self, sequence: SequenceState, ids: TokenIds) -> None:
         """See Sequence.extend."""
         key = encode(ids)
         if len(key) > MAX_BLOCKS_AT_ONCE * self._block_bytes and self._takes_many_victims(len(key)):
@@ -644,10 +674,11 @@ class PrefixCache:
                     sequence._tail += key
                     sequence._size = after
             except BaseException as error:
-                mend(self, error, [sequence])
+                self._lock.broken = self
+                mend(self, error, sequence)
                 raise
 
-    def _make_room_to_extend(self, sequence: Sequence, num_bytes: int) -> None:
+    def _make_room_to_extend(self, sequence: SequenceState, num_bytes: int) -> None:
         with self._lock:
             self._require_open(sequence)
         self._make_room(num_bytes // self._block_bytes, sequence._tree.tenant)
@@ -665,13 +696,14 @@ class PrefixCache:
             try:
                 return self._take_plan()
             except BaseException as error:
+                self._lock.broken = self
                 self._pool.copies = waiting
                 mend(self, error)
                 raise
 
     # --- truncate, fork, reorder, release
 
-    def truncate_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None:
+    def truncate_sequence(self, sequence: SequenceState, num_tokens: SupportsIndex) -> None:
         """See Sequence.truncate."""
         with self._lock:
             try:
@@ -685,24 +717,27 @@ class PrefixCache:
                 if self._num_waiting:
                     self._progress.notify_all()
             except BaseException as error:
-                mend(self, error, [sequence])
+                self._lock.broken = self
+                mend(self, error, sequence)
                 raise
 
-    def fork_sequence(self, sequence: Sequence, num_children: SupportsIndex) -> list[Sequence]:
+    def fork_sequence(self, sequence: SequenceState, num_children: SupportsIndex) -> list[Sequence]:
         """See Sequence.fork."""
         num_children = require_between("num_children", num_children, 1, MAX_CHILDREN)
-        children: list[Sequence] = []
+        children: list[SequenceState] = []
         with self._lock:
             try:
                 self._require_open(sequence)
                 children = [self._child(sequence) for _ in range(num_children)]
+                handles = [Sequence(self, child) for child in children]
                 self._sequences.update(children)
-                return children
+                return handles
             except BaseException as error:
-                mend(self, error, [sequence, *children])
+                self._lock.broken = self
+                mend(self, error, sequence, children)
                 raise
 
-    def _child(self, sequence: Sequence) -> Sequence:
+    def _child(self, sequence: SequenceState) -> SequenceState:
         child = sequence.child()
         self._evictor.lease(child._node, child._tree)
         return child
@@ -713,22 +748,24 @@ class PrefixCache:
         Inputs that nobody continues are released; shared tails are copied at their first write. Raises
         LeaseError, ArgumentError, and changes nothing. O(inputs + results).
         """
-        inputs = list_of("sequences", sequences)
+        inputs = self.states_of(list_of("sequences", sequences))
         chosen = [
             require_between(f"parents[{at}]", parent, 0, len(inputs) - 1)
             for at, parent in enumerate(list_of("parents", parents))
         ]
-        result: list[Sequence] = []
+        result: list[SequenceState] = []
         with self._lock:
             try:
                 self._require_batch(inputs)
                 result = [self._child(inputs[parent]) for parent in chosen]
+                handles = [Sequence(self, child) for child in result]
                 self._sequences.update(result)
                 for sequence in inputs:
                     self._release(sequence)
-                return result
+                return handles
             except BaseException as error:
-                mend(self, error, [*inputs, *result])
+                self._lock.broken = self
+                mend(self, error, inputs, result)
                 raise
 
     def lend(
@@ -750,15 +787,16 @@ class PrefixCache:
         """
         return lending.lend(self, list_of("sequences", sequences), max_steps, num_blocks, groups)
 
-    def read_sequence(self, sequence: Sequence) -> bytes:
+    def read_sequence(self, sequence: SequenceState) -> bytes:
         """The key of a sequence."""
         with self._lock:
             return sequence.key_between(0, sequence._size)
 
-    def release_sequence(self, sequence: Sequence) -> None:
+    def release_sequence(self, sequence: SequenceState) -> None:
         """See Sequence.release."""
         if not sequence._is_open and (beams := getattr(sequence, "_lent", None)) is not None:
-            lending.take_back(beams)
+            self.require_alive()
+            lending.take_back(self, beams)
         with self._lock:
             try:
                 if not sequence._is_open:
@@ -767,10 +805,11 @@ class PrefixCache:
                     sequence._is_stale = False
                 self._release(sequence)
             except BaseException as error:
-                mend(self, error, [sequence])
+                self._lock.broken = self
+                mend(self, error, sequence)
                 raise
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         sequence._is_open = False
         self._sequences.discard(sequence)
         self._runs.let_go(sequence)
@@ -790,6 +829,7 @@ class PrefixCache:
                     self._evictor.end_due_pins(None, wanted)
                     freed = self._evictor.evict(wanted)
                 except BaseException as error:
+                    self._lock.broken = self
                     mend(self, error)
                     raise
             left -= freed
@@ -807,6 +847,7 @@ class PrefixCache:
                 taken = self._evictor.take_for_engine(num_blocks)
                 return self._pool.lend(taken)
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error, lent=taken)
                 raise
 
@@ -817,6 +858,7 @@ class PrefixCache:
             try:
                 self._pool.give_back(ids)
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error)
                 raise
 
@@ -849,6 +891,7 @@ class PrefixCache:
                     self._insert(tree, self._lease_end(tree, node, child, common), key, blocks)
                 return resident * self._block_size
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error)
                 raise
 
@@ -888,7 +931,7 @@ class PrefixCache:
         key = key[: len(key) // self._block_bytes * self._block_bytes]
         if self._clock is monotonic:
             self._upkeep.start()
-        lease: Lease | None = None
+        lease: LeaseState | None = None
         with self._lock:
             try:
                 self._pins.end_due(namespace.tenant)
@@ -897,12 +940,13 @@ class PrefixCache:
                 limit = self._registry.pin_limit(namespace.tenant)
                 pin = self._pins.renew(match, len(key) // TOKEN_BYTES, ttl_s, budget, limit)
                 if pin is None:
-                    lease = Lease(self, self._lease_match(match), match)
+                    lease = LeaseState(self, self._lease_match(match), match)
                     self._leases.add(lease)
                     pin = self._pins.hold(lease, ttl_s)
                 return pin
             except BaseException as error:
-                mend(self, error, leases=[lease])
+                self._lock.broken = self
+                mend(self, error, lease=lease)
                 raise
 
     def unpin(self, pin: Any) -> None:
@@ -913,6 +957,7 @@ class PrefixCache:
             try:
                 self._pins.unpin(pin)
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error)
                 raise
 
@@ -939,6 +984,7 @@ class PrefixCache:
                 try:
                     is_over = self._pins.end_slice()
                 except BaseException as error:
+                    self._lock.broken = self
                     mend(self, error)
                     raise
             if not is_over:
@@ -978,6 +1024,7 @@ class PrefixCache:
                 self._evictor.settle_promises(self._tenants.values())
                 self._evictor.keep_limit(state, 0)
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error)
                 raise
 
@@ -1010,6 +1057,7 @@ class PrefixCache:
             try:
                 namespaces = self._remove_tenant(tenant)
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error)
                 raise
         for namespace in namespaces:
@@ -1124,7 +1172,7 @@ class PrefixCache:
             unused = max(tree.tenant.guaranteed_blocks - tree.tenant.protected_blocks, 0)
             return max(needed - unused - self._evictor.spare_blocks, 1)
 
-    def _complete(self, sequence: Sequence) -> None:
+    def _complete(self, sequence: SequenceState) -> None:
         """Make a base readable if the sequence has committed all of it."""
         publication = self._publishing.get(sequence)
         if publication is None or sequence._num_committed * TOKEN_BYTES < len(publication.key):
@@ -1182,6 +1230,7 @@ class PrefixCache:
                 self._pins.end_due(tenant)
                 return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
             except BaseException as error:
+                self._lock.broken = self
                 mend(self, error)
                 raise
 
@@ -1203,9 +1252,82 @@ class PrefixCache:
             raise ArgumentError("pause", pause, "a function without arguments, or None")
         return gathering.in_slices(self, (lambda: None) if pause is None else pause)
 
+    # --- after an error, and from finalisers
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the cache's state could not be repaired after an error: every call raises IntegrityError."""
+        return self._lock.death is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the next call has to repair the cache's state before it does anything, or the cache is dead."""
+        return self._lock.broken is not None
+
+    def require_alive(self) -> None:
+        """Raise IntegrityError if the cache is dead, ReentrantCall in one of its callbacks."""
+        with self._lock:
+            pass
+
+    def require_readable(self, sequence: SequenceState) -> None:
+        """Raise LeaseError unless the sequence has its blocks. A lent or a stale one has them until its release."""
+        with self._lock:
+            if not sequence.is_held:
+                self._require_open(sequence)
+
+    def repair(self) -> None:
+        """For the lock: make the state whole before a call. Raises IntegrityError."""
+        repair(self)
+
+    def defer(self, held: SequenceState | LeaseState | Lending, error: ReentrantCall) -> None:
+        """For a release that met ``error``: the next call does it for a finaliser; a callback gets ``error``."""
+        if not self._lock.is_mine or not is_finalising(error):
+            raise error
+        later(self, held)
+
+    def give_up(self, held: SequenceState | LeaseState | Lending) -> None:
+        """For the lock: release what a finaliser gave up, unless it is released already."""
+        if isinstance(held, SequenceState):
+            self._give_up_sequence(held)
+        elif isinstance(held, LeaseState):
+            if held._is_open:
+                self._give_up_lease(held)
+        else:
+            self._give_up_beams(held)
+
+    def _give_up_sequence(self, sequence: SequenceState) -> None:
+        beams = getattr(sequence, "_lent", None)
+        if not sequence._is_open and beams is not None:
+            self._give_up_beams(beams)
+        if sequence not in self._sequences:
+            return
+        try:
+            sequence._is_stale = False
+            self._release(sequence)
+        except BaseException as error:
+            self._lock.broken = self
+            mend(self, error, sequence)
+            raise
+
+    def _give_up_lease(self, lease: LeaseState) -> None:
+        try:
+            self._end_lease(lease)
+        except BaseException as error:
+            self._lock.broken = self
+            mend(self, error, lease=lease)
+            raise
+
+    def _give_up_beams(self, beams: Lending) -> None:
+        try:
+            lending.take_back_now(self, beams)
+        except BaseException as error:
+            self._lock.broken = self
+            mend(self, error, beams.sequences)
+            raise
+
     # --- checks
 
-    def _require_open(self, sequence: Sequence) -> None:
+    def _require_open(self, sequence: SequenceState) -> None:
         if not sequence._is_open:
             if hasattr(sequence, "_is_interrupted"):
                 raise LeaseError("this sequence was closed when a call that worked on it was interrupted")
@@ -1215,10 +1337,17 @@ class PrefixCache:
                 raise SequenceLent("this sequence is lent to the device: reconcile its beams, or release it")
             raise LeaseError("this sequence is released or was consumed by reorder")
 
-    def _require_batch(self, sequences: list[Any]) -> None:
+    def states_of(self, sequences: list[Any]) -> list[SequenceState]:
+        """What the cache knows of sequences that a user gave. Raises ArgumentError for what is no sequence of its."""
+        states = []
         for at, sequence in enumerate(sequences):
             if not isinstance(sequence, Sequence) or sequence._index is not self:
                 raise ArgumentError(f"sequences[{at}]", sequence, "a sequence of this cache")
+            states.append(sequence._state)
+        return states
+
+    def _require_batch(self, sequences: list[SequenceState]) -> None:
+        for sequence in sequences:
             self._require_open(sequence)
         if len(set(sequences)) != len(sequences):
             problem = "has one of them twice; allowed: each sequence once"

@@ -22,6 +22,7 @@
     │   ├── StaleEpoch        a younger process has registered this replica's id
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
     ├── KernelError           a kernel was given what it can't run, or its launch failed
+    ├── ReentrantCall         a callback called the cache that was running it
     └── IntegrityError        a law is broken: a bug of radixkv's, never handled, never retried
         └── BrokenLaws        the same, found by the audit, with its report (in radixkv.audit)
 
@@ -207,5 +208,22 @@ class KernelError(RadixKVError):
     """A kernel was given what it can't run, or its launch failed."""
 
 
+class ReentrantCall(RadixKVError):
+    """A callback called the cache that was running it. Nothing was done; without this error it would wait for ever.
+
+    The clock, the journal, ``scrub_blocks``, policies and the storage are called under the cache's lock.
+    """
+
+    def __init__(
+        self,
+        message: str = "the cache was called by a callback that it runs under its lock (clock, journal, scrub_blocks, "
+        "policy or storage): return from the callback first, then call the cache",
+    ) -> None:
+        super().__init__(message)
+
+
 class IntegrityError(RadixKVError):
-    """A law of the cache is broken. A bug of radixkv's: report it, never handle it, never retry."""
+    """A law of the cache is broken, or the cache is dead: its state could not be repaired after an error.
+
+    Report it, never handle it, never retry. A dead cache raises it from every call: replace the cache.
+    """

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from radixkv.bases import Base, detach
 from radixkv.checks import readers_of
 from radixkv.recovery import mend
-from radixkv.sequence import Sequence
+from radixkv.sequence import SequenceState
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
@@ -84,7 +84,7 @@ def unpublish(cache: PrefixCache, base_id: Any) -> None:
         found = cache._bases.find(base_id)
         if isinstance(found, Base):
             return _end(cache, found), 0
-        del cache._publishing[cast(Sequence, found.sequence)]
+        del cache._publishing[cast(SequenceState, found.sequence)]
         return [], 0
 
     _forget(cache, begin)
@@ -119,8 +119,8 @@ def _end_bases(cache: PrefixCache, trees: list[NamespaceTree]) -> list[Namespace
     behind: list[NamespaceTree] = []
     cleared = set(trees)
     for publication in cache._bases.under_way():
-        if cast(Sequence, publication.sequence)._tree in cleared:
-            del cache._publishing[cast(Sequence, publication.sequence)]
+        if cast(SequenceState, publication.sequence)._tree in cleared:
+            del cache._publishing[cast(SequenceState, publication.sequence)]
     for base in list(cache._bases.published.values()):
         if base.tree in cleared:
             behind += _end(cache, base)
@@ -135,6 +135,7 @@ def _forget(cache: PrefixCache, begin: Callable[[], Forgotten]) -> int:
                 trees, forgotten = begin()
                 _detach(cache, trees)
             except BaseException as error:
+                cache._lock.broken = cache
                 mend(cache, error)
                 raise
         _reclaim(cache, trees)
@@ -161,6 +162,7 @@ def _reclaim(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
             try:
                 _reclaim_slice(cache, left, pending)
             except BaseException as error:
+                cache._lock.broken = cache
                 mend(cache, error)
                 raise
         if left or pending:

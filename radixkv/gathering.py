@@ -30,7 +30,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from radixkv.blocks import unpack
-from radixkv.sequence import Run, Sequence
+from radixkv.sequence import Run, SequenceState
 from radixkv.tenants import NamespaceTree, TenantState
 from radixkv.tokens import TOKEN_BYTES
 from radixkv.tree import Node
@@ -493,7 +493,7 @@ def in_slices(cache: PrefixCache, pause: Callable[[], None]) -> Snapshot:
     return gathering.snapshot(pause)
 
 
-def _runs_of(sequences: Iterable[Sequence]) -> dict[Run, None]:
+def _runs_of(sequences: Iterable[SequenceState]) -> dict[Run, None]:
     found: dict[Run, None] = {}
     for sequence in sequences:
         run = sequence._run
@@ -503,7 +503,7 @@ def _runs_of(sequences: Iterable[Sequence]) -> dict[Run, None]:
     return found
 
 
-def _sequence_state(sequence: Sequence) -> _SequenceState:
+def _sequence_state(sequence: SequenceState) -> _SequenceState:
     return _SequenceState(
         sequence._tree.namespace,
         sequence._node,

@@ -46,11 +46,13 @@ from radixkv.errors import (
     ConfigError,
     IntegrityError,
     LeaseError,
+    ReentrantCall,
     StaleGeneration,
     wrong_count,
 )
+from radixkv.locking import Guard
 from radixkv.recovery import mend
-from radixkv.sequence import Run, Sequence
+from radixkv.sequence import Run, Sequence, SequenceState
 from radixkv.tokens import TOKEN_BYTES
 from radixkv.types import ID_BYTES, BeamsState
 
@@ -68,23 +70,64 @@ MAX_STEPS = 2**20
 """Steps of one lending."""
 
 
+class Lending:
+    """What the cache knows of lent beams. ``sequences``: their states, in the order of the beams."""
+
+    __slots__ = ("block_ids", "device", "is_over", "sequences", "tenant")
+
+    def __init__(self, sequences: list[SequenceState], tenant: TenantState, block_ids: bytearray) -> None:
+        self.sequences, self.tenant = tuple(sequences), tenant
+        self.block_ids = block_ids  # lent besides those that the sequences had, packed
+        self.is_over = False
+        self.device: DeviceBeams | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether they have to be taken back."""
+        return not self.is_over
+
+    @property
+    def description(self) -> str:
+        """What a warning says of them: no token id."""
+        return f"a lending of {len(self.sequences)} beams of tenant {self.tenant.tenant_id!r}"
+
+    def end(self) -> None:
+        """For the cache, under its lock: nobody steps any more."""
+        self.is_over = True
+        if self.device is not None:
+            self.device.close()
+
+
 class LentBeams:
     """Sequences whose beam steps the device makes by itself. Made by ``PrefixCache.lend``; use it in a ``with``.
 
     ``tables``: int32 ``[num_beams, columns]``, block ids, and ``lengths``: int32 ``[num_beams]``, rows: on the device,
     always as of the last step that was enqueued, at the same addresses: what paged attention reads. Columns behind a
     beam's length hold anything. Used by one thread at a time.
+
+    Beams that are forgotten (collected before they were taken back) give a ResourceWarning, and the next call of the
+    cache takes them back: it waits for the device, under the lock.
     """
 
-    __slots__ = ("_cache", "_device", "block_ids", "is_over", "sequences", "tenant")
+    __slots__ = ("_cache", "_guard", "_lending", "sequences")
+    _guard: Guard  # set only by the finaliser
 
-    def __init__(
-        self, cache: PrefixCache, sequences: list[Sequence], tenant: TenantState, block_ids: bytearray
-    ) -> None:
-        self._cache, self.sequences, self.tenant = cache, tuple(sequences), tenant
-        self.block_ids = block_ids  # lent besides those that the sequences had, packed
-        self.is_over = False
-        self._device: DeviceBeams | None = None
+    def __init__(self, cache: PrefixCache, sequences: list[Sequence], lending: Lending) -> None:
+        self._cache, self.sequences, self._lending = cache, tuple(sequences), lending
+
+    def __del__(self) -> None:
+        lending: Lending | None = getattr(self, "_lending", None)  # None if its making was interrupted
+        if lending is not None and not lending.is_over:
+            self._guard = Guard(self._cache, lending)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether they are taken back."""
+        return self._lending.is_over
+
+    @property
+    def _device(self) -> DeviceBeams | None:
+        return self._lending.device
 
     def __repr__(self) -> str:
         return f"<LentBeams {'taken back' if self.is_over else 'lent'}: {len(self.sequences)} beams>"
@@ -132,15 +175,16 @@ class LentBeams:
             require_between("num_blocks", num_blocks, 1, None),
             bytearray(),
         )
-        cache, evictor = self._cache, self._cache._evictor
+        cache, lending, evictor = self._cache, self._lending, self._cache._evictor
         with cache._lock:
             try:
-                _require_lent(self)
-                evictor.take(num_blocks, self.tenant, taken)
-                evictor.charge(self.tenant, num_blocks)
-                self.block_ids += taken
+                _require_lent(cache, lending)
+                evictor.take(num_blocks, lending.tenant, taken)
+                evictor.charge(lending.tenant, num_blocks)
+                lending.block_ids += taken
             except BaseException as error:
-                mend(cache, error, self.sequences)
+                cache._lock.broken = cache
+                mend(cache, error, lending.sequences)
                 raise
         device.lend(unpack(bytes(taken)))
 
@@ -153,9 +197,11 @@ class LentBeams:
         """
         if self.is_over:
             raise LeaseError("these beams are taken back already")
+        if self._cache.is_broken or self._cache._lock.is_mine:
+            self._cache.require_alive()
         assert self._device is not None
         state = self._device.state()
-        take_back(self)
+        take_back(self._cache, self._lending)
         return state
 
     def __enter__(self) -> LentBeams:
@@ -164,17 +210,17 @@ class LentBeams:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.is_over:
-            take_back(self)
-
-    def end(self) -> None:
-        """For the cache, under its lock: nobody steps any more."""
-        self.is_over = True
-        if self._device is not None:
-            self._device.close()
+        if not self.is_over and not self._cache.is_dead:
+            try:
+                self.reconcile()
+            except ReentrantCall as reentrant:
+                self._cache.defer(self._lending, reentrant)
+            except IntegrityError:
+                if error is None or not self._cache.is_dead:
+                    raise  # else the error that ends the block goes on
 
     def _on_device(self) -> DeviceBeams:
-        _require_lent(self)
+        _require_lent(self._cache, self._lending)
         assert self._device is not None
         return self._device
 
@@ -195,39 +241,47 @@ def lend(
         require_between("max_steps", max_steps, 1, MAX_STEPS),
         _groups(groups, len(sequences)),
     )
+    states = cache.states_of(sequences)
     with cache._lock:
         try:
-            beams, private = _begin(cache, sequences, max_steps, num_blocks)
+            lending, private = _begin(cache, states, max_steps, num_blocks)
         except BaseException as error:
-            mend(cache, error, sequences)
+            cache._lock.broken = cache
+            mend(cache, error, states)
             raise
     try:
-        beams._device = _on_device(beams, private, max_steps, families)
-        return beams
+        lending.device = _on_device(cache, lending, private, max_steps, families)
+        return LentBeams(cache, sequences, lending)
     except BaseException:
-        take_back(beams)
+        take_back(cache, lending)
         raise
 
 
-def take_back(beams: LentBeams) -> None:
+def take_back(cache: PrefixCache, lending: Lending) -> None:
     """Bring the host's books up to date and end the lending; nothing if it is over."""
-    reading = None if beams._device is None else beams._device.read()
-    cache = beams._cache
+    reading = None if lending.device is None else lending.device.read()
     with cache._lock:
         try:
-            if not beams.is_over:
-                _take_back(cache, beams, reading)
+            if not lending.is_over:
+                _take_back(cache, lending, reading)
         except BaseException as error:
-            mend(cache, error, beams.sequences)
+            cache._lock.broken = cache
+            mend(cache, error, lending.sequences)
             raise
+
+
+def take_back_now(cache: PrefixCache, lending: Lending) -> None:
+    """The same under the lock, of beams that were forgotten: waits for the device."""
+    if not lending.is_over:
+        _take_back(cache, lending, None if lending.device is None else lending.device.read())
 
 
 # --- lending
 
 
 def _begin(
-    cache: PrefixCache, sequences: list[Any], max_steps: int, num_blocks: SupportsIndex | None
-) -> tuple[LentBeams, NDArray[np.int32]]:
+    cache: PrefixCache, sequences: list[SequenceState], max_steps: int, num_blocks: SupportsIndex | None
+) -> tuple[Lending, NDArray[np.int32]]:
     """Take the blocks and note who is lent: the host's side of it; and the blocks that are the sequences' alone."""
     _check(cache, sequences)
     tenant = sequences[0]._tree.tenant
@@ -237,14 +291,14 @@ def _begin(
     taken = bytearray()
     cache._evictor.take(needed, tenant, taken)
     cache._evictor.charge(tenant, needed)
-    beams = LentBeams(cache, sequences, tenant, taken)
+    beams = Lending(sequences, tenant, taken)
     cache._lendings.add(beams)
     for sequence in sequences:
         sequence._is_open, sequence._lent = False, beams
     return beams, _private_blocks(beams.sequences)
 
 
-def _check(cache: PrefixCache, sequences: list[Any]) -> None:
+def _check(cache: PrefixCache, sequences: list[SequenceState]) -> None:
     cache._require_batch(sequences)
     if not 1 <= len(sequences) <= MAX_NUM_BEAMS:
         raise wrong_count("sequences", len(sequences), f"1 to {MAX_NUM_BEAMS}")
@@ -258,14 +312,14 @@ def _check(cache: PrefixCache, sequences: list[Any]) -> None:
         raise ArgumentError("sequences", sequences, allowed, problem=problem)
 
 
-def _most_blocks(sequences: list[Sequence], max_steps: int, block_size: int) -> int:
+def _most_blocks(sequences: list[SequenceState], max_steps: int, block_size: int) -> int:
     """Blocks that no steps can exceed: each beam's own from its partial tail on, and one more while it is copied."""
     rows = max(sequence.num_tokens % block_size for sequence in sequences) + max_steps
     return len(sequences) * (-(-rows // block_size) + 1)
 
 
 def _on_device(
-    beams: LentBeams, private: NDArray[np.int32], max_steps: int, groups: list[int]
+    cache: PrefixCache, beams: Lending, private: NDArray[np.int32], max_steps: int, groups: list[int]
 ) -> DeviceBeams:
     """The books on the device. Sizes are powers of two, so that few kernels are compiled for beams of all lengths.
 
@@ -273,7 +327,7 @@ def _on_device(
     """
     from radixkv.storage.beams import DeviceBeams
 
-    sequences, storage = beams.sequences, beams._cache._storage
+    sequences, storage = beams.sequences, cache._storage
     assert storage is not None
     tables = [sequence.block_table for sequence in sequences]
     lengths = [sequence.num_tokens for sequence in sequences]
@@ -321,7 +375,7 @@ def _in_several(tables: list[NDArray[np.int32]], groups: list[int]) -> NDArray[n
     return ids[counts > 1]
 
 
-def _private_blocks(sequences: tuple[Sequence, ...]) -> NDArray[np.int32]:
+def _private_blocks(sequences: tuple[SequenceState, ...]) -> NDArray[np.int32]:
     """Ids of the blocks that nobody but these sequences holds."""
     owners = Counter(sequence._run for sequence in sequences if sequence._run is not None)
     packed = bytearray()
@@ -345,7 +399,7 @@ def _private_blocks(sequences: tuple[Sequence, ...]) -> NDArray[np.int32]:
 # --- taking back
 
 
-def _take_back(cache: PrefixCache, beams: LentBeams, reading: BeamsReading | None) -> None:
+def _take_back(cache: PrefixCache, beams: Lending, reading: BeamsReading | None) -> None:
     """Make the sequences what their beams are, give back what nobody holds, and end the lending."""
     blocks, taken = beams.block_ids[:], np.zeros(0, np.int32)
     if reading is not None and reading.num_steps:
@@ -378,13 +432,13 @@ def _is_sound(
 
 
 def _heirs(
-    cache: PrefixCache, sequences: tuple[Sequence, ...], reading: BeamsReading
-) -> tuple[list[Sequence], NDArray[np.int32]]:
+    cache: PrefixCache, sequences: tuple[SequenceState, ...], reading: BeamsReading
+) -> tuple[list[SequenceState], NDArray[np.int32]]:
     """What each beam is now, as a sequence that nobody knows of yet; and the blocks that they have of the device."""
     families: dict[int, list[int]] = {}
     for beam, origin in enumerate(reading.origins):
         families.setdefault(origin, []).append(beam)
-    heirs: dict[int, Sequence] = {}
+    heirs: dict[int, SequenceState] = {}
     taken: list[NDArray[np.int32]] = []
     for origin, members in families.items():
         ancestor = sequences[origin]
@@ -402,14 +456,14 @@ def _heirs(
     return [heirs[beam] for beam in range(len(sequences))], np.concatenate(taken)
 
 
-def _check_reading(ancestor: Sequence, members: list[int], whole: int, reading: BeamsReading) -> None:
+def _check_reading(ancestor: SequenceState, members: list[int], whole: int, reading: BeamsReading) -> None:
     begins, length = unpack(bytes(ancestor._table))[:whole], ancestor.num_tokens + reading.num_steps
     is_another = bool((reading.tables[members, :whole] != begins).any())
     if is_another or any(reading.lengths[beam] != length for beam in members):
         raise IntegrityError("a lent beam doesn't go on from the sequence that it comes from")
 
 
-def _children(cache: PrefixCache, ancestor: Sequence, whole: int, number: int) -> list[Sequence]:
+def _children(cache: PrefixCache, ancestor: SequenceState, whole: int, number: int) -> list[SequenceState]:
     """So many sequences that share the first ``whole`` blocks of ``ancestor``, and have nothing behind them."""
     first = cache._child(ancestor)
     cache._runs.cut(first, whole)
@@ -417,7 +471,7 @@ def _children(cache: PrefixCache, ancestor: Sequence, whole: int, number: int) -
     return [first, *(cache._child(first) for _ in range(number - 1))]
 
 
-def _share(family: list[Sequence], rows: NDArray[np.int32], at: int) -> None:
+def _share(family: list[SequenceState], rows: NDArray[np.int32], at: int) -> None:
     """Give each of a family its blocks ``rows[i]``, from position ``at`` on: common beginnings as runs, ends alone.
 
     All of the family own the same run.
@@ -449,7 +503,7 @@ def _share(family: list[Sequence], rows: NDArray[np.int32], at: int) -> None:
         pending += [(branch, stop) for branch in branches.values()]
 
 
-def _let_go(cache: PrefixCache, sequence: Sequence) -> bytearray:
+def _let_go(cache: PrefixCache, sequence: SequenceState) -> bytearray:
     """Give up what a sequence holds, as a release would; the blocks that nobody holds any more are the caller's."""
     freed, run = sequence._table[sequence._own * ID_BYTES :], sequence._run
     while run is not None:
@@ -468,7 +522,9 @@ def _let_go(cache: PrefixCache, sequence: Sequence) -> bytearray:
 # --- checks
 
 
-def _require_lent(beams: LentBeams) -> None:
+def _require_lent(cache: PrefixCache, beams: Lending) -> None:
+    if cache.is_dead:
+        cache.require_alive()
     if beams.is_over:
         raise LeaseError("these beams are taken back already")
     if getattr(beams.sequences[0], "_is_stale", False):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
     from radixkv.clock import Clock
     from radixkv.eviction import Evictor
-    from radixkv.leases import Lease, Match
+    from radixkv.leases import LeaseState, Match
     from radixkv.namespaces import Namespace
     from radixkv.tenants import NamespaceTree, TenantState
 
@@ -68,7 +68,7 @@ class Held:
 
     __slots__ = ("id", "lease", "table", "tree", "until")
 
-    def __init__(self, pin_id: int, lease: Lease, until: float) -> None:
+    def __init__(self, pin_id: int, lease: LeaseState, until: float) -> None:
         assert lease._node is not None
         self.id, self.lease, self.until = pin_id, lease, until
         self.table = lease._packed
@@ -169,7 +169,7 @@ class TenantPins:
 class Pins:
     """The pins of one cache. ``leases``: the cache's."""
 
-    def __init__(self, clock: Clock, evictor: Evictor, leases: set[Lease]) -> None:
+    def __init__(self, clock: Clock, evictor: Evictor, leases: set[LeaseState]) -> None:
         self._clock, self._evictor, self._leases = clock, evictor, leases
         self.tenants: dict[str, TenantPins] = {}
         self._in: dict[NamespaceTree, dict[int, Held]] = {}
@@ -180,7 +180,7 @@ class Pins:
         """Whose pins these are, as long as there are any: without, nothing here keeps the cache alive."""
         for own in self.tenants.values():
             for held in own.by_id.values():
-                return cast("PrefixCache", held.lease._index)
+                return held.lease._index
         return None
 
     # --- a pin's life
@@ -205,7 +205,7 @@ class Pins:
             raise PinBudgetExceeded(needed, budget, own.num_blocks)
         return None
 
-    def hold(self, lease: Lease, ttl_s: float) -> Pin:
+    def hold(self, lease: LeaseState, ttl_s: float) -> Pin:
         """A new pin with this lease."""
         node = lease._node
         assert node is not None

@@ -27,11 +27,14 @@ Blocks that sequences share are found in their tables: forks agree on the blocks
 differ, so sorted tables are a tree of common beginnings, and its edges are the runs.
 
 Cost: O(resident blocks + block tables + pool), only ever after an exception. If ``mend`` itself is interrupted, it
-starts once more: it reads only what is certain.
+starts once more, ATTEMPTS times in all: it reads only what is certain. If that doesn't succeed either, the cache is
+*broken*: the lock knows it (``CacheLock.broken``), and the next call repairs the cache before it does anything
+(``repair``), or raises IntegrityError. After MAX_FAILED_REPAIRS such calls the cache is *dead*, and stays so.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -43,12 +46,13 @@ from radixkv.blocks import unpack
 from radixkv.errors import (
     ArgumentError,
     CapacityError,
+    IntegrityError,
     LeaseError,
     NamespaceError,
     PendingError,
     TokenError,
 )
-from radixkv.sequence import Run, Sequence
+from radixkv.sequence import Run, SequenceState
 from radixkv.tenants import UNRANKED, NamespaceTree, Ranking, TenantState
 from radixkv.tree import Node
 from radixkv.types import ID_BYTES
@@ -58,54 +62,145 @@ if TYPE_CHECKING:
 
     from radixkv.bases import Base
     from radixkv.cache import PrefixCache
-    from radixkv.leases import Lease
+    from radixkv.leases import LeaseState
     from radixkv_policies import Policy
 
 REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, PendingError, TokenError)
 """Raised before anything was changed."""
 
+ATTEMPTS = 4
+"""How often one repair is tried."""
+
+MAX_FAILED_REPAIRS = 8
+"""Calls that find the cache broken and can't repair it, after which none tries again."""
+
+
+class Damage:
+    """What an interrupted call worked on. Filled by plain assignments, which need no memory.
+
+    ``is_known`` is false if the interruption came even before that: then every sequence and lease may be affected.
+    """
+
+    __slots__ = ("is_known", "lease", "lent", "num_failed", "others", "sequences")
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is damaged."""
+        self.is_known = False
+        self.sequences: SequenceState | Iterable[SequenceState] | None = None
+        self.others: Iterable[SequenceState] = ()
+        self.lease: LeaseState | None = None
+        self.lent: bytes | bytearray = b""
+
 
 def mend(
     cache: PrefixCache,
     error: BaseException,
-    sequences: Iterable[Sequence | None] = (),
-    leases: Iterable[Lease | None] = (),
+    sequences: SequenceState | Iterable[SequenceState] | None = None,
+    others: Iterable[SequenceState] = (),
+    lease: LeaseState | None = None,
     lent: bytes | bytearray = b"",
 ) -> None:
     """Make the cache whole after ``error`` in one of its calls; nothing to do for a refusal. Under the lock.
 
-    ``sequences``: those that the call worked on or was about to return, are closed. ``leases``: the same. ``lent``:
-    packed ids of blocks that it was about to lend, are free.
+    ``sequences``, ``others``: those that the call worked on or was about to return, are closed. ``lease``: the same.
+    ``lent``: packed ids of blocks that it was about to lend, are free. All arguments are objects that exist already: a
+    caller needs no memory for the call. If it fails, ``CacheLock.broken`` stays set, and no call is done before
+    ``repair`` has succeeded.
     """
+    lock, damage = cache._lock, cache._damage
+    lock.broken = cache
+    damage.sequences = sequences
+    damage.others = others
+    damage.lease = lease
+    damage.lent = lent
+    damage.is_known = True
     if isinstance(error, REFUSALS):
+        _whole(cache)
         return
+    _try_to_mend(cache)
+
+
+def repair(cache: PrefixCache) -> None:
+    """Make a broken cache whole before a call. Under the lock.
+
+    Raises IntegrityError if it can't be done; after MAX_FAILED_REPAIRS the cache is dead. What interrupts it
+    (KeyboardInterrupt) is raised once the cache is whole.
+    """
     try:
-        _mend(cache, sequences, leases, lent)
+        _try_to_mend(cache)
+    except BaseException as error:
+        if cache._lock.broken is None:
+            if isinstance(error, Exception):
+                return  # a later attempt succeeded
+            raise
+        cache._damage.num_failed += 1
+        why = _DEAD.format(error=type(error).__name__)
+        if cache._damage.num_failed >= MAX_FAILED_REPAIRS:
+            cache._lock.death = why
+        raise IntegrityError(why) from error
+
+
+_DEAD = (
+    "the cache is dead: an error interrupted a call and the cache's state could not be repaired ({error}); "
+    "no call is done any more: replace the cache by a new PrefixCache"
+)
+
+
+def _try_to_mend(cache: PrefixCache) -> None:
+    """Mend, several times if need be. Raises what the last failed attempt raised, also if a later one succeeded."""
+    try:
+        _mend(cache)
+        _whole(cache)
     except BaseException:
-        _mend(cache, sequences, leases, lent)
+        _mend_again(cache, ATTEMPTS - 1)
         raise
 
 
-def _mend(
-    cache: PrefixCache,
-    sequences: Iterable[Sequence | None],
-    leases: Iterable[Lease | None],
-    lent: bytes | bytearray,
-) -> None:
-    for sequence in sequences:
-        if isinstance(sequence, Sequence) and sequence._index is cache:
-            _close(cache, sequence)
-    for lease in leases:
-        if lease is not None:
+def _mend_again(cache: PrefixCache, attempts: int) -> None:
+    try:
+        gc.collect()
+        _mend(cache)
+        _whole(cache)
+    except BaseException:
+        if attempts > 1:
+            _mend_again(cache, attempts - 1)
+        raise
+
+
+def _whole(cache: PrefixCache) -> None:
+    cache._damage.clear()
+    cache._damage.num_failed = 0
+    cache._lock.broken = None
+
+
+def _mend(cache: PrefixCache) -> None:
+    damage = cache._damage
+    if not damage.is_known:
+        damage.sequences = tuple(cache._sequences)
+        for lease in cache._leases:
             lease._is_open = False
-            cache._leases.discard(lease)
+        cache._leases.clear()
+    if isinstance(damage.sequences, SequenceState):
+        _close(cache, damage.sequences)
+    elif damage.sequences is not None:
+        for sequence in damage.sequences:
+            _close(cache, sequence)
+    for sequence in damage.others:
+        _close(cache, sequence)
+    if damage.lease is not None:
+        damage.lease._is_open = False
+        cache._leases.discard(damage.lease)
     cache._recorder.start_over()
-    cache._pool.lent.difference_update(unpack(bytes(lent)).tolist())
+    cache._pool.lent.difference_update(unpack(bytes(damage.lent)).tolist())
     _Books(cache).rebuild()
     cache._progress.notify_all()
 
 
-def _close(cache: PrefixCache, sequence: Sequence) -> None:
+def _close(cache: PrefixCache, sequence: SequenceState) -> None:
     sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
     sequence._lent = None
     cache._sequences.discard(sequence)
@@ -265,7 +360,7 @@ class _Books:
             bounds = [low, *cuts, high]
             pending += [(begin, end, stop, run) for begin, end in pairwise(bounds)]
 
-    def _settle(self, sequence: Sequence, at: int, run: Run | None) -> None:
+    def _settle(self, sequence: SequenceState, at: int, run: Run | None) -> None:
         """What a sequence shares with nobody, from position ``at`` on: its own blocks at the end, runs before."""
         own = size = sequence.num_blocks
         for start, stop in self._stretches([sequence], at, size):
@@ -279,7 +374,7 @@ class _Books:
             run.owners += 1
         sequence._run, sequence._own = run, own
 
-    def _stretches(self, family: list[Sequence], at: int, stop: int) -> Iterator[tuple[int, int]]:
+    def _stretches(self, family: list[SequenceState], at: int, stop: int) -> Iterator[tuple[int, int]]:
         """Positions ``[at, stop)`` less those on everybody's leased path, cut where residency begins or ends."""
         table = unpack(bytes(family[0]._table))[at:stop]
         is_resident = self.home[table] >= 0
@@ -291,7 +386,7 @@ class _Books:
             if start < end and not is_leased[start]:
                 yield at + start, at + end
 
-    def _new_run(self, parent: Run | None, start: int, block_ids: bytearray, sequence: Sequence) -> Run:
+    def _new_run(self, parent: Run | None, start: int, block_ids: bytearray, sequence: SequenceState) -> Run:
         run = Run(parent, start, block_ids)
         run.owners = 0
         run.node = self._node_of(block_ids)
@@ -308,7 +403,7 @@ class _Books:
         index = int(self.home[unpack(bytes(block_ids))[-1]])
         return self.nodes[index] if index >= 0 else None
 
-    def _own(self, block_ids: bytearray, sequence: Sequence) -> None:
+    def _own(self, block_ids: bytearray, sequence: SequenceState) -> None:
         self.private_to[unpack(bytes(block_ids))] = self.tenants.index(sequence._tree.tenant)
         self.num_private[sequence._tree.tenant] += len(block_ids) // ID_BYTES
 
@@ -431,7 +526,7 @@ def _drained(policy: Policy, most: int) -> list[Node]:
     return found
 
 
-def _num_common(one: Sequence, other: Sequence) -> int:
+def _num_common(one: SequenceState, other: SequenceState) -> int:
     """In how many blocks two tables agree before they differ or one ends; none in different trees."""
     if one._tree is not other._tree:  # they may begin with the same base, and share nothing of their own
         return 0

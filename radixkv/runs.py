@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.blocks import BlockPool, unpack
 from radixkv.eviction import Evictor
-from radixkv.sequence import Run, Sequence
+from radixkv.sequence import Run, SequenceState
 from radixkv.tokens import TOKEN_BYTES
 from radixkv.types import ID_BYTES
 
@@ -34,7 +34,7 @@ class Runs:
 
     # --- more blocks
 
-    def grow(self, sequences: list[Sequence], keys: list[bytes]) -> list[Sequence]:
+    def grow(self, sequences: list[SequenceState], keys: list[bytes]) -> list[SequenceState]:
         """Make room for ``keys[i]`` at the end of ``sequences[i]``. Returns those whose tail waits for its copy."""
         size = self._block_bytes
         fresh = [
@@ -42,7 +42,7 @@ class Runs:
             for sequence, key in zip(sequences, keys, strict=True)
         ]
         at, blocks = 0, self._take_for(sequences, fresh)
-        copied: list[Sequence] = []
+        copied: list[SequenceState] = []
         for sequence, key, num_fresh in zip(sequences, keys, fresh, strict=True):
             rows = sequence._size % size // TOKEN_BYTES
             tail = sequence.shared_tail if rows else None
@@ -57,9 +57,9 @@ class Runs:
         assert at == len(blocks)
         return copied
 
-    def _take_for(self, sequences: list[Sequence], fresh: list[int]) -> bytearray:
+    def _take_for(self, sequences: list[SequenceState], fresh: list[int]) -> bytearray:
         """Blocks for each sequence's ``fresh`` and for the copies of shared tails, charged to their tenants."""
-        members: dict[TenantState, list[Sequence]] = {}
+        members: dict[TenantState, list[SequenceState]] = {}
         needs: dict[TenantState, int] = {}
         for sequence, num_fresh in zip(sequences, fresh, strict=True):
             tenant = sequence._tree.tenant
@@ -75,7 +75,7 @@ class Runs:
                 self._evictor.charge(tenant, needed)
         return blocks
 
-    def _count_copies(self, sequences: list[Sequence]) -> int:
+    def _count_copies(self, sequences: list[SequenceState]) -> int:
         """Tail blocks to copy if every one of ``sequences`` writes: the last owner of a tail writes in place.
 
         Over shared partial tails, writers − 1 if every owner writes, otherwise writers.
@@ -88,7 +88,7 @@ class Runs:
                 writers[tail] = writers.get(tail, 0) + 1
         return sum(count - (count == tail.owners and tail.node is None) for tail, count in writers.items())
 
-    def _copy_on_write(self, sequence: Sequence, tail: Run, fresh: bytearray, rows: int) -> None:
+    def _copy_on_write(self, sequence: SequenceState, tail: Run, fresh: bytearray, rows: int) -> None:
         """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
         source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
         self._pool.copies.add(source, target, rows)  # before the tail is given up, which may free the source
@@ -109,7 +109,7 @@ class Runs:
 
     # --- fewer blocks
 
-    def adopt(self, sequence: Sequence, start: int, stop: int) -> None:
+    def adopt(self, sequence: SequenceState, start: int, stop: int) -> None:
         """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's own ones and its runs.
 
         A run that other sequences share keeps a lease on the node instead. Own blocks before ``start``
@@ -122,7 +122,7 @@ class Runs:
         if start < own:
             self._adopt_runs(sequence, start, min(own, stop))
 
-    def _adopt_runs(self, sequence: Sequence, start: int, stop: int) -> None:
+    def _adopt_runs(self, sequence: SequenceState, start: int, stop: int) -> None:
         """Take blocks ``[start, stop)`` out of the sequence's runs; what is shared keeps a lease in their place."""
         node, run = sequence._node, sequence._run
         below: Run | None = None
@@ -146,7 +146,7 @@ class Runs:
                     continue
             below, run = run, run.parent
 
-    def cut(self, sequence: Sequence, keep: int) -> None:
+    def cut(self, sequence: SequenceState, keep: int) -> None:
         """Give up the sequence's private blocks from position ``keep`` on."""
         run, tree = sequence._run, sequence._tree
         own = sequence._table[max(keep, sequence._own) * ID_BYTES :]
@@ -169,7 +169,7 @@ class Runs:
             self.drop(run, tree)
             sequence._run = run = parent
 
-    def let_go(self, sequence: Sequence) -> None:
+    def let_go(self, sequence: SequenceState) -> None:
         """Give up all private blocks of a sequence that is released."""
         own = sequence._table[sequence._own * ID_BYTES :]
         if own:

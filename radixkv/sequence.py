@@ -16,25 +16,29 @@ the same however many blocks are shared, and no block carries a count of its own
 When a commit gives blocks to the tree that other sequences share, their run keeps a lease on the node in
 place of the blocks (``node`` is set), so that no block table changes and nothing is counted twice.
 
-Everything here is bookkeeping on one sequence; what needs the pool or the tree is done by the cache, which
-holds its lock around every call.
+``SequenceState`` is the bookkeeping on one sequence; what needs the pool or the tree is done by the cache, which
+holds its lock around every call. ``Sequence`` is the user's handle of the state. The cache holds states and no handles,
+so a handle that nobody has any more is collected, and its finaliser tells the cache.
 """
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.blocks import unpack
+from radixkv.errors import IntegrityError, ReentrantCall
+from radixkv.locking import Guard
 from radixkv.tokens import TOKEN_BYTES, TokenIds, decode
 from radixkv.tree import Node
 from radixkv.types import ID_BYTES, Key
 
 if TYPE_CHECKING:
-    from radixkv.lending import LentBeams
+    from radixkv.cache import PrefixCache
+    from radixkv.lending import Lending
     from radixkv.namespaces import Namespace
     from radixkv.segments import SegmentKeys
     from radixkv.tenants import NamespaceTree
@@ -83,32 +87,16 @@ class Run:
         return upper
 
 
-class SequenceIndex(Protocol):
-    """What a sequence asks of the cache that opened it."""
+class SequenceState:
+    """What the cache knows of a sequence. The cache holds it, and so does the Sequence that the user has.
 
-    def commit_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None: ...
-    def extend_sequence(self, sequence: Sequence, ids: TokenIds) -> None: ...
-    def append_to(self, sequences: list[Sequence], ids: TokenIds) -> None: ...
-    def truncate_sequence(self, sequence: Sequence, num_tokens: SupportsIndex) -> None: ...
-    def fork_sequence(self, sequence: Sequence, num_children: SupportsIndex) -> list[Sequence]: ...
-    def release_sequence(self, sequence: Sequence) -> None: ...
-    def read_sequence(self, sequence: Sequence) -> bytes: ...
-
-
-class Sequence:
-    """A request's token ids and the blocks that hold their KV. Made by ``PrefixCache.open``; use it in a ``with``.
-
-    The first ``num_cached_tokens`` tokens' KV are there already; the engine computes the rest into the blocks
-    of ``block_table`` and says so with ``commit``. Every method but ``release`` raises LeaseError once the sequence
-    is released or consumed, StaleGeneration once its tenant was purged, SequenceLent while the device moves it on.
-    Safe to use from several threads, one call at a time taking effect.
+    All methods are called under the cache's lock.
     """
 
     __slots__ = (
         "_base",
         "_base_size",
         "_hints",
-        "_index",
         "_is_interrupted",
         "_is_open",
         "_is_stale",
@@ -126,11 +114,10 @@ class Sequence:
     )
     _is_interrupted: bool  # set only once an interrupted call has closed it
     _is_stale: bool  # set only once its tenant was purged: true until it is released
-    _lent: LentBeams | None  # set only once it was lent to the device, when it isn't open: None afterwards
+    _lent: Lending | None  # set only once it was lent to the device, when it isn't open: None afterwards
 
     def __init__(
         self,
-        index: SequenceIndex,
         tree: NamespaceTree,
         node: Node,
         key: bytes,
@@ -138,7 +125,6 @@ class Sequence:
         num_cached: int,
         num_cached_blocks: int,
     ) -> None:
-        self._index = index
         self._tree = tree
         self._node = node
         self._base = key  # immutable, shared by forks
@@ -158,110 +144,36 @@ class Sequence:
         self._hints: object = None  # what the policy wants to be told with what it computes
         self._segment_keys: SegmentKeys | None = None  # of what is committed, where the policy wants them
 
-    def __repr__(self) -> str:
-        state = "lent" if self.is_lent else "open" if self._is_open else "released"
-        return f"<Sequence {state}: {self.num_tokens} tokens ({self._num_committed} committed)>"
-
-    # --- what it is
-
-    @property
-    def namespace(self) -> Namespace:
-        """Where it matches and commits."""
-        return self._tree.namespace
-
-    @property
-    def is_open(self) -> bool:
-        """False once released or consumed, or its tenant purged."""
-        return self._is_open or (self.is_lent and not getattr(self, "_is_stale", False))
-
     @property
     def is_lent(self) -> bool:
-        """Whether the device moves it on; what is said of it here is as it was when it was lent."""
+        """Whether the device moves it on."""
         return not self._is_open and getattr(self, "_lent", None) is not None
 
     @property
+    def is_held(self) -> bool:
+        """Whether it has something to release: it is open, lent, or stale."""
+        return self._is_open or getattr(self, "_is_stale", False) or self.is_lent
+
+    @property
+    def description(self) -> str:
+        """What a warning says of it: no token id."""
+        tenant, blocks = self._tree.tenant.tenant_id, self.num_blocks
+        return f"a sequence of tenant {tenant!r} with {self.num_tokens} tokens in {blocks} blocks"
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens it has room for: prompt and everything appended."""
+        """Tokens it has room for."""
         return self._size // TOKEN_BYTES
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Leading tokens whose KV were found when it was opened: skip these in the prefill."""
-        return self._num_cached
-
-    @property
-    def num_committed_tokens(self) -> int:
-        """Leading tokens whose KV exist."""
-        return self._num_committed
-
-    @property
     def num_blocks(self) -> int:
-        """Blocks of its block table: ⌈num_tokens ÷ block_size⌉."""
+        """Blocks of its block table."""
         return len(self._table) // ID_BYTES
 
     @property
     def block_table(self) -> BlockIds:
-        """Block ids in order, int32 ``[num_blocks]``, read-only: a snapshot, later calls don't change it. O(blocks)."""
+        """Block ids in order, int32 ``[num_blocks]``, a snapshot. O(blocks)."""
         return unpack(bytes(self._table))
-
-    @property
-    def token_ids(self) -> NDArray[np.uint32]:
-        """Its ids, uint32 ``[num_tokens]``, read-only. O(tokens) copy."""
-        return decode(self._index.read_sequence(self))
-
-    # --- what it does
-
-    def commit(self, num_tokens: SupportsIndex) -> None:
-        """The first ``num_tokens`` tokens' KV exist now: their whole blocks become matchable.
-
-        Blocks that another sequence committed first stay private to this one until its release; the block
-        table never changes. Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of
-        the sequence``. O(nodes passed), independent of what is committed already.
-        """
-        self._index.commit_sequence(self, num_tokens)
-
-    def append(self, token_id: SupportsIndex) -> None:
-        """Make room for one more token: ``PrefixCache.append`` with a batch of one."""
-        self._index.append_to([self], (token_id,))
-
-    def extend(self, ids: TokenIds) -> None:
-        """Make room for ``ids``; copies a shared tail block first.
-
-        Raises TokenError, CapacityError, and changes nothing. O(ids).
-        """
-        self._index.extend_sequence(self, ids)
-
-    def truncate(self, num_tokens: SupportsIndex) -> None:
-        """Roll back to ``num_tokens`` what was never committed, such as rejected drafts; frees whole blocks.
-
-        Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of the sequence``.
-        """
-        self._index.truncate_sequence(self, num_tokens)
-
-    def fork(self, num_children: SupportsIndex) -> list[Sequence]:
-        """``num_children`` (1 to 65,536) sequences that share every block with this one, which stays open. Copies no
-        block: the first write into a shared tail block does. Raises ArgumentError. O(children).
-        """
-        return self._index.fork_sequence(self, num_children)
-
-    def release(self) -> None:
-        """Give up the lease and free what is private; what was committed stays resident.
-
-        If it is lent to the device, all that were lent together are taken back first, which waits for the device. A
-        second call raises LeaseError. O(nodes on the path).
-        """
-        self._index.release_sequence(self)
-
-    def __enter__(self) -> Sequence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_open or getattr(self, "_is_stale", False) or self.is_lent:
-            self._index.release_sequence(self)
-
-    # --- for the cache, under its lock
 
     def key_between(self, start: int, stop: int) -> bytes:
         """Key bytes ``[start, stop)``."""
@@ -287,7 +199,7 @@ class Sequence:
             return None
         return run
 
-    def child(self) -> Sequence:
+    def child(self) -> SequenceState:
         """Another sequence in the same state that shares all blocks; the caller leases the node for it."""
         if len(self._tail) > MAX_COPIED_TAIL_BYTES:
             self._base, self._tail = self._base[: self._base_size] + bytes(self._tail), bytearray()
@@ -295,9 +207,7 @@ class Sequence:
         if len(self._table) > self._own * ID_BYTES:
             self._run = Run(self._run, self._own, self._table[self._own * ID_BYTES :])
             self._own = len(self._table) // ID_BYTES
-        twin = Sequence(
-            self._index, self._tree, self._node, self._base, self._table[:], self._num_cached, self._own
-        )
+        twin = SequenceState(self._tree, self._node, self._base, self._table[:], self._num_cached, self._own)
         twin._base_size = self._base_size
         twin._hints = self._hints
         twin._tail = self._tail[:]
@@ -308,7 +218,7 @@ class Sequence:
             twin._run.owners += 1
         return twin
 
-    def become(self, other: Sequence) -> None:
+    def become(self, other: SequenceState) -> None:
         """Be what the other one is, which nobody knows of, and hold what it holds."""
         self._tree, self._node, self._run, self._hints = other._tree, other._node, other._run, other._hints
         self._base, self._base_size, self._tail = other._base, other._base_size, other._tail
@@ -323,3 +233,150 @@ class Sequence:
             self._base_size, self._tail = size, bytearray()
         else:
             del self._tail[size - self._base_size :]
+
+
+class Sequence:
+    """A request's token ids and the blocks that hold their KV. Made by ``PrefixCache.open``; use it in a ``with``.
+
+    The first ``num_cached_tokens`` tokens' KV are there already; the engine computes the rest into the blocks
+    of ``block_table`` and says so with ``commit``. Every method but ``release`` raises LeaseError once the sequence
+    is released or consumed, StaleGeneration once its tenant was purged, SequenceLent while the device moves it on.
+    Safe to use from several threads, one call at a time taking effect.
+
+    A sequence that is forgotten (collected before it was released) gives a ResourceWarning, and the next call of the
+    cache releases it.
+    """
+
+    __slots__ = ("_guard", "_index", "_state")
+    _guard: Guard  # set only by the finaliser
+
+    def __init__(self, index: PrefixCache, state: SequenceState) -> None:
+        self._index = index
+        self._state = state
+
+    def __del__(self) -> None:
+        try:
+            state = self._state
+        except AttributeError:  # its making was interrupted
+            return
+        if state._is_open or state in self._index._sequences:
+            self._guard = Guard(self._index, state)
+
+    def __repr__(self) -> str:
+        standing = "lent" if self.is_lent else "open" if self._state._is_open else "released"
+        return f"<Sequence {standing}: {self.num_tokens} tokens ({self.num_committed_tokens} committed)>"
+
+    # --- what it is
+
+    @property
+    def namespace(self) -> Namespace:
+        """Where it matches and commits."""
+        return self._state._tree.namespace
+
+    @property
+    def is_open(self) -> bool:
+        """False once released or consumed, or its tenant purged."""
+        state = self._state
+        return state._is_open or (state.is_lent and not getattr(state, "_is_stale", False))
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the device moves it on; what is said of it here is as it was when it was lent."""
+        return self._state.is_lent
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has room for: prompt and everything appended."""
+        return self._state.num_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading tokens whose KV were found when it was opened: skip these in the prefill."""
+        return self._state._num_cached
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Leading tokens whose KV exist."""
+        return self._state._num_committed
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its block table: ⌈num_tokens ÷ block_size⌉."""
+        return self._state.num_blocks
+
+    @property
+    def block_table(self) -> BlockIds:
+        """Block ids in order, int32 ``[num_blocks]``, read-only: a snapshot, later calls don't change it. O(blocks).
+
+        Raises LeaseError once the sequence is released or consumed, and IntegrityError once the cache is dead: the
+        blocks may be another's by then. A sequence whose tenant was purged has its blocks until its release. Of a lent
+        sequence: see ``is_lent``.
+        """
+        if not self._state._is_open or self._index.is_broken:
+            self._index.require_readable(self._state)
+        return self._state.block_table
+
+    @property
+    def token_ids(self) -> NDArray[np.uint32]:
+        """Its ids, uint32 ``[num_tokens]``, read-only. O(tokens) copy."""
+        return decode(self._index.read_sequence(self._state))
+
+    # --- what it does
+
+    def commit(self, num_tokens: SupportsIndex) -> None:
+        """The first ``num_tokens`` tokens' KV exist now: their whole blocks become matchable.
+
+        Blocks that another sequence committed first stay private to this one until its release; the block
+        table never changes. Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of
+        the sequence``. O(nodes passed), independent of what is committed already.
+        """
+        self._index.commit_sequence(self._state, num_tokens)
+
+    def append(self, token_id: SupportsIndex) -> None:
+        """Make room for one more token: ``PrefixCache.append`` with a batch of one."""
+        self._index.append_to([self._state], (token_id,))
+
+    def extend(self, ids: TokenIds) -> None:
+        """Make room for ``ids``; copies a shared tail block first.
+
+        Raises TokenError, CapacityError, and changes nothing. O(ids).
+        """
+        self._index.extend_sequence(self._state, ids)
+
+    def truncate(self, num_tokens: SupportsIndex) -> None:
+        """Roll back to ``num_tokens`` what was never committed, such as rejected drafts; frees whole blocks.
+
+        Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of the sequence``.
+        """
+        self._index.truncate_sequence(self._state, num_tokens)
+
+    def fork(self, num_children: SupportsIndex) -> list[Sequence]:
+        """``num_children`` (1 to 65,536) sequences that share every block with this one, which stays open. Copies no
+        block: the first write into a shared tail block does. Raises ArgumentError. O(children).
+        """
+        return self._index.fork_sequence(self._state, num_children)
+
+    def release(self) -> None:
+        """Give up the lease and free what is private; what was committed stays resident.
+
+        If it is lent to the device, all that were lent together are taken back first, which waits for the device. A
+        second call raises LeaseError. If a finaliser calls it in the middle of a call of the same cache, the next call
+        releases the sequence. O(nodes on the path).
+        """
+        try:
+            self._index.release_sequence(self._state)
+        except ReentrantCall as error:
+            self._index.defer(self._state, error)
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state.is_held and not self._index.is_dead:
+            try:
+                self.release()
+            except IntegrityError:
+                if error is None or not self._index.is_dead:
+                    raise  # else the error that ends the block goes on

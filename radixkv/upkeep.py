@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from radixkv.cachelock import CacheLock
     from radixkv.pins import Pins
     from radixkv.tenants import TenantState
 
@@ -26,7 +27,7 @@ REST: Final = 9.0
 class Upkeep:
     """Lets the policies of ``tenants`` learn; ``lock`` is the cache's, and is held to look who they are."""
 
-    def __init__(self, lock: threading.Lock, tenants: Mapping[str, TenantState], pins: Pins) -> None:
+    def __init__(self, lock: CacheLock, tenants: Mapping[str, TenantState], pins: Pins) -> None:
         self._lock, self._tenants, self._pins = lock, tenants, pins
         self._has_started = False
 

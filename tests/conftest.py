@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import warnings
 
 # Before NumPy or torch are imported, here and in every process that a test starts: on a loaded machine of
 # two cores, two threads for small matrices are many times slower than one.
@@ -11,6 +13,7 @@ for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +35,23 @@ _in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if _in_ci else "fast"))
 
 
+RELEASES = ("cli", "engines", "examples", "service")
+"""Folders of tests of code that uses the cache and has to release all that it opens."""
+
+
+def _must_release(path: Path) -> bool:
+    return path.parent.name in RELEASES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left_of_other_tests(request: pytest.FixtureRequest) -> None:
+    """What earlier modules left open is collected before a forgotten sequence counts as an error."""
+    if _must_release(request.path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+
+
 def pytest_report_header() -> str:
     """Says which redis-server the tests use, and which build of the index."""
     index = "index: " + ("compiled" if radixkv.COMPILED else "pure Python")
@@ -45,6 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked ``gpu`` run only where torch sees a GPU, those marked ``browser`` only with ``-m browser``, those
     marked ``pure`` only where the index isn't compiled.
     """
+    for item in items:
+        if _must_release(item.path):
+            item.add_marker(pytest.mark.filterwarnings("error::ResourceWarning"))
     if radixkv.COMPILED:
         _deselect(config, items, [item for item in items if item.get_closest_marker("pure")])
     if "browser" not in config.option.markexpr:

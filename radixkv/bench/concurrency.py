@@ -24,12 +24,12 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv import audit
+from radixkv import COMPILED, audit
 from radixkv.bench.figures import NAMESPACE, THIN_BLOCKS, five_node_keys, publish
 from radixkv.bench.measure import (
     Figure,
@@ -47,6 +47,7 @@ from radixkv.bench.workloads import VOCABULARY
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError
+from radixkv.locking import SourceLock
 from radixkv.tokens import encode
 
 SHORT_SWITCH_S = 5e-5
@@ -240,32 +241,55 @@ def _percentiles(nanoseconds: Nanoseconds) -> dict[str, Any]:
 # --- holds: how long the lock is held
 
 
-class _TimedLock:
-    """A lock that notes for how long it was held each time."""
+class _Holds:
+    """Notes for how long the lock of a cache was held each time, in ``spans``, ns."""
 
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock, self._since, self.holds = lock, 0, array("q")
+    def __init__(self, cache: PrefixCache) -> None:
+        self.spans, self._since = array("q"), 0
+        if COMPILED:
+            lock: Any = cache._lock
+            lock._acquire = self._noting(lock._acquire, self._begin)
+            lock._release = self._noting(self._end, lock._release)
+        else:
+            cache._lock = cast(Any, _TimedLock(self))
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        taken = self._lock.acquire(blocking, timeout)
+    def _begin(self) -> None:
         self._since = time.perf_counter_ns()
-        return taken
 
-    def release(self) -> None:
-        self.holds.append(time.perf_counter_ns() - self._since)
-        self._lock.release()
+    def _end(self) -> None:
+        self.spans.append(time.perf_counter_ns() - self._since)
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    def _noting(self, first: Callable[..., Any], second: Callable[[], Any]) -> Callable[..., Any]:
+        def both(*arguments: Any) -> Any:
+            result = first(*arguments)
+            second()
+            return result
+
+        return both
+
+
+class _TimedLock(SourceLock):
+    """The lock of the pure build."""
+
+    __slots__ = ("_holds",)
+
+    def __init__(self, holds: _Holds) -> None:
+        super().__init__()
+        self._holds = holds
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._holds._begin()
 
     def __exit__(self, *_: object) -> None:
+        self._holds._end()
         self.release()
 
 
 def _holds(load: _Load) -> list[dict[str, Any]]:
     """Of each kind of call, by one thread alone: how long a call took, and how long each of its holds was."""
     cache, once, often = load.cache(), 1, 1_000
-    lock = cache._lock = _TimedLock(cache._lock)  # type: ignore[assignment]
+    holds = _Holds(cache)
     kinds: dict[str, tuple[Callable[[], object], int]] = {
         "match": (lambda: cache.match(NAMESPACE, load.prompt), often),
         "open, commit, release": (lambda: load.publish(cache, THIN_BLOCKS), often),
@@ -277,9 +301,9 @@ def _holds(load: _Load) -> list[dict[str, Any]]:
     found = []
     with frozen_heap():
         for name, (call, repeats) in kinds.items():
-            lock.holds = array("q")
+            holds.spans = array("q")
             calls = _spans(call, lambda done: done < repeats)  # noqa: B023
-            held = _percentiles(np.array(lock.holds, dtype=np.int64))
+            held = _percentiles(np.array(holds.spans, dtype=np.int64))
             held["holds"] = held.pop("calls")
             found.append(
                 {

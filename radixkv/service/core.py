@@ -136,6 +136,11 @@ class Service:
 
     def sickness(self) -> list[str]:
         """Why this process ought to be replaced; empty if it is well."""
+        if self.cache.is_broken:
+            try:
+                self.cache.require_alive()  # repairs it, if that can be done
+            except IntegrityError as error:
+                self._note(error)
         reasons = ["integrity: a law of the cache was found broken"] if self.has_broken_laws else []
         health = self.fleet.coordinator.health()
         if health.state in ("fenced", "failed"):

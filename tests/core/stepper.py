@@ -5,12 +5,14 @@ A step is a line, a call, a return, or the call or return of a C function, in co
 ``sys.setprofile`` report them, and whatever those raise comes out of the traced code at that very place. Python
 then switches both off: what handles the exception runs untouched.
 
-Three places are left out, because no code could do anything about them:
+Five places are left out, because no code could do anything about them:
 
 - The end of ``with lock``, after its body and before the lock is released: CPython delivers real signals at calls,
   returns from C and backward jumps only, none of which lie between the two.
 - ``try:`` and the end of its block are no steps: they are NOPs and jumps, which can't raise, and CPython 3.11 covers
   them by no handler, not even that of a ``with`` around them.
+- A finaliser: what it raises goes to nobody.
+- The return from the lock's own ``__enter__``: no signal is delivered there either.
 - What comes after the lock was released for the last time: the call is done then, and whether its result still
   reaches a variable is its caller's business.
 """
@@ -28,6 +30,7 @@ from typing import Any
 
 import radixkv
 import radixkv_policies
+from radixkv.locking import SourceLock
 
 _OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
 _NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])
@@ -47,6 +50,10 @@ def _is_ours(filename: str) -> bool:
 @functools.cache
 def _text(filename: str, line: int) -> str:
     return linecache.getline(filename, line).strip()
+
+
+def _enters_the_lock(frame: FrameType) -> bool:
+    return frame.f_code is SourceLock.__enter__.__code__
 
 
 class Stepper:
@@ -88,6 +95,8 @@ class Stepper:
 
     def _step(self, frame: FrameType, event: str) -> None:
         filename, line = frame.f_code.co_filename, frame.f_lineno
+        if frame.f_code.co_name == "__del__" or (event in ("return", "opcode") and _enters_the_lock(frame)):
+            return
         if line is None:  # an instruction that stands for no source
             return
         text = _text(filename, line)

@@ -164,8 +164,9 @@ def committed_when_opened(patch: pytest.MonkeyPatch) -> None:
     def eager(original: Any, self: Any, *args: Any, **named: Any) -> Any:
         sequence = original(self, *args, **named)
         new = sequence.num_tokens // self._block_size
-        if new > sequence._node.depth:
-            self._store(sequence, sequence._node, new)
+        state = sequence._state
+        if new > state._node.depth:
+            self._store(state, state._node, new)
         return sequence
 
     _wrap(patch, PrefixCache, "open", eager)

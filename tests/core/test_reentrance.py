@@ -1,0 +1,254 @@
+"""Calls from callbacks get a named error; releases from finalisers are done by the next call; nothing hangs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from radixkv import CacheConfig, Namespace, PrefixCache, ReentrantCall, Sequence, Tenant, audit
+from radixkv.clock import ManualClock
+
+NS = Namespace("a", "m")
+
+
+class Journal:
+    """Calls back whenever something becomes resident."""
+
+    grain_tokens = 4
+
+    def __init__(self) -> None:
+        self.action: Callable[[], object] = lambda: None
+
+    def stored(self, *_: object) -> None:
+        self.action()
+
+    def removed(self, *_: object) -> None:
+        self.action()
+
+    def cleared(self, *_: object) -> None:
+        self.action()
+
+
+def make() -> tuple[PrefixCache, Journal]:
+    journal = Journal()
+    return PrefixCache(CacheConfig(32, 4), journal=journal, clock=ManualClock()), journal
+
+
+def calls(cache: PrefixCache, sequence: Sequence) -> dict[str, Callable[[], object]]:
+    """Every kind of public call."""
+    lease = cache.lease(cache.match(NS, range(8)))
+    return {
+        "match": lambda: cache.match(NS, [1]),
+        "lease": lambda: cache.lease(cache.match(NS, range(8))),
+        "lease.release": lease.release,
+        "leave the lease": lambda: lease.__exit__(None, None, None),
+        "open": lambda: cache.open(NS, [1, 2]),
+        "commit": lambda: sequence.commit(4),
+        "append": lambda: sequence.append(1),
+        "extend": lambda: sequence.extend([1]),
+        "truncate": lambda: sequence.truncate(5),
+        "fork": lambda: sequence.fork(1),
+        "reorder": lambda: cache.reorder([sequence], [0]),
+        "token_ids": lambda: sequence.token_ids,
+        "release": sequence.release,
+        "leave the sequence": lambda: sequence.__exit__(None, None, None),
+        "flush": cache.flush,
+        "evict": lambda: cache.evict(1),
+        "allocate": lambda: cache.allocate(1),
+        "free": lambda: cache.free([]),
+        "insert": lambda: cache.insert(NS, range(4), [3]),
+        "pin": lambda: cache.pin(NS, range(4), 1.0),
+        "pins": cache.pins,
+        "add_tenant": lambda: cache.add_tenant(Tenant("b")),
+        "tenant": lambda: cache.tenant("a"),
+        "namespaces": cache.namespaces,
+        "clear": lambda: cache.clear(NS),
+        "purge": lambda: cache.purge("a"),
+        "generation": lambda: cache.generation("a"),
+        "publish": lambda: cache.publish("base", NS, range(4), ["b"]),
+        "unpublish": lambda: cache.unpublish("base"),
+        "bases": cache.bases,
+        "stats": cache.stats,
+        "tenant_stats": lambda: cache.tenant_stats("a"),
+        "tenants": cache.tenants,
+        "snapshot": cache.snapshot,
+        "snapshot_in_slices": cache.snapshot_in_slices,
+        "maintain": cache.maintain,
+        "audit": lambda: audit.check(cache),
+    }
+
+
+def _prepared() -> tuple[PrefixCache, Journal, Sequence]:
+    cache, journal = make()
+    with cache.open(NS, range(8)) as first:
+        first.commit(8)
+    return cache, journal, cache.open(NS, [7, *range(8)])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", list(calls(_prepared()[0], _prepared()[2])))
+def test_a_callback_that_calls_the_cache_gets_a_named_error(name: str) -> None:
+    """At once, whatever it calls; the call that it interrupts goes on if the callback handles it."""
+    cache, journal, sequence = _prepared()
+    call = calls(cache, sequence)[name]
+    errors: list[Exception] = []
+
+    def action() -> None:
+        try:
+            call()
+        except ReentrantCall as error:
+            errors.append(error)
+
+    journal.action = action
+    with cache.open(NS, range(20, 28)) as running:
+        running.commit(8)
+    journal.action = lambda: None
+    assert errors and "return from the callback first" in str(errors[0])
+    assert sequence.is_open and cache.match(NS, range(20, 28)).num_tokens == 8
+    sequence.release()
+    audit.check(cache)
+
+
+@pytest.mark.timeout(60)
+def test_a_callback_that_does_not_handle_the_error() -> None:
+    """It ends the call, as any error of a callback does; the cache is whole."""
+    cache, journal, bystander = _prepared()
+    journal.action = cache.stats
+    running = cache.open(NS, range(20, 28))
+    with pytest.raises(ReentrantCall):
+        running.commit(8)
+    journal.action = lambda: None
+    assert not running.is_open and bystander.is_open
+    audit.check(cache)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("which", ["clock", "scrub_blocks"])
+def test_other_callbacks(which: str) -> None:
+    """A clock and ``scrub_blocks`` that call the cache."""
+    errors: list[Exception] = []
+    caches: list[PrefixCache] = []
+
+    def calls_back(*_: object) -> float:
+        try:
+            for cache in caches:
+                cache.stats()
+        except ReentrantCall as error:
+            errors.append(error)
+        return 0.0
+
+    clock: Any = calls_back if which == "clock" else ManualClock()
+    cache = PrefixCache(CacheConfig(32, 4), clock=clock, scrub_blocks=calls_back)
+    with cache.open(NS, range(8)) as sequence:
+        sequence.commit(8)
+    caches.append(cache)
+    cache.pin(NS, range(4), 5.0)
+    cache.purge("a")
+    with cache.open(Namespace("b", "m"), range(100)):
+        pass
+    assert errors
+    caches.clear()
+    audit.check(cache)
+
+
+class Owner:
+    """Releases what it holds when it is collected."""
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.me = held, self
+
+    def __del__(self) -> None:
+        self.held.release()
+
+
+def generator(held: Any) -> Iterator[None]:
+    """Releases what it holds when it is closed."""
+    with held:
+        yield
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """The collector runs where a test says."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("error::ResourceWarning")
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("kind", ["sequence", "lease"])
+@pytest.mark.parametrize("how", ["__del__", "generator", "finalize"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_release_by_a_finaliser(kind: str, how: str, inside: bool) -> None:
+    """In the middle of a call the next call does it; between calls it is done at once. Never an error or a warning."""
+    cache, journal, first = _prepared()
+    held: Any = first if kind == "sequence" else cache.lease(cache.match(NS, range(8)))
+    if how == "__del__":
+        Owner(held)
+    elif how == "generator":
+        cycle: list[Any] = [generator(held)]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+    else:
+        weakref.finalize(gone := Gone(), held.release)
+        gone.me = gone
+        del gone
+    state = held._state
+    if kind == "sequence":
+        del first
+    del held
+    journal.action = gc.collect
+    if inside:
+        with cache.open(NS, range(20, 28)) as running:
+            running.commit(8)
+            assert state._is_open, "it is not released in the middle of a call"
+    else:
+        gc.collect()
+    journal.action = lambda: None
+    cache.stats()
+    assert not state._is_open
+    if kind == "lease":
+        first.release()
+    audit.check(cache)
+
+
+class Gone:
+    """Something that is collected."""
+
+    me: Gone
+
+
+@pytest.mark.timeout(60)
+def test_a_finaliser_in_another_thread_waits() -> None:
+    """It releases as soon as the call that holds the lock has ended."""
+    cache, journal, sequence = _prepared()
+    began, ended = threading.Event(), threading.Event()
+
+    def release() -> None:
+        began.set()
+        sequence.release()
+        ended.set()
+
+    thread = threading.Thread(target=release)
+
+    def action() -> None:
+        thread.start()
+        began.wait(30)
+        assert not ended.wait(0.05)
+
+    journal.action = action
+    with cache.open(NS, range(20, 28)) as running:
+        running.commit(8)
+        journal.action = lambda: None
+    thread.join(30)
+    assert not sequence.is_open
+    audit.check(cache)
