@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 MAX_BODY_BYTES = 4 * 2**20
 _ANSWER_BYTES = 2**16
 _HOLD_S = 30.0
+_UNDER_WAY_S = 5.0
 _PAUSE_S = 0.01
 """After an answer, or a connection that broke: an attack is bounded, and no busy loop of its own."""
 
@@ -38,13 +39,13 @@ _PAUSE_S = 0.01
 class Attack:
     """``connections`` clients at once; each sends one of ``requests`` after the other, each on a connection of its own.
 
-    ``holds``: the client neither ends its request nor reads the answer, and keeps the connection for 30 s.
+    An answer is awaited for 30 s. Without ``reads`` the client keeps the connection for as long and reads nothing.
     """
 
     name: str
     connections: int
     requests: tuple[bytes, ...]
-    holds: bool = False
+    reads: bool = True
 
 
 @dataclass(slots=True)
@@ -77,9 +78,9 @@ def attacks(host: str, key: str) -> tuple[Attack, ...]:
     return (
         Attack("bodies", 8, tuple(post(path, body) for path, body in _bodies())),
         Attack("tokenising", 60, (post("/v1/lookup", tokenising),)),
-        Attack("internal", 250, (internal,), holds=True),
+        Attack("internal", 250, (internal,)),
         Attack("stops", 4, tuple(post("/v1/completions", body) for body in stops)),
-        Attack("streams", 3, (unread,), holds=True),
+        Attack("streams", 3, (unread,), reads=False),
         Attack("completions", 8, (long,)),
     )
 
@@ -87,13 +88,13 @@ def attacks(host: str, key: str) -> tuple[Attack, ...]:
 def run(url: str, key: str, names: Sequence[str], deadline_s: float, nice: int, pipe: Connection) -> None:
     """Attack until a message comes through ``pipe``, or for ``deadline_s``. The target of a process.
 
-    Sends ``True`` when the bodies are made, and at the end a dict of answers by status. ``nice`` lowers the priority.
+    Sends ``True`` once the attack is under way: after its first answer, or after a few seconds without any. At the end
+    it sends a dict of answers by status. ``nice`` lowers the priority.
     """
     os.nice(nice)
     place = urlsplit(url)
     assert place.hostname is not None and place.port is not None
     chosen = [each for each in attacks(f"{place.hostname}:{place.port}", key) if each.name in names]
-    pipe.send(True)
     seen = asyncio.run(_all((place.hostname, place.port), chosen, deadline_s, pipe))
     pipe.send(dict(seen.statuses))
 
@@ -107,6 +108,10 @@ async def _all(
         for attack in chosen
         for number in range(attack.connections)
     ]
+    under_way_by = time.monotonic() + _UNDER_WAY_S
+    while not seen.statuses and time.monotonic() < under_way_by:
+        await asyncio.sleep(0.05)
+    pipe.send(True)
     while time.monotonic() < until and not pipe.poll():
         await asyncio.sleep(0.05)
     for task in tasks:
@@ -120,30 +125,31 @@ async def _client(address: tuple[str, int], attack: Attack, number: int, seen: S
     while True:
         request = attack.requests[number % len(attack.requests)]
         status = 0
-        with suppress(OSError, EOFError):
-            status = await _sent(address, request, attack.holds)
+        with suppress(OSError):
+            status = await _sent(address, request, attack.reads)
         seen.statuses[status] += 1
         number += 1
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _sent(address: tuple[str, int], request: bytes, holds: bool) -> int:
+async def _sent(address: tuple[str, int], request: bytes, reads: bool) -> int:
     """Send a request on a connection of its own; the status of the answer, which is read to its end."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
         connection.setblocking(False)
-        if holds:
+        if not reads:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         await loop.sock_connect(connection, address)
-        await loop.sock_sendall(connection, request)
-        if holds:
+        with suppress(ConnectionError):  # an answer may come before the end of the request
+            await loop.sock_sendall(connection, request)
+        if not reads:
             await asyncio.sleep(_HOLD_S)
             return 0
-        head = await loop.sock_recv(connection, _ANSWER_BYTES)
-        status = int(head[9:12]) if head.startswith(b"HTTP/1.1 ") else 0
-        while await loop.sock_recv(connection, _ANSWER_BYTES):
-            pass
-        return status
+        async with asyncio.timeout(_HOLD_S):
+            head = await loop.sock_recv(connection, _ANSWER_BYTES)
+            while await loop.sock_recv(connection, _ANSWER_BYTES):
+                pass
+        return int(head[9:12]) if head.startswith(b"HTTP/1.1 ") else 0
 
 
 def _head(

@@ -117,7 +117,7 @@ def run(
                 measured[state].append(_round(url, state, calls))
                 if progress is not None:
                     progress(at * len(states) + place + 1)
-    figures = [_figure(measured, state, probe.name) for probe in PROBES for state in states]
+    figures = [figure(measured, state, probe.name) for probe in PROBES for state in states]
     answers = {state: _added([each.answers for each in measured[state]]) for state in chosen}
     return {
         "figures": figures,
@@ -145,7 +145,8 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join([heading(result), columns(rows), "answers to the attacks, by status (0: none)", *said])
 
 
-def _figure(measured: Mapping[str, Sequence[Round]], state: str, probe: str) -> dict[str, Any]:
+def figure(measured: Mapping[str, Sequence[Round]], state: str, probe: str) -> dict[str, Any]:
+    """A figure of a probe: the median p99 over rounds, its range, its limit, and whether it is within that."""
     found = [each.p99_ms[probe] for each in measured[state]]
     idle = median(each.p99_ms[probe] for each in measured[IDLE])
     limit = IDLE_REACH_MS if state == IDLE else max(3 * idle, LEAST_LIMIT_MS)
@@ -212,6 +213,7 @@ def _attacked(url: str, names: Sequence[str]) -> Iterator[dict[int, int]]:
     )
     answers: dict[int, int] = {}
     process.start()
+    theirs.close()
     try:
         ours.recv()
         time.sleep(_SETTLE_S)

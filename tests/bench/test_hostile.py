@@ -1,0 +1,48 @@
+"""``radixkv bench hostile``: a short run against a real service, and the arithmetic of its figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.bench import attacks, hostile
+from radixkv.errors import ArgumentError
+
+
+@pytest.mark.timeout(400)
+def test_a_short_run_measures_every_call_idle_and_under_attack() -> None:
+    steps: list[int] = []
+    result = hostile.run(calls=10, rounds=1, names=["internal"], progress=steps.append)
+    measured = {(each["call"], each["state"]): each for each in result["figures"]}
+    assert set(measured) == {
+        (probe.name, state) for probe in hostile.PROBES for state in ("idle", "internal")
+    }
+    assert all(each["calls"] == 10 and not each["refused"] for each in measured.values())
+    assert sum(result["answers"]["internal"].values()), (
+        "forged signatures were answered before their bodies ended"
+    )
+    assert steps == [1, 2] and hostile.num_steps(1, ["internal"]) == 2
+    assert "DELETE /v1/cache" in hostile.table(result)
+
+
+def test_the_limit_is_three_times_idle_or_15_ms() -> None:
+    def rounds(p99_ms: float) -> list[hostile.Round]:
+        return [hostile.Round({"lookup": p99_ms * times}, {"lookup": 10}, 0, {}) for times in (1, 2, 9)]
+
+    slow = {"idle": rounds(3.0), "bodies": rounds(9.0)}
+    found = hostile.figure(slow, "bodies", "lookup")
+    assert (found["p99_ms"], found["limit_ms"], found["met"]) == (18.0, 18.0, True)
+    assert hostile.figure(slow, "idle", "lookup")["limit_ms"] == 5.0
+    fast = {"idle": rounds(1.0), "bodies": rounds(8.0)}
+    assert not hostile.figure(fast, "bodies", "lookup")["met"]
+
+
+def test_an_unknown_attack_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="bodies"):
+        hostile.run(names=["rain"])
+
+
+def test_attacks_stay_within_the_limit_of_bodies() -> None:
+    for attack in attacks.attacks("127.0.0.1:1", "key"):
+        for request in attack.requests:
+            body = request.partition(b"\r\n\r\n")[2]
+            assert len(body) <= attacks.MAX_BODY_BYTES
