@@ -80,6 +80,7 @@ INDEX = Build(
         "lending",
         "locking",
         "pins",
+        "policies",
         "recovery",
         "scrubbing",
         "snapshots",

@@ -44,6 +44,7 @@ from radixkv.checks import (
     require_base_id,
     require_between,
     require_parts,
+    require_policy,
     require_tenant_id,
 )
 from radixkv.clock import Clock, monotonic
@@ -67,6 +68,7 @@ from radixkv.locking import is_finalising, later, make_lock
 from radixkv.namespaces import Namespace, Tenant
 from radixkv.pins import Pin, Pins, require_ttl
 from radixkv.plan import StepPlan
+from radixkv.policies import resolve
 from radixkv.recovery import Damage, mend, repair, taken_over
 from radixkv.registry import Registry
 from radixkv.runs import Runs
@@ -78,7 +80,7 @@ from radixkv.tokens import TOKEN_BYTES, TokenIds, encode, encode_one
 from radixkv.tree import MAX_GROWN_LABEL_BYTES, Node, path_between
 from radixkv.types import ID_BYTES, BaseInfo, BlockIds, CacheStats, Journal, Snapshot, TenantStats
 from radixkv.upkeep import Upkeep
-from radixkv_policies import POLICIES, Policy
+from radixkv_policies import Policy
 from radixkv_policies import RequestHints as RequestHints
 from radixkv_policies import TokenRange as TokenRange
 
@@ -172,7 +174,7 @@ class PrefixCache:
             self._upkeep,
             self._block_bytes,
         )
-        if clock is monotonic and POLICIES[config.policy].maintain is not Policy.maintain:
+        if clock is monotonic and resolve("policy", config.policy).maintain is not Policy.maintain:
             self._upkeep.start()
 
     @property
@@ -1003,6 +1005,7 @@ class PrefixCache:
         """
         if not isinstance(tenant, Tenant):
             raise ArgumentError("tenant", tenant, "a Tenant")
+        require_policy(tenant.policy)
         if tenant.mode == "strict" and self._scrubber is None:
             allowed = (
                 "'burst' without scrubbing: a strict tenant's blocks are zeroed, by a storage or scrub_blocks"
@@ -1035,8 +1038,11 @@ class PrefixCache:
         operator, and a policy that knew half of the nodes would name the wrong victims.
         """
         config = self._config
-        if (settings.policy or config.policy) == (tenant.settings.policy or config.policy):
-            return
+        if (settings.policy or config.policy) != (tenant.settings.policy or config.policy):
+            self._renew_policy(tenant, settings)
+
+    def _renew_policy(self, tenant: TenantState, settings: Tenant) -> None:
+        """Give a tenant a new policy, which takes over its nodes."""
         policy = self._registry.new_policy(settings)
         nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
         evictable = [node for node in nodes if not node.uses]
@@ -1049,7 +1055,8 @@ class PrefixCache:
     def remove_tenant(self, tenant: TenantId) -> None:
         """Take back a tenant's guarantee and limit and forget all that it has; what runs goes on undisturbed.
 
-        From then on it is like one that was never added. Raises ArgumentError, and changes nothing, for one that
+        From then on it is like one that was never added: its counts and what its policy learned are forgotten too, and
+        the sums in ``stats`` no longer contain them. Raises ArgumentError, and changes nothing, for one that
         wasn't, and for one whose sequences hold more than the limit of such tenants.
         """
         require_tenant_id(tenant)
@@ -1071,7 +1078,8 @@ class PrefixCache:
         if settings.limit is not None and state.protected_blocks > settings.limit:
             allowed = f"one whose sequences and pins hold at most {settings.limit} blocks, the limit of those not added"
             raise ArgumentError("tenant", tenant, allowed)
-        self._follow_policy(state, settings)
+        self._renew_policy(state, settings)  # what the old one learned of the tenant goes with it
+        state.forget_counts()
         state.is_added = False
         if state.settings.mode != settings.mode:
             state.label = self._registry.new_label(settings)

@@ -16,6 +16,7 @@ from radixkv.bases import MAX_BASE_ID_BYTES
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.namespaces import TENANT_ID_ALLOWED, Namespace, is_tenant_id
+from radixkv.policies import resolve
 from radixkv.types import BlockIds
 
 _MAX_TIMEOUT_S: Final = 366 * 86_400.0
@@ -40,6 +41,15 @@ def require_parts(config: object, clock: object, journal: Any) -> None:
             raise ArgumentError(
                 "journal.grain_tokens", grain, f"a multiple of block_size {config.block_size}"
             )
+
+
+def require_policy(policy: object) -> None:
+    """Refuse a name that no policy has; import the policy of one that isn't built in, before any lock is taken."""
+    if isinstance(policy, str):
+        try:
+            resolve("policy", policy)
+        except ConfigError as error:
+            raise ArgumentError("policy", policy, error.allowed) from None
 
 
 def deadline_of(on_pending: Any, timeout_s: Any) -> float | None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from radixkv.errors import ConfigError
 from radixkv.namespaces import Tenant
+from radixkv.policies import resolve
 from radixkv.storage.layout import KVLayout
 
 Scrub = Literal["cross-tenant", "always", "never"]
@@ -23,7 +24,8 @@ class CacheConfig:
     block_size: tokens a block, ≥ 1.
     layout: the shape of the KV; None for an engine that owns its KV (index and block ids only).
     device: a torch device, where the storage lives; unused without a layout.
-    policy: name of an eviction policy in ``radixkv_policies``, one instance a tenant.
+    policy: name of an eviction policy, one instance a tenant: of ``radixkv_policies``, of an entry point of the group
+    ``radixkv.policies``, or ``package.module:Class``. A name that isn't built in is imported.
     seed: of whatever a policy draws at random.
     default_tenant: what a tenant that nobody added is held to (its id doesn't matter; no guarantee), or None to
     refuse such tenants.
@@ -61,12 +63,10 @@ class CacheConfig:
         if self.layout is not None and not isinstance(self.layout, KVLayout):
             raise ConfigError("layout", self.layout, "a KVLayout, or None for an engine that owns its KV")
         object.__setattr__(self, "device", str(self.device))
-        names = policy_names()
+        resolve("policy", self.policy)
         own = None if self.default_tenant is None else self.default_tenant.policy
-        for setting, policy in (("policy", self.policy), ("default_tenant.policy", own)):
-            is_known = isinstance(policy, str) and policy in names
-            if not is_known and (setting == "policy" or isinstance(policy, str)):
-                raise ConfigError(setting, policy, f"one of {', '.join(names)}")
+        if isinstance(own, str):
+            resolve("default_tenant.policy", own)
 
 
 def _require_int(setting: str, value: object, low: int, high: int) -> None:
@@ -75,7 +75,7 @@ def _require_int(setting: str, value: object, low: int, high: int) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """The names that ``CacheConfig.policy`` takes."""
+    """The names of the policies that are built in."""
     from radixkv_policies import POLICIES
 
     return tuple(POLICIES)

@@ -123,7 +123,8 @@ class Tenant:
     limit, and is borrowed beyond the guarantee.
     max_pins: pins that it may have at a time, ≥ 0; 1,024 unless it is set. A pin of blocks that another pin, or a base,
     has already takes nothing from ``max_pinned_blocks``, and about 2 KiB of memory.
-    policy: its eviction policy's name, or what makes one, called like a ``radixkv_policies.Policy``; None: the cache's.
+    policy: its eviction policy's name, as ``CacheConfig.policy`` takes it, or what makes one, called like a
+    ``radixkv_policies.Policy``; None: the cache's.
 
     Raises NamespaceError for the id and ArgumentError for the rest.
     """

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from radixkv.bases import Bases, longest
 from radixkv.clock import Clock, monotonic
 from radixkv.errors import ArgumentError, NamespaceError
+from radixkv.policies import resolve
 from radixkv.tenants import NamespaceTree, TenantState
-from radixkv_policies import POLICIES, Policy
+from radixkv_policies import Policy
 
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig
@@ -132,11 +133,8 @@ class Registry:
     def new_policy(self, settings: Tenant) -> Policy:
         """A policy for a tenant, of its own kind or of the cache's. Raises ArgumentError for what makes none."""
         config, wanted = self._config, settings.policy
-        if isinstance(wanted, str) and wanted not in POLICIES:
-            raise ArgumentError("policy", wanted, f"one of {', '.join(POLICIES)}")
-        factory: Any = (
-            POLICIES[wanted or config.policy] if wanted is None or isinstance(wanted, str) else wanted
-        )
+        named = wanted is None or isinstance(wanted, str)
+        factory: Any = resolve("policy", wanted or config.policy) if named else wanted
         policy = factory(
             config.num_blocks,
             self._clock,

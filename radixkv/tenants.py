@@ -91,11 +91,13 @@ class TenantState:
         self.protected_blocks = 0
         self.evictable_blocks = 0
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
-        self.evicted_blocks = self.declined_blocks = 0
         self.generation = 0  # how often it was purged
-        self.hit_tokens = 0
-        self.missed_tokens = 0
-        self.requests = 0
+        self.forget_counts()
+
+    def forget_counts(self) -> None:
+        """Count requests and evictions from zero on: the next tenant of this name is another one."""
+        self.evicted_blocks = self.declined_blocks = 0
+        self.requests = self.hit_tokens = self.missed_tokens = 0
 
     def follow(self, policy: Policy) -> None:
         """This policy is told of everything from now on."""

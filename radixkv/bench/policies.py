@@ -20,7 +20,7 @@ from radixkv.bench.measure import columns, frozen_heap, heading, surroundings
 from radixkv.bench.workloads import Workload, build
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, policy_names
-from radixkv.errors import ConfigError
+from radixkv.policies import resolve
 
 BASELINE: Final = "lru"
 
@@ -79,10 +79,10 @@ def run(
 
 
 def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """These policies, each once, ``all`` spelled out. Raises ConfigError for an unknown one."""
+    """These policies, each once, ``all`` spelled out; one that isn't known is imported. Raises ConfigError."""
     for name in names:
         if name != "all" and name not in known:
-            raise ConfigError("--policy", name, f"all, or some of {', '.join(known)}")
+            resolve("--policy", name)
     return tuple(dict.fromkeys(each for name in names for each in (known if name == "all" else (name,))))
 
 

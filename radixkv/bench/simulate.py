@@ -84,7 +84,8 @@ def run(
     trace = read(traces, block_tokens=block_tokens, keep_tails=keep_tails, tenants=tenants)
     work = _Work(trace, Scorer(trace, profile or profile_of("llama-3-8b"), score_from_s), seed)
     names = dict.fromkeys((*named, LRU, OPTIMUM))
-    names |= dict.fromkeys(name + ADMITTING_ALL for name in named if declines(name))
+    online = [name for name in named if name not in (OPTIMUM, OPTIMUM_BYPASS)]
+    names |= dict.fromkeys(name + ADMITTING_ALL for name in online if declines(name))
     tasks = [(name, size) for name in names for size in sizes]
     runs: dict[Task, Sums] = {}
     for task, sums in _run_all(work, tasks, jobs):

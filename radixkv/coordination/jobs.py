@@ -27,8 +27,10 @@ from radixkv.coordination.checks import (
     check_text,
     is_job_id,
 )
+from radixkv.coordination.keys import mac
 from radixkv.coordination.protocol import NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
 from radixkv.coordination.store import MAX_PARTS, Store
+from radixkv.coordination.wire import NEVER
 from radixkv.errors import ArgumentError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -61,6 +63,12 @@ class WarmJobs(ABC):
     def unavailable(self) -> str | None:
         """Why the store can't be reached; None if it can, as far as is known. Local."""
 
+    def job_owner(self, tenant: str) -> bytes:
+        """What jobs of a tenant bear: another value after each purge of it. Local. See the protocol."""
+        check_tenant(tenant)
+        digest, raised = self.keys.tenant(tenant), self.tenants.raised(tenant)
+        return digest if raised == NEVER else mac(digest, "jobs", raised.generation, raised.purge)
+
     def create_job(
         self,
         namespace: Namespace,
@@ -89,7 +97,7 @@ class WarmJobs(ABC):
         asked = self._asked(replica_ids)
         job = WarmJob(
             id=job_id or secrets.token_hex(16),
-            tenant_digest=self.keys.tenant(namespace.tenant),
+            tenant_digest=self.job_owner(namespace.tenant),
             namespace_digest=self.keys.namespace(namespace, self.tenants.generation(namespace.tenant)),
             num_tokens=num_tokens,
             parts=tuple(JobPart(*asked[name], "queued") for name in sorted(asked)),
@@ -160,10 +168,10 @@ class WarmJobs(ABC):
         return is_job_id(job_id) and self.store.save_part(job_id, failed)
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """The job, or None if there is none of that tenant."""
+        """The job, or None if there is none of that tenant since it was purged last."""
         check_tenant(tenant)
         job = self.store.load_job(job_id) if is_job_id(job_id) else None
-        if job is None or job.tenant_digest != self.keys.tenant(tenant):
+        if job is None or job.tenant_digest != self.job_owner(tenant):
             return None
         is_seen_to = job.num_wanted > 0 and job.owner != NOBODY
         asked = [part.replica_id for part in job.parts if is_seen_to or part.is_open]

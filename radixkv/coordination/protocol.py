@@ -444,7 +444,10 @@ class Coordinator(Protocol):
         """State this replica's part. False if the job is unknown (or expired). Raises StoreUnavailable."""
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """The job, or None if there is none of that tenant. Raises StoreUnavailable."""
+        """The job, or None if there is none of that tenant since it was purged last. Raises StoreUnavailable."""
+
+    def job_owner(self, tenant: str) -> bytes:
+        """What jobs of a tenant bear, 32 bytes: another value after each purge of it; local."""
 
     def keep_pin(
         self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True, most: int = MAX_FLEET_PINS

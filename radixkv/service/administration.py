@@ -130,8 +130,8 @@ async def remove_tenant(call: Call) -> Response:
     await _purged(call, tenant)
     await _changed(call, lambda: call.service.keys.remove_tenant(tenant), "tenant")
     await _said(call, tenant)
-    await call.service.threads.administer(partial(call.service.cache.purge, tenant))
-    call.service.gate.forget(tenant)
+    with suppress(CoordinationError):  # what its last requests left; upkeep tries it again
+        await call.service.purge_removed()
     return Response(status_code=204)
 
 
@@ -143,18 +143,9 @@ async def _said(call: Call, tenant: str) -> None:
 
 async def _purged(call: Call, tenant: str) -> PurgeReply:
     """Purge here, then in the store, then nudge the others. Raises ApiError 503 if the store can't be reached."""
-    service, coordinator = call.service, call.service.fleet.coordinator
-    blocks = await service.threads.administer(partial(service.cache.purge, tenant))
-    service.warmer.forget_tenant(tenant)
     try:
-        pins = await service.threads.administer(partial(coordinator.fleet_pins, tenant))
-        purge = await service.threads.administer(partial(coordinator.purge, tenant))
-        await service.keeper.purged(tenant, pins)
-        await service.fleet.spread_purge(tenant, coordinator.tenants.raised(tenant))
-        if not purge.is_complete:
-            purge = await service.threads.administer(partial(coordinator.purge_report, tenant))
+        num_blocks, purge = await call.service.purge(tenant)
     except CoordinationError as error:
-        await service.fleet.spread_purge(tenant)
         reason = "the store can't be reached"
         if isinstance(error, UnreadableRecord):
             reason = (
@@ -164,7 +155,7 @@ async def _purged(call: Call, tenant: str) -> PurgeReply:
             f"purged here, and on those replicas that could be told; not confirmed, as {reason}: ask again"
         )
         raise store_unavailable(message) from None
-    return PurgeReply(blocks=blocks, **_state(purge))
+    return PurgeReply(blocks=num_blocks, **_state(purge))
 
 
 def _state(purge: Purge) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from radixkv.config import CacheConfig
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError
 from radixkv.namespaces import Tenant
+from radixkv.policies import load_registered
 from radixkv.service.bases import ACCOUNT
 from radixkv.service.core import Service
 from radixkv.service.fleet import Fleet
@@ -69,6 +70,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     cache = PrefixCache(config, journal=coordinator.journal)
     cache.add_tenant(Tenant(ACCOUNT))
     coordinator.attach(cache, partial(_purge, cache))
+    load_registered()
     tenancy = Tenancy(cache, coordinator)
     keys.on_change = tenancy.take
     try:

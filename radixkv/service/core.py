@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -28,7 +29,7 @@ from radixkv.service.keeping import Keeper
 from radixkv.service.keys import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.orders import Orders
-from radixkv.service.problems import ApiError, generation_unconfirmed
+from radixkv.service.problems import ApiError, generation_unconfirmed, store_unavailable
 from radixkv.service.prompts import PromptRules
 from radixkv.service.quotas import Quotas
 from radixkv.service.recording import Recorder
@@ -40,6 +41,7 @@ from radixkv.service.worker import ModelWorker
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
+    from radixkv.coordination.tenants import Purge
     from radixkv.engines.hf import HFEngine
     from radixkv.namespaces import Namespace
     from radixkv.tokenizer import Tokenizer
@@ -77,7 +79,14 @@ class Service:
         self.worker = ModelWorker(self.limits.max_queued, self._note)
         self.recorder = recorder
         self.warmer = Warmer(engine, self.worker, recorder)
-        self.jobs = JobTable(clock, self._left, ttl_s=self.limits.job_ttl_s, max_jobs=self.limits.max_jobs)
+        self.tenancy = tenancy
+        self.jobs = JobTable(
+            clock,
+            self._left,
+            ttl_s=self.limits.job_ttl_s,
+            max_jobs=self.limits.max_jobs,
+            era_of=self.era,
+        )
         self.metrics = Metrics(self.cache, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
         self.router = Router(Beside(fleet.coordinator, self._resident))
         self.orders = Orders(self)
@@ -163,6 +172,49 @@ class Service:
             reasons.append("coordination: not registered yet")
         return reasons
 
+    def era(self, tenant: str) -> tuple[int, bytes]:
+        """A value that differs after a tenant was purged, anywhere, or removed here. Local."""
+        return self.tenancy.num_removals(tenant), self.fleet.coordinator.job_owner(tenant)
+
+    def require_purged(self, tenant: str) -> None:
+        """Raise ApiError 503 while the fleet may have records of a removed tenant of this name."""
+        if tenant in self.tenancy.unpurged:
+            message = (
+                "a tenant of this name was removed, and its records aren't purged everywhere yet; try again"
+            )
+            raise store_unavailable(message)
+
+    async def purge(self, tenant: str) -> tuple[int, Purge]:
+        """Forget all that a tenant has, here and on all replicas: how many blocks went here, and how far it has come.
+
+        Raises CoordinationError if the store can't be reached: then it is forgotten here, and where that could be told.
+        """
+        coordinator, administer = self.fleet.coordinator, self.threads.administer
+        num_blocks = await administer(partial(self.cache.purge, tenant))
+        self.warmer.forget_tenant(tenant)
+        self.jobs.forget(tenant)
+        try:
+            pins = await administer(partial(coordinator.fleet_pins, tenant))
+            purge = await administer(partial(coordinator.purge, tenant))
+            self.jobs.sweep()
+            await self.keeper.purged(tenant, pins)
+            await self.fleet.spread_purge(tenant, coordinator.tenants.raised(tenant))
+            if not purge.is_complete:
+                purge = await administer(partial(coordinator.purge_report, tenant))
+        except CoordinationError:
+            await self.fleet.spread_purge(tenant)
+            raise
+        return num_blocks, purge
+
+    async def purge_removed(self) -> None:
+        """Purge the tenants that were removed, as by an edit of the keys file. Raises CoordinationError."""
+        for tenant in self.tenancy.unpurged:
+            self.gate.forget(tenant)
+            self.jobs.forget(tenant)
+            self.keeper.removed(tenant)
+            await self.purge(tenant)
+            self.tenancy.purged(tenant)
+
     async def upkeep(self) -> None:
         """Again and again, until cancelled: tell the coordinator the load, and keep to quotas and pins of the fleet."""
         while True:
@@ -176,6 +228,9 @@ class Service:
 
     async def _look_after(self) -> None:
         self.keeper.tick()
+        self.jobs.sweep()
+        with suppress(CoordinationError):  # the next time
+            await self.purge_removed()
         stats = self.cache.stats()
         load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
         self.fleet.coordinator.report_load(load)

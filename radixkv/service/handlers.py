@@ -109,14 +109,17 @@ async def purge_for_replica(call: Call) -> Response:
             await ask(partial(coordinator.obey, tenant, Raised(**told.model_dump())))
         else:
             await ask(partial(service.cache.purge, tenant))
+            service.jobs.forget(tenant)
         await ask(coordinator.heed)
     except ArgumentError as error:
         raise invalid(str(error), "proof", None, error.allowed) from None
     except CoordinationError:
         await ask(partial(service.cache.purge, tenant))
+        service.jobs.forget(tenant)
         raise store_unavailable("purged here; the store can't be reached") from None
     finally:
         service.warmer.forget_tenant(tenant)
+        service.jobs.sweep()
     return Response(status_code=204)
 
 

@@ -36,7 +36,8 @@ class Stated:
 class Job:
     """A warm in the background. ``record`` is what the store had last; None where it never had it.
 
-    ``is_mine``: it was asked for here. ``is_followed``: others have parts in it, so that the store is looked at.
+    ``era``: see ``JobTable``. ``is_mine``: it was asked for here. ``is_followed``: others have parts in it, so that
+    the store is looked at.
     ``is_known``: another replica was told of it, or none can be. ``changed``: there is something to state.
     """
 
@@ -45,6 +46,7 @@ class Job:
         self.ids: Ids | None = ids
         self.num_tokens = len(ids)
         self.request = ""
+        self.era: object = None
         self.is_mine = self.is_followed = False
         self.record: WarmJob | None = None
         self.delivered: set[Writer] = set()
@@ -86,13 +88,20 @@ class Job:
 class JobTable:
     """Jobs by tenant and id. To be used from the event loop's thread.
 
-    ``on_left(job)`` is called for each that leaves the table.
+    ``on_left(job)`` is called for each that leaves the table. ``era_of(tenant)``: a value that differs after the tenant
+    was purged or removed; no job of another era is ever found.
     """
 
     def __init__(
-        self, clock: Clock, on_left: Callable[[Job], object], *, ttl_s: float = 600.0, max_jobs: int = 256
+        self,
+        clock: Clock,
+        on_left: Callable[[Job], object],
+        *,
+        ttl_s: float = 600.0,
+        max_jobs: int = 256,
+        era_of: Callable[[str], object] = lambda tenant: None,
     ) -> None:
-        self.ttl_s, self.max_jobs = ttl_s, max_jobs
+        self.ttl_s, self.max_jobs, self._era_of = ttl_s, max_jobs, era_of
         self._clock, self._on_left = clock, on_left
         self._tenants: dict[str, dict[str, Job]] = {}
 
@@ -109,6 +118,9 @@ class JobTable:
     def get(self, tenant: str, job_id: str) -> Job | None:
         """A tenant's own job. O(1)."""
         job = self._tenants.get(tenant, {}).get(job_id)
+        if job is not None and job.era != self._era_of(tenant):
+            self._cancel(tenant, job)
+            return None
         if job is not None and self._expired(job):
             self.drop(tenant, job)
             return None
@@ -117,6 +129,9 @@ class JobTable:
     def keep(self, tenant: str, job: Job) -> None:
         """Keep a new job. Raises Busy if the table is full of unfinished ones."""
         jobs = self._tenants.setdefault(tenant, {})
+        job.era = self._era_of(tenant)
+        for each in [each for each in jobs.values() if each.era != job.era]:
+            self._cancel(tenant, each)
         for each in [each for each in jobs.values() if self._expired(each)]:
             self.drop(tenant, each)
         while len(jobs) >= self.max_jobs:
@@ -130,6 +145,25 @@ class JobTable:
         """Keep it no more."""
         if self._tenants.get(tenant, {}).pop(job.id, None) is not None:
             self._on_left(job)
+
+    def forget(self, tenant: str) -> None:
+        """A tenant is purged: drop its jobs, and cancel those that run."""
+        for job in list(self._tenants.get(tenant, {}).values()):
+            self._cancel(tenant, job)
+
+    def sweep(self) -> None:
+        """Do the same for every tenant that was purged or removed since. O(jobs)."""
+        for tenant, jobs in list(self._tenants.items()):
+            era = self._era_of(tenant)
+            for job in [job for job in jobs.values() if job.era != era]:
+                self._cancel(tenant, job)
+            if not jobs:
+                del self._tenants[tenant]
+
+    def _cancel(self, tenant: str, job: Job) -> None:
+        self.drop(tenant, job)
+        for task in job.tasks:
+            task.cancel()
 
     def run(self, job: Job, task: Coroutine[Any, Any, None]) -> None:
         """Do something for a job, until it is done or the table closed."""

@@ -77,6 +77,7 @@ class Keeper:
     async def start(self, namespace: Namespace, ids: Ids, ttl_s: float, where: str | int | list[str]) -> str:
         """Pin on several replicas, or do it anew; the pin's id. Raises ApiError, and what the store raises."""
         tenant, names = namespace.tenant, self._asked(namespace, ids, where)
+        self._service.require_purged(tenant)
         fact = self._fact(namespace, ids, where)
         try:
             most = self._most(tenant)
@@ -102,6 +103,7 @@ class Keeper:
 
     async def end(self, tenant: str, pin_id: str) -> None:
         """Unpin everywhere: here now, on the others within a second or so. Raises ApiError."""
+        self._service.require_purged(tenant)
         mine = self._tenants.get(tenant, {}).get(pin_id)
         known = {pin.id: pin for pin in await self._stated(tenant)}.get(pin_id)
         fact = known or (mine.fact if mine is not None else None)
@@ -127,7 +129,11 @@ class Keeper:
             await asyncio.sleep(_LOOK_S)
 
     async def told(self, tenant: str) -> list[tuple[FleetPin, Kept | None]]:
-        """A tenant's pins that hold, each with what is known of it here; without the store those known here."""
+        """A tenant's pins that hold, each with what is known of it here; without the store those known here.
+
+        Raises ApiError 503 if they may be those of a removed tenant of the same name.
+        """
+        self._service.require_purged(tenant)
         mine = self._tenants.get(tenant, {})
         try:
             facts = [
@@ -181,6 +187,11 @@ class Keeper:
         end, held = self._coordinator.end_pin, [fact for fact in facts if not fact.is_ended]
         with suppress(CoordinationError):
             await asyncio.gather(*(self._call(end, tenant, fact, fact.remaining_s) for fact in held))
+
+    def removed(self, tenant: str) -> None:
+        """A tenant was removed: keep nothing of it here."""
+        for mine in list(self._tenants.get(tenant, {}).values()):
+            self._drop(mine)
 
     def tick(self) -> None:
         """Begin a step, unless the last one goes on."""

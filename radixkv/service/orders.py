@@ -31,7 +31,7 @@ from radixkv.coordination.keys import mac
 from radixkv.coordination.protocol import NOBODY, JobPart, WarmJob, Writer
 from radixkv.errors import ArgumentError, StoreUnavailable
 from radixkv.service.jobs import Job, Stated
-from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
+from radixkv.service.problems import RETRY_AFTER_S, ApiError, cleared, invalid, not_found, store_unavailable
 from radixkv.service.schemas.errors import ErrorDetail
 from radixkv.service.schemas.warming import FleetWarmReply, JobReply, OrderRequest, Progress, ReplicaOutcome
 from radixkv.service.worker import Busy, Closed
@@ -87,6 +87,7 @@ class Orders:
         Raises ApiError, Busy, Closed and what can't be computed at once.
         """
         tenant, job_id = order.namespace.tenant, self._id_of(order)
+        self._service.require_purged(tenant)
         known = self._service.jobs.get(tenant, job_id)
         if known is not None:
             _require_same(known.request, self._digest(order))
@@ -101,6 +102,7 @@ class Orders:
 
         Raises ApiError if it isn't known here and the store can't be asked.
         """
+        self._service.require_purged(tenant)
         job = self._service.jobs.get(tenant, job_id)
         if job is not None and job.record is None:
             return self._reply(job, self._as_known(job))
@@ -116,11 +118,11 @@ class Orders:
 
     async def result(self, tenant: str, job_id: str) -> FleetWarmReply:
         """The result of a job, when it has ended. Raises ApiError."""
-        began_at = self._service.clock()
+        began_at, era = self._service.clock(), self._service.era(tenant)
         while True:
             reply = await self.reply(tenant, job_id)
             if reply is None:
-                raise not_found("job")
+                raise not_found("job") if era == self._service.era(tenant) else cleared()
             job = self._service.jobs.get(tenant, job_id)
             if reply.result is not None:
                 return reply.result
@@ -131,10 +133,12 @@ class Orders:
     def _id_of(self, order: Order) -> str:
         if order.key is None:
             return secrets.token_hex(16)
-        return mac(self._fleet.secret, "job", order.namespace.tenant, order.key).hex()[:32]
+        owner = self._coordinator.job_owner(order.namespace.tenant)
+        return mac(self._fleet.secret, "job", owner, order.key).hex()[:32]
 
     def _digest(self, order: Order) -> str:
-        fields = order.namespace.framed(), order.ids.tobytes(), json.dumps(order.where)
+        owner = self._coordinator.job_owner(order.namespace.tenant)
+        fields = owner, order.namespace.framed(), order.ids.tobytes(), json.dumps(order.where)
         return mac(self._fleet.secret, "warm", *fields).hex()
 
     async def _recorded(self, order: Order, job_id: str) -> str:
@@ -230,6 +234,9 @@ class Orders:
         """Take part in a job, or know it, as another replica asks. Raises ApiError 404, Busy, StoreUnavailable."""
         tenant, jobs = namespace.tenant, self._service.jobs
         record = await self.call(self._coordinator.job, body.job, tenant)
+        if record is None:  # unless it was asked for after a purge that wasn't heard of here yet
+            await self.call(self._coordinator.heed)
+            record = await self.call(self._coordinator.job, body.job, tenant)
         if record is None:
             raise not_found("job")
         known = jobs.get(tenant, body.job)

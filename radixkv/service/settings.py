@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import cast, get_args
 from urllib.parse import urlsplit
 
-from radixkv.config import Scrub, policy_names
+from radixkv.config import Scrub
 from radixkv.coordination.costs import COSTS, MAX_TEMPERATURE
 from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID, without_password
 from radixkv.errors import ConfigError
+from radixkv.policies import resolve
 from radixkv.service.limits import Limits
 from radixkv.service.private import warn_unless_private
 
@@ -127,7 +128,7 @@ class ServeSettings:
             lease_s=reader.seconds("lease-s", 0.5, 3600.0),
             num_blocks=reader.integer("num-blocks", 2, 2**31 - 1),
             block_size=reader.integer("block-size", 1, 1024),
-            policy=reader.choice("policy", policy_names()),
+            policy=reader.policy(),
             scrub=cast("Scrub", reader.choice("scrub", get_args(Scrub))),
             device=reader.pattern("device", _DEVICE, "cpu, mps, cuda, cuda:N, xpu or xpu:N"),
             dtype=reader.choice("dtype", _DTYPES),
@@ -244,6 +245,15 @@ class _Reader:
         if not pattern.match(text):
             raise self.refuse(setting, allowed)
         return text
+
+    def policy(self) -> str:
+        """The name of a policy, which is imported if it isn't built in."""
+        name = self._values["policy"]
+        try:
+            resolve("policy", name)
+        except ConfigError as error:
+            raise self.refuse("policy", error.allowed) from None
+        return name
 
     def choice(self, setting: str, allowed: tuple[str, ...]) -> str:
         if self._values[setting] not in allowed:

@@ -27,7 +27,22 @@ class Tenancy:
         self._told: dict[str, Tenant] = {}
         self._settings: dict[str, TenantSettings] = {}
         self._granted: dict[str, int] = {}
+        self._removals: dict[str, int] = {}
+        self._unpurged: set[str] = set()
         self._lock = threading.Lock()
+
+    def num_removals(self, tenant: str) -> int:
+        """How often a tenant of this name was removed here: tells it from the one before."""
+        return self._removals.get(tenant, 0)
+
+    @property
+    def unpurged(self) -> frozenset[str]:
+        """Names that were removed here and weren't purged in the fleet since."""
+        return frozenset(self._unpurged)
+
+    def purged(self, tenant: str) -> None:
+        """A removed tenant was purged in the fleet."""
+        self._unpurged.discard(tenant)
 
     def granted(self, tenant: str) -> int | None:
         """This replica's share of a tenant's quota, in force; None if it has none, or none was granted yet."""
@@ -61,6 +76,8 @@ class Tenancy:
         for each in gone:
             self._strike(each.id)
             self._cache.remove_tenant(each.id)
+            self._removals[each.id] = self.num_removals(each.id) + 1
+            self._unpurged.add(each.id)
         self._told, self._settings = wanted, dict(ring.settings)
         self._coordinator.tenants.meet(wanted)
 

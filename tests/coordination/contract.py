@@ -578,6 +578,21 @@ class CoordinatorContract:
             assert not signed.confirm(store_of_a, a.replica.keys, tenant, Writer("gone-0", 1, "nonce"), other)
         assert b.replica.purge_report("acme").confirmed == ("a", "b")
 
+    def test_a_job_of_before_a_purge_does_not_exist(self, fleet: Fleet) -> None:
+        """Nor does its id come back with the same request: what jobs bear is another value on every replica."""
+        a, b = fleet.join("a"), fleet.join("b")
+        before = a.job_owner("acme")
+        job, other = a.create_job(ACME, 1000, ["a"]), a.create_job(OTHER, 1000, ["a"])
+        assert b.job(job.id, "acme") is not None and b.job_owner("acme") == before
+        a.purge("acme")
+        b.heed()
+        for each in (a, b):
+            assert each.job(job.id, "acme") is None and each.job(other.id, "other") is not None
+            assert each.job_owner("acme") == a.job_owner("acme") != before
+        assert a.take_job(job.id, "acme") is None
+        again = a.create_job(ACME, 1000, ["a"])
+        assert b.job(again.id, "acme") is not None
+
     def test_another_tenants_job_does_not_exist(self, fleet: Fleet) -> None:
         a = fleet.join("a")
         job = a.create_job(ACME, 1000, ["a"])

@@ -24,8 +24,9 @@ from radixkv.clock import ManualClock
 from radixkv.config import CacheConfig
 from radixkv.errors import CapacityError
 from radixkv.namespaces import Namespace, Tenant
+from radixkv.policies import resolve
 from radixkv.sequence import Sequence
-from radixkv_policies import POLICIES, Policy
+from radixkv_policies import Policy
 from radixkv_policies.gdsf import GDSF
 from radixkv_policies.policy import SEGMENT_TOKENS
 
@@ -46,7 +47,7 @@ def replay(
     profile: of the model, for policies that weigh what its prefill costs. admits_all: the policy isn't asked what to
     admit.
     """
-    made = POLICIES[policy]
+    made = resolve("policy", policy)
     if profile is not None and issubclass(made, GDSF):
         made = type(made.__name__, (made,), {"profile": profile.for_policies})
     if admits_all:
@@ -56,7 +57,7 @@ def replay(
 
 def declines(policy: str) -> bool:
     """Whether the policy of this name may decline to keep something."""
-    return policy in POLICIES and POLICIES[policy].admit is not Policy.admit
+    return resolve("policy", policy).admit is not Policy.admit
 
 
 class _Replay:

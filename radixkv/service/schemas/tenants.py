@@ -9,6 +9,7 @@ from pydantic import Field
 
 from radixkv.errors import ArgumentError
 from radixkv.namespaces import MAX_PINS, Tenant
+from radixkv.policies import require_loaded
 from radixkv.service.schemas.base import ReplyBody, RequestBody
 
 
@@ -35,8 +36,9 @@ class TenantSettings(RequestBody):
         default=MAX_PINS,
         description="pins that it may have on a replica at a time, those of the fleet included",
     )
-    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        default=None, description="name of its eviction policy; null: the server's"
+    policy: Annotated[str, Field(min_length=1, max_length=64, pattern="^[^:]*$")] | None = Field(
+        default=None,
+        description="name of its eviction policy, built in or registered, not a class; null: the server's",
     )
     fleet_blocks: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None,
@@ -55,8 +57,11 @@ class TenantSettings(RequestBody):
     def tenant(self, name: str, granted_blocks: int | None = None) -> Tenant:
         """The tenant as the cache knows it: held to what is granted here of its quota over the fleet, if it has one.
 
-        One block it always has. Raises ArgumentError for settings that can't go together.
+        One block it always has. Raises ArgumentError for settings that can't go together, and for a policy that isn't
+        loaded: none is imported for a name that comes over HTTP or from a keys file.
         """
+        if self.policy is not None:
+            require_loaded("policy", self.policy)
         whole = Tenant(
             name,
             self.weight,

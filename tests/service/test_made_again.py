@@ -1,0 +1,177 @@
+"""A tenant that is removed and made again under its name is another tenant: it meets nothing of the old one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv import audit
+from radixkv.errors import StoreUnavailable
+from radixkv.service.keys import LOOK_EVERY_S
+from tests.service.running import KEYS, Running, client, eventually, model_held, service_in_thread
+
+PROMPT = {"token_ids": [*range(100, 164)]}
+SETTINGS = {"guaranteed_blocks": 8, "max_pinned_blocks": 8}
+NEVER = "0" * 32
+
+
+def document(*tenants: str) -> str:
+    return json.dumps(
+        {
+            "operator": KEYS["operator"],
+            "tenants": {name: {"keys": [KEYS[name]], **SETTINGS} for name in tenants},
+        }
+    )
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.json"
+    path.write_text(document("acme", "globex"))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def live(keys: Path) -> Iterator[Running]:
+    with service_in_thread(keys=str(keys), **{"num-blocks": "64"}) as running:
+        yield running
+        audit.check(running.service.cache)
+
+
+def over_http(live: Running, keys: Path) -> None:
+    """Removed and made again by the operator's key; with a new key."""
+    assert live.operator.delete("/v1/tenants/acme").status_code == 204
+    assert live.operator.put("/v1/tenants/acme", json=SETTINGS).status_code == 200
+    key = live.operator.post("/v1/tenants/acme/keys").json()["key"]
+    live.acme.close()
+    live.acme = client(live.url, key)
+
+
+def by_the_file(live: Running, keys: Path) -> None:
+    """Removed and made again by two edits of the keys file, each of which is noticed."""
+    for tenants in (("globex",), ("acme", "globex")):
+        keys.write_text(document(*tenants))
+        live.service.keys._look_again_at = live.service.clock()
+        wanted = set(tenants)
+        eventually(lambda wanted=wanted: set(live.service.keyring.tenants) == wanted)  # type: ignore[misc]
+    assert LOOK_EVERY_S <= 1.0
+
+
+@pytest.fixture(params=[over_http, by_the_file], ids=["over HTTP", "by the file"])
+def make_again(request: pytest.FixtureRequest) -> Callable[[Running, Path], None]:
+    found: Callable[[Running, Path], None] = request.param
+    return found
+
+
+def warm(live: Running, key: str | None = None, **fields: Any) -> Any:
+    headers = {"Idempotency-Key": key} if key else {}
+    return live.acme.post("/v1/warm", json={**PROMPT, **fields}, headers=headers)
+
+
+def purged(live: Running) -> None:
+    """What is left for upkeep is done."""
+    eventually(lambda: not live.service.tenancy.unpurged)
+
+
+def test_it_meets_no_job_and_no_key_of_a_request(
+    live: Running, keys: Path, make_again: Callable[[Running, Path], None]
+) -> None:
+    done = warm(live, "once", wait=False).json()["job"]
+    eventually(lambda: live.acme.get(f"/v1/warm/{done}").json()["state"] == "done")
+    with model_held(live.service, "globex"):
+        running = warm(live, wait=False, salt="s").json()["job"]
+        (job,) = [job for job in live.service.jobs._tenants["acme"].values() if job.id == running]
+        make_again(live, keys)
+        purged(live)
+        eventually(lambda: not job.tasks, "what ran is cancelled")
+        assert job.warming is not None and not job.warming.num_shares
+    never = live.acme.get(f"/v1/warm/{NEVER}")
+    for each in (done, running):
+        answer = live.acme.get(f"/v1/warm/{each}")
+        assert answer.status_code == 404 and answer.content == never.content
+    assert live.service.jobs.num_kept == 0
+    again = warm(live, "once", wait=False)
+    assert again.status_code == 202 and again.json()["job"] != done
+    other = live.acme.post("/v1/warm", json={**PROMPT, "salt": "other"}, headers={"Idempotency-Key": "twice"})
+    assert other.status_code == 200
+
+
+def test_it_meets_no_pin_no_count_and_no_block(
+    live: Running, keys: Path, make_again: Callable[[Running, Path], None]
+) -> None:
+    assert warm(live).status_code == 200
+    fresh = {**live.globex.get("/v1/stats").json(), "tenant": "acme"}
+    for salt, replicas in (("", "self"), ("fleet", "all")):
+        pin = {**PROMPT, "salt": salt, "ttl_s": 600, "replicas": replicas}
+        assert live.acme.post("/v1/pins", json=pin).status_code == 201
+    assert len(live.acme.get("/v1/pins").json()["pins"]) == 2
+    policy = live.service.cache._tenants["acme"].policy
+    make_again(live, keys)
+    purged(live)
+    assert live.acme.get("/v1/pins").json() == {"pins": []}
+    assert live.acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 0
+    assert live.acme.get("/v1/stats").json() == fresh, "requests and hits are the old one's"
+    assert live.service.cache._tenants["acme"].policy is not policy, "and so is what was learned"
+    assert not live.service.keeper._tenants
+
+
+def test_it_reads_no_base(live: Running, keys: Path, make_again: Callable[[Running, Path], None]) -> None:
+    base = {"id": "base", **PROMPT, "readers": ["acme", "globex"]}
+    assert live.operator.post("/v1/bases", json=base).status_code == 201
+    assert live.acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 64
+    make_again(live, keys)
+    purged(live)
+    assert live.acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 0
+    assert live.globex.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 64
+    (shown,) = live.operator.get("/v1/bases").json()["bases"]
+    assert shown["readers"] == ["globex"]
+
+
+def test_a_purge_drops_the_jobs(live: Running) -> None:
+    """Of that tenant alone; the key of a request begins a new job."""
+    job = warm(live, "key", wait=False).json()["job"]
+    other = live.globex.post("/v1/warm", json={**PROMPT, "wait": False}).json()["job"]
+    eventually(lambda: live.acme.get(f"/v1/warm/{job}").json()["state"] == "done")
+    assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
+    assert live.acme.get(f"/v1/warm/{job}").status_code == 404
+    assert live.globex.get(f"/v1/warm/{other}").status_code == 200
+    assert warm(live, "key", wait=False).json()["job"] != job
+
+
+def test_a_purge_cancels_what_runs(live: Running) -> None:
+    with model_held(live.service, "globex"):
+        job = warm(live, wait=False, salt="running").json()["job"]
+        found = live.service.jobs._tenants["acme"][job]
+        assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
+        assert live.acme.get(f"/v1/warm/{job}").status_code == 404
+        eventually(lambda: not found.tasks)
+        assert found.warming is not None and not found.warming.num_shares
+
+
+def test_without_the_store_it_waits_for_the_purge(
+    live: Running, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fleet may have records of the old one: nothing that reads them is answered until they are purged."""
+    coordinator = live.service.fleet.coordinator
+
+    def away(*_: object) -> Any:
+        raise StoreUnavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(coordinator), "purge", away)
+        by_the_file(live, keys)
+        assert live.service.tenancy.unpurged == {"acme"}
+        for answer in (
+            live.acme.get("/v1/pins"),
+            live.acme.get(f"/v1/warm/{NEVER}"),
+            warm(live, "once", wait=False),
+        ):
+            assert answer.status_code == 503 and answer.json()["error"]["type"] == "store_unavailable"
+        assert warm(live).status_code == 200, "what reads no record is served"
+    purged(live)
+    assert live.acme.get("/v1/pins").json() == {"pins": []}
