@@ -21,7 +21,15 @@ from click.core import ParameterSource
 from radixkv import COMPILED, __version__
 from radixkv.cli_bench import bench
 from radixkv.cli_client import keys, purge, stats, warm
-from radixkv.cli_output import NewFile, Number, counter, listed, needs_extra, print_result
+from radixkv.cli_output import (
+    NewFile,
+    Number,
+    counter,
+    find_in_working_directory,
+    listed,
+    needs_extra,
+    print_result,
+)
 from radixkv.cli_output import json_option as _json_option
 from radixkv.cli_output import print_json as _print_json
 from radixkv.cli_output import progress as _progress
@@ -153,6 +161,7 @@ def serve(context: click.Context, /, **values: str | None) -> None:
 
     given, names = _given(context, values)
     with _called_as_given(names):
+        find_in_working_directory(given["policy"])
         settings = ServeSettings.parse(given, names)
         logging.basicConfig(level=settings.log_level.upper())
 
@@ -478,6 +487,7 @@ def simulate(
     from radixkv.bench.simulation import picture, profiles, report
 
     model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
+    find_in_working_directory(policy)
     given = {"policies": listed(policy), "capacities": _capacities(capacity), "tenants": listed(tenants)}
     for option, path in (("--html", html), ("--svg", svg)):
         if path is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -136,3 +135,10 @@ def _line(cells: list[str], first: int, others: list[int]) -> str:
 
 def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def find_in_working_directory(policies: str | None) -> None:
+    """Let modules of the working directory be found, as the last ones, if a policy is named as package.module:Class."""
+    here = str(Path.cwd())
+    if policies is not None and ":" in policies and here not in sys.path:
+        sys.path.append(here)

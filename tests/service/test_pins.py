@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,18 @@ def test_a_policy_for_a_tenant(service: Running) -> None:
     answer = service.operator.put("/v1/tenants/acme", json={"policy": "best"})
     assert answer.status_code == 422 and refusal(answer)["field"] == "policy"
     assert "lrfu" in str(refusal(answer)["allowed"])
+
+
+def test_a_policy_over_http_is_never_imported(
+    service: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class is refused, whether or not there is one; a short name is one that was loaded at the start."""
+    (tmp_path / "canary_over_http.py").write_text("from radixkv_policies import LRU as Canary\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("canary_over_http:Canary", "radixkv_policies:LRU", "canary_over_http", "os:system"):
+        answer = service.operator.put("/v1/tenants/acme", json={"policy": name})
+        assert answer.status_code == 422 and refusal(answer)["field"] == "policy"
+    assert "canary_over_http" not in sys.modules
 
 
 def test_on_the_command_line(service: Running, tmp_path: Path) -> None:
