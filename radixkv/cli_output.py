@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,6 +140,8 @@ def _cell(value: object) -> str:
 
 def find_in_working_directory(policies: str | None) -> None:
     """Let modules of the working directory be found, as the last ones, if a policy is named as package.module:Class."""
+    from pathlib import Path
+
     here = str(Path.cwd())
     if policies is not None and ":" in policies and here not in sys.path:
         sys.path.append(here)
