@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from radixkv.tokenizer import Tokenizer
 
 _UPKEEP_EVERY_S = 1.0
+_PURGE_AGAIN_S = 5.0
 
 
 class Service:
@@ -207,12 +208,16 @@ class Service:
         return num_blocks, purge
 
     async def purge_removed(self) -> None:
-        """Purge the tenants that were removed, as by an edit of the keys file. Raises CoordinationError."""
+        """Purge the tenants that were removed, as by an edit of the keys file; after a failure not before 5 seconds."""
+        if not self.tenancy.unpurged or self.clock() < self._purge_again_at:
+            return
         for tenant in self.tenancy.unpurged:
             self.gate.forget(tenant)
             self.jobs.forget(tenant)
             self.keeper.removed(tenant)
+            self._purge_again_at = self.clock() + _PURGE_AGAIN_S
             await self.purge(tenant)
+            self._purge_again_at = float("-inf")
             self.tenancy.purged(tenant)
 
     async def upkeep(self) -> None:
