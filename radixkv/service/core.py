@@ -93,6 +93,7 @@ class Service:
         self.orders = Orders(self)
         self.keeper = Keeper(self)
         self._forgetting: set[asyncio.Task[None]] = set()
+        self._purge_again_at = float("-inf")
         self.drain = Drain()
 
     @property
