@@ -770,10 +770,11 @@ def test_a_lease_that_the_server_does_not_end_is_over_all_the_same(fleet: RedisF
     fleet.client.pexpire(fleet.key("a", "lease"), 3_600_000)
     b.poll()  # type: ignore[attr-defined]
     assert b.peers() == []
-    b.purge("acme")
-    fleet.eventually(lambda: b.purge_report("acme").unconfirmed == ("a",))
     found = b.job(job.id, "acme")
     assert found is not None and found.parts[0].state == "lost"
+    b.purge("acme")
+    fleet.eventually(lambda: b.purge_report("acme").unconfirmed == ("a",))
+    assert b.job(job.id, "acme") is None, "a purge drops the jobs of its tenant"
     late = fleet.join("late")
     fleet.eventually(lambda: names(late.peers()) == ["b"])
 
