@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import radixkv
+from radixkv import recovery
 from radixkv.engines.hf import demo_model
 from radixkv.errors import IntegrityError
 from radixkv.service.app import ENDPOINTS
@@ -37,6 +38,26 @@ def test_a_broken_law_makes_it_unhealthy() -> None:
         )
         assert live.nobody.get("/healthz").status_code == live.nobody.get("/readyz").status_code == 503
         assert live.nobody.get("/healthz").json()["status"] == "unhealthy"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_cache_that_cannot_be_repaired_makes_it_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any request that meets the error: the health check itself looks. Upkeep's thread reports it too."""
+    with service_in_thread() as live:
+        cache = live.service.cache
+
+        def fails(_: Any) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(recovery, "_mend", fails)
+        with cache._lock, pytest.raises(MemoryError):
+            recovery.mend(cache, MemoryError())
+        assert live.nobody.get("/healthz").status_code == 503
+        monkeypatch.undo()
+        assert cache.stats().num_sequences == 0, (
+            "the next call repairs it, and the process is still to be replaced"
+        )
+        assert live.nobody.get("/healthz").status_code == 503
 
 
 def test_it_is_not_ready_while_it_stops(live: Running) -> None:
