@@ -126,6 +126,16 @@ class LentBeams:
         return self._lending.is_over
 
     @property
+    def block_ids(self) -> bytearray:
+        """Packed int32 ids of the blocks that were lent besides those that the sequences had."""
+        return self._lending.block_ids
+
+    @property
+    def tenant(self) -> TenantState:
+        """Who is charged."""
+        return self._lending.tenant
+
+    @property
     def _device(self) -> DeviceBeams | None:
         return self._lending.device
 
