@@ -252,6 +252,7 @@ class _Holds:
             lock._release = self._noting(self._end, lock._release)
         else:
             cache._lock = cast(Any, _TimedLock(self))
+            cache._progress = cache._lock.progress
 
     def _begin(self) -> None:
         self._since = time.perf_counter_ns()
