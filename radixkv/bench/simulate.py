@@ -9,7 +9,6 @@ more without that, to tell what it gains.
 from __future__ import annotations
 
 import os
-import pickle
 import platform
 import signal
 import tempfile
@@ -19,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import current_process, get_context
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ _work: _Work | None = None
 def _begin(file: Path) -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
-    _work = pickle.loads(file.read_bytes())
+    _work = ForkingPickler.loads(file.read_bytes())
 
 
 def _do(task: Task) -> Sums:
@@ -162,7 +162,7 @@ def _run_all(work: _Work, tasks: list[Task], jobs: int | None) -> Iterator[tuple
     with tempfile.TemporaryDirectory() as folder:
         # In a file: multiprocessing waits for ever to hand more than a pipe holds to a process that died meanwhile.
         file = Path(folder, "work")
-        file.write_bytes(pickle.dumps(work, pickle.HIGHEST_PROTOCOL))
+        file.write_bytes(ForkingPickler.dumps(work))
         yield from _run_in_processes(file, tasks, processes)
 
 

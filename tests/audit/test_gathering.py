@@ -151,7 +151,7 @@ def test_mending_makes_it_begin_anew() -> None:
         paused["slices"] += 1
         if paused["slices"] == 20:
             with cache._lock:
-                recovery.mend(cache, KeyboardInterrupt(), [kept[0]])
+                recovery.mend(cache, KeyboardInterrupt(), [kept[0]._state])
             cache.evict(30)
 
     assert plain(cache.snapshot_in_slices(pause)) == plain(cache.snapshot())

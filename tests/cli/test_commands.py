@@ -234,8 +234,7 @@ def test_where_to_warm(live: Running, text_file: Path) -> None:
     assert two.exit_code == 1 and "1 warms on replicas failed" in two.stderr, "there is one replica"
     assert told("warm", str(text_file), "--url", live.url, "--replicas", "1").exit_code == 0
     pinned = told("warm", str(text_file), "--url", live.url, "--replicas", "all", "--pin", "60")
-    assert pinned.exit_code == 1 and "1 pins on replicas failed" in pinned.stderr, "there is no budget"
-    assert pinned.stdout.splitlines()[-1].endswith("not pinned, pin_budget_exceeded")
+    assert pinned.exit_code == 0 and "failed" not in pinned.stderr, "the demo's tenants may pin"
     assert "no such live replica" in refused(
         "warm", str(text_file), "--url", live.url, "--replicas", "one,two"
     )
