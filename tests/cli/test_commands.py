@@ -111,6 +111,7 @@ def test_a_setting_from_the_environment_is_called_by_its_name() -> None:
 def test_a_keys_file_that_is_none_is_named(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text('{"tenants": {"acme": "secret", "globex": "secret"}}')
+    keys.chmod(0o600)
     line = complaint(run("serve", "--keys", str(keys)))
     assert f"{keys}: tenants.globex" in line and "secret" not in line
 
