@@ -31,9 +31,10 @@ _loaded: dict[str, type[Policy]] = {}
 log = logging.getLogger("radixkv.policies")
 
 
-def resolve(setting: str, name: object) -> type[Policy]:
+def resolve(setting: str, name: object, others: Iterable[str] = ()) -> type[Policy]:
     """The policy of a name, which may import its module. Not for names from outside: see ``require_loaded``.
 
+    ``others``: names that the caller takes without asking here; the error lists them too.
     Raises ConfigError, with ``setting``, for a name that no policy has, a module that can't be imported, and what is
     no policy.
     """
@@ -48,7 +49,7 @@ def resolve(setting: str, name: object) -> type[Policy]:
             if entry.name == name:
                 _loaded[name] = _from_entry_point(setting, entry)
                 return _loaded[name]
-    raise ConfigError(setting, name, _allowed([entry.name for entry in _registered()]))
+    raise ConfigError(setting, name, _allowed([*others, *(entry.name for entry in _registered())]))
 
 
 def require_loaded(argument: str, name: str) -> None:
@@ -81,8 +82,8 @@ def _registered() -> Iterable[EntryPoint]:
     return entry_points(group=GROUP)
 
 
-def _allowed(registered: Iterable[str] = ()) -> str:
-    return f"one of {', '.join(dict.fromkeys((*POLICIES, *registered)))}, or package.module:Class"
+def _allowed(others: Iterable[str]) -> str:
+    return f"one of {', '.join(dict.fromkeys((*POLICIES, *others)))}, or package.module:Class"
 
 
 def _imported(setting: str, name: str) -> type[Policy]:

@@ -82,7 +82,7 @@ def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """These policies, each once, ``all`` spelled out; one that isn't known is imported. Raises ConfigError."""
     for name in names:
         if name != "all" and name not in known:
-            resolve("--policy", name)
+            resolve("--policy", name, known)
     return tuple(dict.fromkeys(each for name in names for each in (known if name == "all" else (name,))))
 
 

@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import current_process, get_context
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +140,11 @@ _work: _Work | None = None
 """Of this process, if it is one of the pool's."""
 
 
-def _begin(file: Path) -> None:
+def _begin(file: Path, profile: ModelProfile, score_from_s: float, seed: int) -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
-    _work = ForkingPickler.loads(file.read_bytes())
+    trace = Trace.load(file)
+    _work = _Work(trace, Scorer(trace, profile, score_from_s), seed)
 
 
 def _do(task: Task) -> Sums:
@@ -161,19 +161,23 @@ def _run_all(work: _Work, tasks: list[Task], jobs: int | None) -> Iterator[tuple
         return
     with tempfile.TemporaryDirectory() as folder:
         # In a file: multiprocessing waits for ever to hand more than a pipe holds to a process that died meanwhile.
-        file = Path(folder, "work")
-        file.write_bytes(ForkingPickler.dumps(work))
-        yield from _run_in_processes(file, tasks, processes)
+        file = Path(folder, "trace.npz")
+        work.trace.save(file)
+        yield from _run_in_processes(work, file, tasks, processes)
 
 
-def _run_in_processes(file: Path, tasks: list[Task], processes: int) -> Iterator[tuple[Task, Sums]]:
-    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (file,)) as pool:
+def _run_in_processes(
+    work: _Work, file: Path, tasks: list[Task], processes: int
+) -> Iterator[tuple[Task, Sums]]:
+    given = (file, work.scorer.profile, work.scorer.score_from_s, work.seed)
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, given) as pool:
         pending = {pool.submit(_do, task): task for task in tasks}
         workers = list(pool._processes.values())  # Python 3.14 has terminate_workers
         try:
             for done in as_completed(pending):
                 yield pending[done], done.result()
         except BrokenProcessPool:
+            pool.shutdown()  # its thread reaps the processes; only then is each status known here
             raise _died([process.exitcode for process in workers], processes) from None
         except BaseException:  # Ctrl-C among them: nobody waits for what nobody wants any more
             for process in workers:

@@ -736,8 +736,12 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_real_signals() -> None:
-    """A timer's signal handler raises wherever the interpreter lets it: the lock is free and the laws hold."""
+    """A timer's signal handler raises wherever the interpreter lets it: the lock is free and the laws hold.
+
+    Python reports an exception in a finaliser, such as that of a handle, as unraisable and goes on.
+    """
     rng = random.Random(1)
     armed = [False]
 

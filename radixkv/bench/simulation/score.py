@@ -53,7 +53,7 @@ class Scorer:
     """Reduces runs over one trace. Raises ConfigError if no request is left to score."""
 
     def __init__(self, trace: Trace, profile: ModelProfile, score_from_s: float = 0.0) -> None:
-        self._trace, self.profile = trace, profile
+        self._trace, self.profile, self.score_from_s = trace, profile, score_from_s
         self._scored = trace.times >= score_from_s
         if not trace.prompt_tokens.any():
             raise ConfigError(

@@ -85,7 +85,7 @@ def test_what_is_null_is_left_out(tmp_path: Path) -> None:
     trace = read([path])
     assert trace.tenants == ("default",) and trace.labels == (None,) and trace.prompt_tokens.tolist() == [40]
     write(path, {**LINE, "tokens": None})
-    with pytest.raises(ConfigError, match="line 1: tokens=None"):
+    with pytest.raises(ConfigError, match="line 1: tokens is not set"):
         read([path])
 
 
