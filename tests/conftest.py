@@ -12,7 +12,7 @@ import warnings
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,13 +43,17 @@ def _must_release(path: Path) -> bool:
     return path.parent.name in RELEASES
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_left_of_other_tests(request: pytest.FixtureRequest) -> None:
-    """What earlier modules left open is collected before a forgotten sequence counts as an error."""
-    if _must_release(request.path):
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Collect what a module left open before a module begins in which a forgotten sequence is an error."""
+    done = yield
+    if nextitem is not None and nextitem.path != item.path and _must_release(nextitem.path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
+    return done
 
 
 def pytest_report_header() -> str:
