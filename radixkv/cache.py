@@ -231,7 +231,7 @@ class PrefixCache:
                     self._evictor.on_hand_out()
                 return Lease(self, lease)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, lease=lease)
                 raise
 
@@ -263,7 +263,7 @@ class PrefixCache:
                     raise LeaseError("this lease is released already")
                 self._end_lease(lease)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, lease=lease)
                 raise
 
@@ -377,7 +377,7 @@ class PrefixCache:
                 self._sequences.add(sequence)
                 return Sequence(self, sequence)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, sequence)
                 raise
 
@@ -442,7 +442,7 @@ class PrefixCache:
                 self._leases.add(lease)
                 return Lease(self, lease), needed, tree.tenant
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, lease=lease)
                 raise
 
@@ -466,7 +466,7 @@ class PrefixCache:
                     if short > 0:
                         self._evictor.evict(min(short, SLICE_BLOCKS), tenant)
                 except BaseException as error:
-                    self._lock.broken = self
+                    self._damage.error, self._lock.broken = error, self
                     mend(self, error)
                     raise
             time.sleep(0)  # see evict
@@ -533,7 +533,7 @@ class PrefixCache:
                     if self._num_waiting:
                         self._progress.notify_all()
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, sequence)
                 raise
 
@@ -643,7 +643,7 @@ class PrefixCache:
                     unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
                     self._storage.execute(self._take_plan())
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, unsure)
                 raise
 
@@ -676,7 +676,7 @@ class PrefixCache:
                     sequence._tail += key
                     sequence._size = after
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, sequence)
                 raise
 
@@ -698,7 +698,7 @@ class PrefixCache:
             try:
                 return self._take_plan()
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 self._pool.copies = waiting
                 mend(self, error)
                 raise
@@ -719,7 +719,7 @@ class PrefixCache:
                 if self._num_waiting:
                     self._progress.notify_all()
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, sequence)
                 raise
 
@@ -735,7 +735,7 @@ class PrefixCache:
                 self._sequences.update(children)
                 return handles
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, sequence, children)
                 raise
 
@@ -766,7 +766,7 @@ class PrefixCache:
                     self._release(sequence)
                 return handles
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, inputs, result)
                 raise
 
@@ -807,7 +807,7 @@ class PrefixCache:
                     sequence._is_stale = False
                 self._release(sequence)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, sequence)
                 raise
 
@@ -831,7 +831,7 @@ class PrefixCache:
                     self._evictor.end_due_pins(None, wanted)
                     freed = self._evictor.evict(wanted)
                 except BaseException as error:
-                    self._lock.broken = self
+                    self._damage.error, self._lock.broken = error, self
                     mend(self, error)
                     raise
             left -= freed
@@ -849,7 +849,7 @@ class PrefixCache:
                 taken = self._evictor.take_for_engine(num_blocks)
                 return self._pool.lend(taken)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, lent=taken)
                 raise
 
@@ -860,7 +860,7 @@ class PrefixCache:
             try:
                 self._pool.give_back(ids)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error)
                 raise
 
@@ -893,7 +893,7 @@ class PrefixCache:
                     self._insert(tree, self._lease_end(tree, node, child, common), key, blocks)
                 return resident * self._block_size
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error)
                 raise
 
@@ -947,7 +947,7 @@ class PrefixCache:
                     pin = self._pins.hold(lease, ttl_s)
                 return pin
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error, lease=lease)
                 raise
 
@@ -959,7 +959,7 @@ class PrefixCache:
             try:
                 self._pins.unpin(pin)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error)
                 raise
 
@@ -986,7 +986,7 @@ class PrefixCache:
                 try:
                     is_over = self._pins.end_slice()
                 except BaseException as error:
-                    self._lock.broken = self
+                    self._damage.error, self._lock.broken = error, self
                     mend(self, error)
                     raise
             if not is_over:
@@ -1027,7 +1027,7 @@ class PrefixCache:
                 self._evictor.settle_promises(self._tenants.values())
                 self._evictor.keep_limit(state, 0)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error)
                 raise
 
@@ -1064,7 +1064,7 @@ class PrefixCache:
             try:
                 namespaces = self._remove_tenant(tenant)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error)
                 raise
         for namespace in namespaces:
@@ -1238,7 +1238,7 @@ class PrefixCache:
                 self._pins.end_due(tenant)
                 return snapshots.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
             except BaseException as error:
-                self._lock.broken = self
+                self._damage.error, self._lock.broken = error, self
                 mend(self, error)
                 raise
 
@@ -1313,7 +1313,7 @@ class PrefixCache:
             sequence._is_stale = False
             self._release(sequence)
         except BaseException as error:
-            self._lock.broken = self
+            self._damage.error, self._lock.broken = error, self
             mend(self, error, sequence)
             raise
 
@@ -1321,7 +1321,7 @@ class PrefixCache:
         try:
             self._end_lease(lease)
         except BaseException as error:
-            self._lock.broken = self
+            self._damage.error, self._lock.broken = error, self
             mend(self, error, lease=lease)
             raise
 
@@ -1329,7 +1329,7 @@ class PrefixCache:
         try:
             lending.take_back_now(self, beams)
         except BaseException as error:
-            self._lock.broken = self
+            self._damage.error, self._lock.broken = error, self
             mend(self, error, beams.sequences)
             raise
 

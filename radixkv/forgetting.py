@@ -135,7 +135,7 @@ def _forget(cache: PrefixCache, begin: Callable[[], Forgotten]) -> int:
                 trees, forgotten = begin()
                 _detach(cache, trees)
             except BaseException as error:
-                cache._lock.broken = cache
+                cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error)
                 raise
         _reclaim(cache, trees)
@@ -162,7 +162,7 @@ def _reclaim(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
             try:
                 _reclaim_slice(cache, left, pending)
             except BaseException as error:
-                cache._lock.broken = cache
+                cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error)
                 raise
         if left or pending:

@@ -193,7 +193,7 @@ class LentBeams:
                 evictor.charge(lending.tenant, num_blocks)
                 lending.block_ids += taken
             except BaseException as error:
-                cache._lock.broken = cache
+                cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error, lending.sequences)
                 raise
         device.lend(unpack(bytes(taken)))
@@ -256,7 +256,7 @@ def lend(
         try:
             lending, private = _begin(cache, states, max_steps, num_blocks)
         except BaseException as error:
-            cache._lock.broken = cache
+            cache._damage.error, cache._lock.broken = error, cache
             mend(cache, error, states)
             raise
     try:
@@ -275,7 +275,7 @@ def take_back(cache: PrefixCache, lending: Lending) -> None:
             if not lending.is_over:
                 _take_back(cache, lending, reading)
         except BaseException as error:
-            cache._lock.broken = cache
+            cache._damage.error, cache._lock.broken = error, cache
             mend(cache, error, lending.sequences)
             raise
 

@@ -78,10 +78,11 @@ MAX_FAILED_REPAIRS = 8
 class Damage:
     """What an interrupted call worked on. Filled by plain assignments, which need no memory.
 
-    ``is_known`` is false if the interruption came even before that: then every sequence and lease may be affected.
+    ``error`` interrupted the call. If it is a refusal, the call changed nothing. ``is_known`` is false if a second
+    interruption came before the rest was filled: then every sequence and lease may be affected.
     """
 
-    __slots__ = ("is_known", "lease", "lent", "num_failed", "others", "sequences")
+    __slots__ = ("error", "is_known", "lease", "lent", "num_failed", "others", "sequences")
 
     def __init__(self) -> None:
         self.num_failed = 0
@@ -89,6 +90,7 @@ class Damage:
 
     def clear(self) -> None:
         """Nothing is damaged."""
+        self.error: BaseException | None = None
         self.is_known = False
         self.sequences: SequenceState | Iterable[SequenceState] | None = None
         self.others: Iterable[SequenceState] = ()
@@ -111,16 +113,15 @@ def mend(
     caller needs no memory for the call. If it fails, ``CacheLock.broken`` stays set, and no call is done before
     ``repair`` has succeeded.
     """
-    lock, damage = cache._lock, cache._damage
-    lock.broken = cache
+    damage = cache._damage
+    damage.error, cache._lock.broken = error, cache
+    if _was_refused(cache):
+        return
     damage.sequences = sequences
     damage.others = others
     damage.lease = lease
     damage.lent = lent
     damage.is_known = True
-    if isinstance(error, REFUSALS):
-        _whole(cache)
-        return
     _try_to_mend(cache)
 
 
@@ -130,6 +131,8 @@ def repair(cache: PrefixCache) -> None:
     Raises IntegrityError if it can't be done; after MAX_FAILED_REPAIRS the cache is dead. What interrupts it
     (KeyboardInterrupt) is raised once the cache is whole.
     """
+    if _was_refused(cache):
+        return
     try:
         _try_to_mend(cache)
     except BaseException as error:
@@ -175,6 +178,15 @@ def _whole(cache: PrefixCache) -> None:
     cache._damage.clear()
     cache._damage.num_failed = 0
     cache._lock.broken = None
+
+
+def _was_refused(cache: PrefixCache) -> bool:
+    """Whether the call was refused before it changed anything. Then there is nothing to mend."""
+    if not isinstance(cache._damage.error, REFUSALS):
+        return False
+    cache._lock.broken = None
+    cache._damage.error = None
+    return True
 
 
 def _mend(cache: PrefixCache) -> None:

@@ -9,8 +9,8 @@ Five places are left out, because no code could do anything about them:
 
 - The end of ``with lock``, after its body and before the lock is released: CPython delivers real signals at calls,
   returns from C and backward jumps only, none of which lie between the two.
-- ``try:`` and the end of its block are no steps: they are NOPs and jumps, which can't raise, and CPython 3.11 covers
-  them by no handler, not even that of a ``with`` around them.
+- ``try:``, ``pass`` and the end of a block are no steps: they are NOPs and jumps, which can't raise, and CPython 3.11
+  covers them by no handler, not even that of a ``with`` around them.
 - A finaliser: what it raises goes to nobody.
 - The return from the lock's own ``__enter__``: no signal is delivered there either.
 - What comes after the lock was released for the last time: the call is done then, and whether its result still
@@ -100,7 +100,7 @@ class Stepper:
         if line is None:  # an instruction that stands for no source
             return
         text = _text(filename, line)
-        if text == "try:" or (text in _WITH_LOCK and self._lock.locked()):
+        if text in ("try:", "pass") or (text in _WITH_LOCK and self._lock.locked()):
             return
         self.num_steps += 1
         if self.num_steps == self._stop:

@@ -1,0 +1,143 @@
+"""Lives of a cache in which memory runs out: a program of its own, since every thread of the process loses its memory.
+
+``_testcapi.set_nomemory`` lets the k-th allocation from now on fail, and those after it for a while. A life is a few
+random calls, then one in which memory runs out, then the audit and further calls.
+
+    python -m tests.core.lives_without_memory WINDOW LIVES    so many allocations fail; prints the outcomes as JSON
+"""
+
+from __future__ import annotations
+
+import _testcapi
+import contextlib
+import gc
+import json
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from radixkv import (
+    CacheConfig,
+    CapacityError,
+    IntegrityError,
+    LeaseError,
+    Namespace,
+    PrefixCache,
+    Sequence,
+    Tenant,
+    audit,
+)
+from radixkv.clock import ManualClock
+
+NAMESPACES = [Namespace(tenant, "m") for tenant in "ab"]
+
+
+class Life:
+    """One cache, and what is open in it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        policy = rng.choice(["lru", "lfu"])
+        config = CacheConfig(48, 2, policy=policy, default_tenant=Tenant("d", max_pinned_blocks=8))
+        self.cache = PrefixCache(
+            config, clock=ManualClock()
+        )  # without upkeep: a thread can't start without memory
+        self.open: list[Sequence] = []
+
+    def step(self) -> None:
+        """Any call."""
+        calls: list[Callable[[], Any]] = [self._open, self._open, self._lease, self._forget]
+        if self.open:
+            one = self.rng.choice(self.open)
+            batch = self.open[:4]
+            calls += [
+                lambda: one.commit(one.num_tokens),
+                lambda: one.extend([self.rng.randrange(2) for _ in range(3)]),
+                lambda: self.open.extend(one.fork(2)),
+                lambda: self._end(one),
+                lambda: self.cache.append(batch, [1] * len(batch)),
+                lambda: self._reorder(batch),
+            ]
+        try:
+            self.rng.choice(calls)()
+        except CapacityError:
+            if self.open:
+                self._end(self.open[0])
+
+    def _open(self) -> None:
+        ids = [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 14))]
+        self.open.append(self.cache.open(self.rng.choice(NAMESPACES), ids))
+
+    def _lease(self) -> None:
+        with self.cache.lease(self.cache.match(NAMESPACES[0], [1, 0, 1, 0])):
+            self.cache.evict(2)
+
+    def _forget(self) -> None:
+        if self.rng.randrange(8) == 0:
+            self.cache.clear(self.rng.choice(NAMESPACES))
+        elif self.rng.randrange(8) == 0:
+            self.cache.pin(NAMESPACES[0], [1, 0], 5.0)
+
+    def _end(self, sequence: Sequence) -> None:
+        self.open.remove(sequence)
+        sequence.release()
+
+    def _reorder(self, batch: list[Sequence]) -> None:
+        self.open = self.cache.reorder(batch, [0] * len(batch)) + self.open[len(batch) :]
+
+    def only_open(self) -> None:
+        """Forget what was closed."""
+        self.open = [sequence for sequence in self.open if sequence.is_open]
+
+
+def _without_memory(life: Life, start: int, window: int) -> bool:
+    """Whether memory ran out in a call."""
+    gc.disable()  # a collection allocates when it wants to
+    _testcapi.set_nomemory(start, start + window)
+    try:
+        life.step()
+    except MemoryError:
+        return True
+    except LeaseError:
+        return False
+    finally:
+        _testcapi.remove_mem_hooks()
+        gc.enable()
+    return False
+
+
+def lived(seed: int, window: int) -> str:
+    """What became of a cache: "none" if memory sufficed, "alive" or "dead"."""
+    life = Life(random.Random(seed))
+    for _ in range(life.rng.randrange(5, 25)):
+        with contextlib.suppress(LeaseError):
+            life.step()
+    life.only_open()
+    if not _without_memory(life, life.rng.randrange(40), window):
+        return "none"
+    life.only_open()
+    try:
+        audit.check(life.cache)
+    except IntegrityError:
+        assert life.cache.is_broken, "the laws are broken, and calls are done"
+        return "dead"
+    for _ in range(12):
+        life.only_open()
+        with contextlib.suppress(LeaseError):
+            life.step()
+    audit.check(life.cache)
+    return "alive"
+
+
+def main(window: int, num_lives: int) -> None:
+    """Print what became of so many caches."""
+    warnings.simplefilter("ignore", ResourceWarning)  # sequences that a failed call left to their finaliser
+    sys.unraisablehook = lambda _: None  # a finaliser that has no memory either
+    print(json.dumps(Counter(lived(seed, window) for seed in range(num_lives))))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
