@@ -124,7 +124,7 @@ def _compile(build: Any, folder: Path) -> str | None:
     package = _place(build.package)
     name = f"{build.package}.{build.library_name(package)}".removesuffix("__mypyc")
     sources = [f"{_path(build.package)}/{module}.py" for module in build.compiled]
-    read = [f"{build.package}.{module.replace('/', '.')}" for module in build.read]
+    read = [os.path.normpath(_path(build.package) + "/" + module).replace("/", ".") for module in build.read]
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "mypy.ini").write_text(MYPY + "".join(map(READ.format, read)))
         done = subprocess.run(
@@ -143,13 +143,14 @@ def _compile(build: Any, folder: Path) -> str | None:
 
 def _replace(made: Path, folder: Path) -> None:
     """Put what was made in the place of what was made for this interpreter before, the library last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = sorted(made.iterdir(), key=lambda file: "__mypyc" in file.name)
-    for old in folder.glob(f"*{EXTENSION_SUFFIXES[0]}"):
+    files = sorted(made.rglob(f"*{EXTENSION_SUFFIXES[0]}"), key=lambda file: "__mypyc" in file.name)
+    for old in folder.rglob(f"*{EXTENSION_SUFFIXES[0]}"):
         old.unlink()
     for file in files:
-        shutil.copy2(file, folder / f".{file.name}")
-        (folder / f".{file.name}").rename(folder / file.name)
+        place = folder / file.relative_to(made)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, place.with_name(f".{file.name}"))
+        place.with_name(f".{file.name}").rename(place)
 
 
 def _compile_in_process(scratch: Path, name: str, sources: list[str]) -> None:

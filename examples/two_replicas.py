@@ -87,7 +87,7 @@ def main(redis_url: str | None = None) -> None:
             port = str(free_port())
             options = ["--port", port, "--replica", name, "--redis", redis_url, "--fleet-secret", str(secret)]
             stack.enter_context(
-                process(sys.executable, "-m", "radixkv.cli", "serve", "--threads", "1", *options)
+                process(sys.executable, "-m", "radixkv.cli.main", "serve", "--threads", "1", *options)
             )
             urls[name] = f"http://127.0.0.1:{port}"
         until(lambda: all(len(replicas(url)) == 2 for url in urls.values()))

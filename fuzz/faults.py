@@ -41,8 +41,8 @@ from fuzz.fleet.worker import LEASE_S, NUM_PROMPTS, TENANTS, namespace
 from fuzz.fleet.world import Replica, World, answered
 from radixkv.coordination import Router
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.limits import Limits
-from radixkv.coordination.redis import RedisStore
+from radixkv.coordination.quotas import Limits
+from radixkv.coordination.store.redis import RedisStore
 from radixkv.errors import StoreUnavailable
 
 HEAL_S = 90.0

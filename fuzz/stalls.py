@@ -32,8 +32,8 @@ from radixkv.service.app import ENDPOINTS
 from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
 from radixkv.service.endpoint import Endpoint
 from radixkv.service.limits import Limits
+from radixkv.service.options import ServeSettings
 from radixkv.service.server import Server, bind, registered
-from radixkv.service.settings import ServeSettings
 
 LIMIT_S = 0.05
 SENDS = 3

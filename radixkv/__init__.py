@@ -22,8 +22,7 @@ from radixkv._compiled import prefer_compiled
 COMPILED: Final = prefer_compiled(__path__)
 """Whether the index runs compiled, or as pure Python."""
 
-from radixkv.cache import PrefixCache, RequestHints, TokenRange
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, KVLayout, Namespace, Tenant
 from radixkv.errors import (
     ArgumentError,
     CapacityError,
@@ -48,14 +47,14 @@ from radixkv.errors import (
     StoreUnavailable,
     TokenError,
 )
-from radixkv.leases import Lease, Match
-from radixkv.lending import LentBeams
-from radixkv.namespaces import Namespace, Tenant
-from radixkv.pins import Pin
-from radixkv.plan import StepPlan
-from radixkv.sequence import Sequence
-from radixkv.storage.layout import KVLayout
-from radixkv.types import BeamsState, CacheStats, Journal, TenantStats
+from radixkv.index.cache import PrefixCache, RequestHints, TokenRange
+from radixkv.index.changes import Journal
+from radixkv.index.device_beams import LentBeams
+from radixkv.index.leases import Lease, Match
+from radixkv.index.pins import Pin
+from radixkv.index.sequence import Sequence
+from radixkv.index.stats import CacheStats, TenantStats
+from radixkv.storage.plan import BeamsState, StepPlan
 
 if TYPE_CHECKING:
     from radixkv import audit as audit

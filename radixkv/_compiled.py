@@ -31,8 +31,8 @@ FOLDER = "_native"
 class Build(NamedTuple):
     """Modules of a package that are compiled into one library.
 
-    ``compiled``: what a request costs. ``read``: modules of the package whose types and constants the compiler
-    reads; it reads no others.
+    ``compiled``: what a request costs. ``read``: modules whose types and constants the compiler reads; it reads no
+    others. Both are paths from the package's folder, without ``.py``.
     """
 
     package: str
@@ -51,7 +51,7 @@ class Build(NamedTuple):
 
 
 INDEX = Build(
-    "radixkv",
+    "radixkv.index",
     "index",
     (
         "bases",
@@ -59,34 +59,31 @@ INDEX = Build(
         "cache",
         "cachelock",
         "eviction",
-        "forgetting",
+        "ghost_keys",
         "leases",
-        "plan",
+        "purge",
         "registry",
         "runs",
-        "segments",
         "sequence",
         "tenants",
         "tokens",
         "tree",
     ),
     (
-        "_compiled",
-        "checks",
-        "clock",
-        "config",
-        "errors",
-        "gathering",
-        "lending",
+        "../_compiled",
+        "../clock",
+        "../errors",
+        "../storage/plan",
+        "changes",
+        "device_beams",
         "locking",
+        "maintenance",
         "pins",
-        "policies",
         "recovery",
         "scrubbing",
-        "snapshots",
-        "storage/layout",
-        "types",
-        "upkeep",
+        "snapshot",
+        "stats",
+        "validation",
     ),
 )
 
@@ -118,7 +115,10 @@ POLICIES = Build(
 )
 
 PUBLISHER = Build(
-    "radixkv.coordination", "publisher", ("holdings", "keys", "publisher"), ("protocol", "wire")
+    "radixkv.coordination",
+    "publisher",
+    ("keys", "publisher", "store/holdings"),
+    ("store/wire", "values"),
 )
 
 BUILDS = (INDEX, POLICIES, PUBLISHER)
@@ -128,10 +128,10 @@ is_compiled = False
 
 
 def prefer_compiled(path: list[str]) -> bool:
-    """Put the compiled modules before the sources in the search paths of radixkv and of the policies, if all builds
-    say the same as their sources; whether so. Policies that were imported before are what they are.
+    """Put the compiled policies before their sources, if all builds say the same as their sources; whether so.
 
-    Packages below radixkv ``follow`` when they are imported.
+    ``path`` is the search path of radixkv. Packages below it ``follow`` when they are imported. Policies that were
+    imported before are what they are.
     """
     global is_compiled
     policies = find_spec(POLICIES.package)
@@ -140,21 +140,24 @@ def prefer_compiled(path: list[str]) -> bool:
     places = policies.submodule_search_locations
     if not places:
         return False
-    folders = Path(path[0]), Path(places[-1]), Path(path[0], "coordination")
+    folders = Path(path[0], "index"), Path(places[-1]), Path(path[0], "coordination")
     if not all(build.library(folder).is_file() for build, folder in zip(BUILDS, folders, strict=True)):
         return False
     is_compiled = True
-    follow(path)
     if POLICIES.package not in sys.modules:
         places.insert(0, str(Path(places[-1], FOLDER)))
         _load(policies)
     return True
 
 
-def follow(path: list[str]) -> None:
-    """Let a package below radixkv use what radixkv uses: compiled modules, or the sources."""
+def follow(path: list[str], below: str = "") -> None:
+    """Let a package use what radixkv uses: compiled modules, or the sources.
+
+    ``below``: its name, if its modules are compiled with those of the package above it.
+    """
     if is_compiled:
-        path.insert(0, str(Path(path[0], FOLDER)))
+        folder = Path(path[0], FOLDER) if not below else Path(path[0]).parent / FOLDER / below
+        path.insert(0, str(folder))
 
 
 def _load(spec: ModuleSpec) -> None:

@@ -1,14 +1,249 @@
-"""CacheConfig: what a cache is made with. Frozen, flat, validated when made."""
+"""What a cache is made with: KVLayout, Namespace, Tenant, CacheConfig, and the names of eviction policies.
+
+All are validated when they are made, and frozen from then on. This module needs no torch.
+
+A policy has one of three names:
+
+    lru, learned, …        built in
+    NAME                   an entry point of the group ``radixkv.config``; imported when the name is first asked for
+    package.module:Class   imported when it is first asked for
+
+Only ``resolve`` imports. It is for names from code, the command line and the configuration file. A name from HTTP, a
+keys file, Redis or a trace goes to ``require_loaded``, which imports nothing: it takes what is built in, and the entry
+points that were loaded before (``load_registered``, at the start of a service).
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, Literal, NamedTuple, Self
 
-from radixkv.errors import ConfigError
-from radixkv.namespaces import Tenant
-from radixkv.policies import resolve
-from radixkv.storage.layout import KVLayout
+from radixkv.errors import ArgumentError, ConfigError, NamespaceError, shown
+from radixkv_policies import POLICIES, Policy
+
+ELEMENT_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Layers, KV heads (not query heads), head size and element type of a model's KV.
+
+    ``dtype`` is the name of a torch dtype, with or without ``torch.``; a ``torch.dtype`` is taken too.
+    Raises ConfigError for counts below 1 and dtypes outside ELEMENT_BYTES.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        for setting in ("num_layers", "num_kv_heads", "head_dim"):
+            value = getattr(self, setting)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"KVLayout.{setting}", value, "an integer ≥ 1")
+        name = str(self.dtype).removeprefix("torch.")
+        if name not in ELEMENT_BYTES:
+            raise ConfigError("KVLayout.dtype", self.dtype, f"one of {', '.join(ELEMENT_BYTES)}")
+        object.__setattr__(self, "dtype", name)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """2 × layers × KV heads × head size × bytes of an element."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
+
+    def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        """``[num_layers, 2, block_size, num_kv_heads, head_dim]``."""
+        return (self.num_layers, 2, block_size, self.num_kv_heads, self.head_dim)
+
+
+MAX_FIELD_BYTES: Final = 1_024
+"""Longest UTF-8 form of a field of a namespace."""
+
+TENANT_ID_ALLOWED: Final = (
+    f"the id of a tenant, a string of 1 to {MAX_FIELD_BYTES:,} bytes of UTF-8 "
+    "without '/', other than '.' and '..'"
+)
+
+MIN_WEIGHT: Final = 1e-100
+MAX_WEIGHT: Final = 1e100
+"""Bounds of a tenant's weight: quotients and products of it with any number of blocks are finite."""
+
+
+MAX_PINS: Final = 1_024
+"""Pins that a tenant may have unless its settings say otherwise."""
+
+Mode = Literal["burst", "strict"]
+
+
+class _Fields(NamedTuple):
+    tenant: str
+    model: str
+    adapter: str | None
+    salt: str
+
+
+class Namespace(_Fields):
+    """The key space of one tenant, model, adapter and salt: ``(tenant, model, adapter=None, salt="")``.
+
+    ``tenant`` is a non-empty string without ``/``, other than ``.`` and ``..``; ``model`` is a non-empty string;
+    ``adapter`` is a non-empty string, or None for the base model; ``salt`` is any string. Immutable and hashable.
+    Raises NamespaceError for anything else, and for fields whose UTF-8 form exceeds 1,024 bytes.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, tenant: str, model: str, adapter: str | None = None, salt: str = "") -> Self:
+        _check_tenant_id(tenant)
+        _check_field("model", model, may_be_empty=False)
+        if adapter is not None:
+            _check_field("adapter", adapter, may_be_empty=False)
+        _check_field("salt", salt, may_be_empty=True)
+        return super().__new__(cls, tenant, model, adapter, salt)
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+        """Checked like any other: what ``_replace`` makes."""
+        return cls(*iterable)
+
+    def framed(self) -> bytes:
+        """The namespace as bytes that no other namespace has: each field with its type and length in front."""
+        parts: list[bytes] = []
+        for name, value in zip(self._fields, self, strict=True):
+            if value is None:
+                parts.append(f"{name}:none:0:".encode())
+            else:
+                field = value.encode()
+                parts.append(f"{name}:str:{len(field)}:".encode() + field)
+        return b"".join(parts)
+
+
+def is_tenant_id(value: object) -> bool:
+    """Whether this can be a tenant's id: see TENANT_ID_ALLOWED."""
+    try:
+        _check_tenant_id(value)
+    except NamespaceError:
+        return False
+    return True
+
+
+def _check_tenant_id(value: object) -> None:
+    """Ids stand in paths of URLs, where ``/``, ``.`` and ``..`` would name something else."""
+    _check_field("tenant", value, may_be_empty=False)
+    if "/" in value or value in (".", ".."):  # type: ignore[operator]  # a string by now
+        raise NamespaceError(f"tenant={shown(value)} is not allowed; allowed: {TENANT_ID_ALLOWED}")
+
+
+def _check_field(name: str, value: object, *, may_be_empty: bool) -> None:
+    if not isinstance(value, str):
+        raise NamespaceError(f"namespace field {name} is a {type(value).__name__}: allowed is a string")
+    if not value and not may_be_empty:
+        raise NamespaceError(
+            f"namespace field {name} is empty: allowed is a string of at least one character"
+        )
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise NamespaceError(
+            f"namespace field {name} has no UTF-8 form: allowed is text without lone surrogates"
+        ) from None
+    if size > MAX_FIELD_BYTES:
+        raise NamespaceError(
+            f"namespace field {name} has {size} bytes: allowed are at most {MAX_FIELD_BYTES}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What a tenant is promised and held to: see ``PrefixCache.add_tenant``.
+
+    id: the name that its namespaces carry: 1 to 1,024 bytes of UTF-8 without ``/``, neither ``.`` nor ``..``.
+    weight: its part, beside the other tenants' weights, of what nobody is guaranteed; > 0, 1e-100 to 1e100.
+    guaranteed_blocks: blocks that it can always have, and that another's request never evicts.
+    max_blocks: blocks that it may use at most; None for the whole pool. At least the guaranteed ones.
+    mode: ``"burst"`` borrows what is idle above its guarantee and gives it back first; ``"strict"`` never borrows, so
+    that nothing that others do changes what it sees: its limit is its guarantee, which is at least one block.
+    max_pinned_blocks: blocks that it may pin (``PrefixCache.pin``), at most its limit; None for its guarantee, or, of a
+    tenant that nobody added, for half of what it may use. What is pinned is used like the rest: it counts against the
+    limit, and is borrowed beyond the guarantee.
+    max_pins: pins that it may have at a time, ≥ 0; 1,024 unless it is set. A pin of blocks that another pin, or a base,
+    has already takes nothing from ``max_pinned_blocks``, and about 2 KiB of memory.
+    policy: its eviction policy's name, as ``CacheConfig.policy`` takes it, or what makes one, called like a
+    ``radixkv_policies.Policy``; None: the cache's.
+
+    Raises NamespaceError for the id and ArgumentError for the rest.
+    """
+
+    id: str
+    weight: float = 1.0
+    guaranteed_blocks: int = 0
+    max_blocks: int | None = None
+    mode: Mode = "burst"
+    max_pinned_blocks: int | None = None
+    policy: str | Callable[..., Any] | None = None
+    max_pins: int = MAX_PINS
+
+    def __post_init__(self) -> None:
+        _check_tenant_id(self.id)
+        weight: object = self.weight
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            raise ArgumentError("weight", weight, f"a finite number > 0, {MIN_WEIGHT} to {MAX_WEIGHT}")
+        if not isinstance(self.mode, str) or self.mode not in ("burst", "strict"):
+            raise ArgumentError("mode", self.mode, "'burst' or 'strict'")
+        least = 1 if self.mode == "strict" else 0
+        _check_count("guaranteed_blocks", self.guaranteed_blocks, least)
+        if self.max_blocks is not None:
+            _check_count("max_blocks", self.max_blocks, max(self.guaranteed_blocks, 1))
+            if self.mode == "strict" and self.max_blocks != self.guaranteed_blocks:
+                allowed = f"{self.guaranteed_blocks}, its guarantee, or None: a strict tenant borrows nothing"
+                raise ArgumentError("max_blocks", self.max_blocks, allowed)
+        _check_count("max_pins", self.max_pins, 0)
+        if self.policy is not None and not isinstance(self.policy, str) and not callable(self.policy):
+            raise ArgumentError(
+                "policy", self.policy, "the name of a policy, a callable that makes one, or None"
+            )
+        if self.max_pinned_blocks is not None:
+            _check_count("max_pinned_blocks", self.max_pinned_blocks, 0)
+            if self.limit is not None and self.max_pinned_blocks > self.limit:
+                raise ArgumentError(
+                    "max_pinned_blocks", self.max_pinned_blocks, f"at most {self.limit}, its limit"
+                )
+
+    @property
+    def limit(self) -> int | None:
+        """Blocks that it may use at most: ``max_blocks``, in strict mode the guarantee; None for the whole pool."""
+        return self.guaranteed_blocks if self.mode == "strict" else self.max_blocks
+
+    @property
+    def pin_budget(self) -> int:
+        """Blocks that it may pin once it is added: ``max_pinned_blocks``, or its guarantee."""
+        return self.guaranteed_blocks if self.max_pinned_blocks is None else self.max_pinned_blocks
+
+
+def _check_count(argument: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(argument, value, f"an integer ≥ {least}")
+
 
 Scrub = Literal["cross-tenant", "always", "never"]
 
@@ -25,7 +260,7 @@ class CacheConfig:
     layout: the shape of the KV; None for an engine that owns its KV (index and block ids only).
     device: a torch device, where the storage lives; unused without a layout.
     policy: name of an eviction policy, one instance a tenant: of ``radixkv_policies``, of an entry point of the group
-    ``radixkv.policies``, or ``package.module:Class``. A name that isn't built in is imported.
+    ``radixkv.config``, or ``package.module:Class``. A name that isn't built in is imported.
     seed: of whatever a policy draws at random.
     default_tenant: what a tenant that nobody added is held to (its id doesn't matter; no guarantee), or None to
     refuse such tenants.
@@ -76,6 +311,112 @@ def _require_int(setting: str, value: object, low: int, high: int) -> None:
 
 def policy_names() -> tuple[str, ...]:
     """The names of the policies that are built in."""
-    from radixkv_policies import POLICIES
-
     return tuple(POLICIES)
+
+
+GROUP: Final = "radixkv.config"
+"""Entry points of this group are policies, each under its name."""
+
+_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_loaded: dict[str, type[Policy]] = {}
+"""What was imported in this process, by the name that was asked for."""
+
+log = logging.getLogger("radixkv.config")
+
+
+def resolve(setting: str, name: object, others: Iterable[str] = ()) -> type[Policy]:
+    """The policy of a name, which may import its module. Not for names from outside: see ``require_loaded``.
+
+    ``others``: names that the caller takes without asking here; the error lists them too.
+    Raises ConfigError, with ``setting``, for a name that no policy has, a module that can't be imported, and what is
+    no policy.
+    """
+    if isinstance(name, str):
+        found = POLICIES.get(name) or _loaded.get(name)
+        if found is not None:
+            return found
+        if _CLASS.fullmatch(name):
+            _loaded[name] = _imported(setting, name)
+            return _loaded[name]
+        for entry in _registered():
+            if entry.name == name:
+                _loaded[name] = _from_entry_point(setting, entry)
+                return _loaded[name]
+    raise ConfigError(setting, name, _allowed([*others, *(entry.name for entry in _registered())]))
+
+
+def require_loaded(argument: str, name: str) -> None:
+    """Raise ArgumentError unless a policy of this name is built in, or its entry point was loaded. Imports nothing."""
+    if name not in loaded_names():
+        raise ArgumentError(argument, name, f"one of {', '.join(loaded_names())}")
+
+
+def loaded_names() -> tuple[str, ...]:
+    """The names that are built in, and those of entry points that were loaded."""
+    return (*POLICIES, *(name for name in _loaded if not _CLASS.fullmatch(name)))
+
+
+def load_registered() -> None:
+    """Load all entry points of the group, so that ``require_loaded`` takes them. One that is broken is logged."""
+    for entry in _registered():
+        if entry.name not in POLICIES and entry.name not in _loaded:
+            try:
+                _loaded[entry.name] = _from_entry_point("policy", entry)
+            except ConfigError as error:
+                log.warning("%s", error)
+
+
+def is_class(name: str) -> bool:
+    """Whether a name has the form ``package.module:Class``."""
+    return _CLASS.fullmatch(name) is not None
+
+
+def _registered() -> Iterable[EntryPoint]:
+    return entry_points(group=GROUP)
+
+
+def _allowed(others: Iterable[str]) -> str:
+    return f"one of {', '.join(dict.fromkeys((*POLICIES, *others)))}, or package.module:Class"
+
+
+def _imported(setting: str, name: str) -> type[Policy]:
+    module_name, _, path = name.partition(":")
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 the module is anybody's: what is wrong with it is told as such
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            setting, name, f"a module that can be imported; {module_name} can't ({why})"
+        ) from None
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(setting, name, f"a class that the module has; {module_name} has no {path}")
+        found = getattr(found, part)
+    return _checked(setting, name, found)
+
+
+def _from_entry_point(setting: str, entry: EntryPoint) -> type[Policy]:
+    whose = f"entry point {entry.value!r} of {entry.dist.name if entry.dist else 'an unknown distribution'}"
+    try:
+        found: object = entry.load()
+    except Exception as error:  # noqa: BLE001 the same
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            setting, entry.name, f"an entry point that can be loaded; {whose} can't ({why})"
+        ) from None
+    try:
+        return _checked(setting, entry.name, found)
+    except ConfigError as error:
+        raise ConfigError(setting, entry.name, f"{error.allowed} (the {whose})") from None
+
+
+def _checked(setting: str, name: str, found: object) -> type[Policy]:
+    if not isinstance(found, type):
+        raise ConfigError(setting, name, f"a class; this is a {type(found).__name__}")
+    if not issubclass(found, Policy):
+        raise ConfigError(setting, name, "a subclass of radixkv_policies.Policy; this class is none")
+    missing = [each for each in found.required if getattr(found, each) is getattr(Policy, each)]
+    if missing:
+        allowed = f"a policy with {', '.join(found.required)}; this one lacks {', '.join(missing)}"
+        raise ConfigError(setting, name, allowed)
+    return found

@@ -27,8 +27,8 @@ import numpy as np
 
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Settings
-from radixkv.coordination.redis import RedisCoordinator
-from radixkv.coordination.tenants import Purge
+from radixkv.coordination.purges import Purge
+from radixkv.coordination.store.redis import RedisCoordinator
 from radixkv.errors import (
     CoordinationError,
     OutOfBlocks,

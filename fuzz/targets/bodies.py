@@ -23,7 +23,7 @@ def _application() -> tuple[Any, Any, asyncio.AbstractEventLoop]:
 
     from radixkv.service.app import create_app
     from radixkv.service.build import build_service
-    from radixkv.service.settings import ServeSettings
+    from radixkv.service.options import ServeSettings
 
     torch.set_num_threads(1)
     service = build_service(ServeSettings.parse({"num-blocks": "256", "threads": "1"}), None)

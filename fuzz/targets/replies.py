@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fuzz.targets.material import Material
-from radixkv.coordination import wire
 from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
+from radixkv.coordination.store import wire
 
 _ENTRY = (b"o", b"n", b"p", b"b", b"e", b"s")
 

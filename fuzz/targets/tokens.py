@@ -10,7 +10,7 @@ import numpy as np
 
 from fuzz.targets.material import Material
 from radixkv.errors import TokenError
-from radixkv.tokens import decode, encode, encode_one
+from radixkv.index.tokens import decode, encode, encode_one
 
 _DTYPES = ("<u4", "<i4", "<u8", "<i8", "<u2", "<i2", "u1", "i1", ">u4", ">i8", "<f4", "<f8", "?")
 _CODES = "bBhHiIlLqQfd"

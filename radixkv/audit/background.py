@@ -6,7 +6,7 @@
 
 One thread takes a snapshot and checks it, both in slices. Between slices it sleeps so long that its share of one
 core's time stays within ``budget``; a round costs time linear in the resident nodes, and rounds begin at least
-``every_s`` apart. Requests wait for no more than a slice of the snapshot (``radixkv.gathering``).
+``every_s`` apart. Requests wait for no more than a slice of the snapshot (``radixkv.index.snapshot``).
 
 A broken law ends the watch: ``on_broken`` is called with the report, once, and ``check()`` raises it from then on.
 """

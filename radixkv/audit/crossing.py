@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from radixkv.audit.prompts import FORMS, Prompt, Prompts
+from radixkv.audit.probe_prompts import FORMS, Prompt, Prompts
 from radixkv.audit.surfaces import PLAIN, READERS, ROUTED, WRITERS, Extra, Surface, completion
 from radixkv.audit.target import Reply, Target, TargetError
 from radixkv.audit.verdict import Check, Verdict, not_checked

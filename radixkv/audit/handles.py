@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from radixkv.audit.prompts import Prompt, Prompts, canary
+from radixkv.audit.probe_prompts import Prompt, Prompts, canary
 from radixkv.audit.surfaces import LOOKUP, READERS, Extra, Surface, ended_job, pin, warm
 from radixkv.audit.target import Reply, Target
 from radixkv.audit.verdict import Check, Verdict, not_checked

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from radixkv.audit.prompts import Prompts
+from radixkv.audit.probe_prompts import Prompts
 from radixkv.audit.surfaces import PLAIN, READERS, Extra, Surface
 from radixkv.audit.target import Principal, Target, TargetError
 from radixkv.audit.verdict import Check, Verdict, not_checked

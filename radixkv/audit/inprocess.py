@@ -37,9 +37,8 @@ from radixkv.audit.properties import (
 )
 from radixkv.audit.verdict import AuditReport, Check, Verdict
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig, policy_names
+from radixkv.config import CacheConfig, Namespace, policy_names
 from radixkv.errors import RadixKVError
-from radixkv.namespaces import Namespace
 
 A, B = Namespace("a", "m"), Namespace("b", "m")
 BLOCK = 4

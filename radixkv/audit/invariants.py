@@ -1,8 +1,8 @@
 """The laws of a cache, checked on a snapshot: ``check(cache)`` raises, ``inspect(cache)`` reports.
 
 A snapshot is read under the cache's lock, in slices between which requests go on, and is of one moment all the same
-(``radixkv.gathering``); everything else happens on it, outside, so a live cache may be audited at any time. What is
-found in it is looked for once more in a snapshot taken under one hold, so that a report is never a mistake of
+(``radixkv.index.snapshot``); everything else happens on it, outside, so a live cache may be audited at any time. What
+is found in it is looked for once more in a snapshot taken under one hold, so that a report is never a mistake of
 the reading. Block accounting is one NumPy count over all ids; Python work is per resident node and per running
 sequence.
 
@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, IntegrityError
-from radixkv.types import NodeSnapshot, RunSnapshot, SequenceSnapshot, Snapshot, TreeSnapshot
+from radixkv.index.snapshot import NodeSnapshot, RunSnapshot, SequenceSnapshot, Snapshot, TreeSnapshot
 
 TOKEN_BYTES = 4
 ID_BYTES = 4

@@ -6,7 +6,7 @@ the only reader in turn, until B finds the base.
 
 from __future__ import annotations
 
-from radixkv.audit.prompts import Prompt, Prompts, canary
+from radixkv.audit.probe_prompts import Prompt, Prompts, canary
 from radixkv.audit.surfaces import Extra, lookup
 from radixkv.audit.target import Target, count
 from radixkv.audit.verdict import Check, Verdict, not_checked

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from radixkv.clock import Clock
     from radixkv.config import CacheConfig
-    from radixkv.plan import StepPlan
+    from radixkv.storage.plan import StepPlan
 
 _MASK = 2**64 - 1
 

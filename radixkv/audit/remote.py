@@ -26,7 +26,7 @@ from radixkv.audit import handles, operators
 from radixkv.audit.crossing import NAME, Crossing, Space, spaces
 from radixkv.audit.handles import Handles
 from radixkv.audit.identity import ALMOST, NAMED, Identity, names_of
-from radixkv.audit.prompts import Prompt, Prompts, canary
+from radixkv.audit.probe_prompts import Prompt, Prompts, canary
 from radixkv.audit.scrapes import NAME as SCRAPED
 from radixkv.audit.scrapes import Listener, Scrapes
 from radixkv.audit.surfaces import Extra, completion, lookup

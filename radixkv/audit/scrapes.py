@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from radixkv.audit.identity import headers_of
-from radixkv.audit.prompts import CANARY, Prompts, canary
+from radixkv.audit.probe_prompts import CANARY, Prompts, canary
 from radixkv.audit.surfaces import WRITERS, Extra
 from radixkv.audit.target import COMPLETIONS, Reply, Target, TargetError
 from radixkv.audit.verdict import Check, Verdict, not_checked

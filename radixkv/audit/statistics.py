@@ -14,9 +14,9 @@ Three questions, on seconds to the first token:
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.audit.statistics", "audit")
+require_extra("radixkv.audit.statistics", "audit")
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixkv.audit.prompts import Prompt, Prompts
+from radixkv.audit.probe_prompts import Prompt, Prompts
 from radixkv.audit.target import CHAT, COMPLETIONS, Reply, Target, count
 
 JOB_POLLS = 500

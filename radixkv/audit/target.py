@@ -8,9 +8,9 @@ clock starts anew; how often that happened is counted and reported.
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.audit.target", "audit")
+require_extra("radixkv.audit.target", "audit")
 
 import json
 import time

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from radixkv.audit import statistics
-from radixkv.audit.prompts import Prompts
+from radixkv.audit.probe_prompts import Prompts
 from radixkv.audit.target import Target
 from radixkv.audit.verdict import Check, Verdict, not_checked
 from radixkv.errors import ArgumentError

@@ -44,11 +44,11 @@ from radixkv.bench.measure import (
     versions,
 )
 from radixkv.bench.workloads import VOCABULARY
-from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError
-from radixkv.locking import SourceLock
-from radixkv.tokens import encode
+from radixkv.index.cache import PrefixCache
+from radixkv.index.locking import SourceLock
+from radixkv.index.tokens import encode
 
 SHORT_SWITCH_S = 5e-5
 DURING = "evicting, while evict ran"

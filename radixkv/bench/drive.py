@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from radixkv.bench.measure import Nanoseconds, percentile_us, without_clock
 from radixkv.bench.workloads import Workload
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig
-from radixkv.namespaces import Namespace, Tenant
+from radixkv.config import CacheConfig, Namespace, Tenant
+from radixkv.index.cache import PrefixCache
 
 OPERATIONS: Final = ("open", "commit", "extend", "commit_answer", "release")
 """The timed calls of a request, in order; ``commit`` is that of the prompt."""

@@ -22,10 +22,9 @@ from radixkv.bench import shapes
 from radixkv.bench.drive import drive
 from radixkv.bench.measure import Figure, Nanoseconds, columns, frozen_heap, number, percentile_us, timed
 from radixkv.bench.workloads import Workload, draw, thin
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig
-from radixkv.namespaces import Namespace
-from radixkv.tokens import encode
+from radixkv.config import CacheConfig, Namespace
+from radixkv.index.cache import PrefixCache
+from radixkv.index.tokens import encode
 
 NAMESPACE = Namespace("tenant-0", "bench")
 THIN_BLOCKS = 4

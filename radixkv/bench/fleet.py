@@ -24,18 +24,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixkv.bench.workloads import SEGMENT_TOKENS, TraceLine
-from radixkv.cache import PrefixCache
 from radixkv.clock import Clock, ManualClock
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.protocol import WIRE_VERSION
 from radixkv.coordination.publisher import Publisher
-from radixkv.coordination.sources import Member
-from radixkv.coordination.view import RemoteLog, View
+from radixkv.coordination.routing.replica_sources import Member
+from radixkv.coordination.values import WIRE_VERSION
+from radixkv.coordination.view.view import RemoteLog, View
 from radixkv.errors import ConfigError, OutOfBlocks
-from radixkv.namespaces import Namespace
-from radixkv.sequence import Sequence as Leased
+from radixkv.index.cache import PrefixCache
+from radixkv.index.sequence import Sequence as Leased
 
 PREFILL_TOKENS_S = 10_000.0
 TOKEN_S = 0.02

@@ -25,9 +25,9 @@ Needs torch (and Triton on a GPU): the command imports this module only when ask
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.bench.fork", "storage")
+require_extra("radixkv.bench.fork", "storage")
 
 import platform
 import time

@@ -51,10 +51,10 @@ from radixkv.bench.measure import (
     surroundings,
 )
 from radixkv.bench.workloads import Request, Workload, build
-from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 from radixkv.errors import IntegrityError
-from radixkv.tokens import TOKEN_BYTES, encode
+from radixkv.index.cache import PrefixCache
+from radixkv.index.tokens import TOKEN_BYTES, encode
 
 Floor: TypeAlias = "Callable[[array[int], bytes, int], None]"
 

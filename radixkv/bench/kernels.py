@@ -19,9 +19,9 @@ Needs torch (and Triton on a GPU): the command imports this module only when ask
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.bench.kernels", "storage")
+require_extra("radixkv.bench.kernels", "storage")
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 
 from radixkv.bench import servers
 from radixkv.bench.servers import Process
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace
 from radixkv.coordination import Coordinator, Router, connect
-from radixkv.namespaces import Namespace
+from radixkv.index.cache import PrefixCache
 
 _SECRET = b"the secret of a fleet without its Redis"
 _NAMESPACE = Namespace("tenant", "model")
@@ -61,10 +60,10 @@ def match(num_requests: int, seed: int) -> Paused:
 
 def warm(num_requests: int) -> Paused:
     """``POST /v1/warm`` of a prompt of its own each, to a service with the demo model."""
+    from radixkv.service.api_client import Client
     from radixkv.service.auth import DEMO_KEYS
-    from radixkv.service.client import Client
     from radixkv.service.local import running
-    from radixkv.service.settings import ServeSettings
+    from radixkv.service.options import ServeSettings
 
     with tempfile.TemporaryDirectory() as folder, servers.single() as (url, process):
         secret = Path(folder, "secret")

@@ -18,9 +18,8 @@ from radixkv import audit
 from radixkv.bench.drive import Progress, drive, warm_up
 from radixkv.bench.measure import columns, frozen_heap, heading, surroundings
 from radixkv.bench.workloads import Workload, build
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig, policy_names
-from radixkv.policies import resolve
+from radixkv.config import CacheConfig, policy_names, resolve
+from radixkv.index.cache import PrefixCache
 
 BASELINE: Final = "lru"
 

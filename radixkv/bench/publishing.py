@@ -21,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.bench.workloads import Request, build
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace
 from radixkv.coordination import Coordinator, connect
-from radixkv.coordination.protocol import SEGMENT_TOKENS
-from radixkv.coordination.wire import DIGESTS_AN_ENTRY
-from radixkv.namespaces import Namespace
+from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY
+from radixkv.coordination.values import SEGMENT_TOKENS
+from radixkv.index.cache import PrefixCache
 
 _SECRET = b"a secret of this benchmark alone"
 _FINGERPRINT = "fp:benchmark"

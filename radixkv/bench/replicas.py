@@ -32,18 +32,18 @@ from radixkv.bench import outages, publishing, servers
 from radixkv.bench.fleet import Outcome, Simulation, trace_like
 from radixkv.bench.measure import machine, resident_bytes, timed
 from radixkv.bench.workloads import TraceLine, trace_lines
+from radixkv.config import Namespace
 from radixkv.coordination import Load, Router, connect
-from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.proofs import Proofs
-from radixkv.coordination.protocol import WIRE_VERSION, Writer
-from radixkv.coordination.sources import Observer
-from radixkv.coordination.store import Store
-from radixkv.coordination.view import RemoteLog, View
-from radixkv.coordination.wire import DIGESTS_AN_ENTRY, Entry, Registration
+from radixkv.coordination.routing.replica_sources import Observer
+from radixkv.coordination.store.holdings import Holdings
+from radixkv.coordination.store.memory import MemoryStore
+from radixkv.coordination.store.protocol import Store
+from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY, Entry, Registration
+from radixkv.coordination.values import WIRE_VERSION, Writer
+from radixkv.coordination.view.view import RemoteLog, View
 from radixkv.errors import ConfigError, RadixKVError
-from radixkv.namespaces import Namespace
 
 SECRET = b"the secret of a fleet that is measured"
 NUM_REPLICAS = 16
@@ -142,7 +142,7 @@ def apply_and_memory(options: Options) -> list[Figure]:
 
 def start(options: Options) -> list[Figure]:
     """Seconds from nothing to a full view, over Redis."""
-    from radixkv.coordination.redis import RedisStore
+    from radixkv.coordination.store.redis import RedisStore
 
     with _redis(options.redis) as url:
         store = RedisStore(url)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from radixkv.errors import ArgumentError
-from radixkv.service.client import Client
+from radixkv.service.api_client import Client
 
 _SENTENCE = "Rule {}: answer politely, name the page of the manual, and ask if in doubt. "
 

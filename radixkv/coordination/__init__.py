@@ -11,7 +11,10 @@ from radixkv._compiled import follow
 
 follow(__path__)
 
-from radixkv.coordination.protocol import (
+from radixkv.coordination.routing.router import Candidate, Router
+from radixkv.coordination.settings import Settings
+from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
+from radixkv.coordination.values import (
     SEGMENT_TOKENS,
     Coordinator,
     Health,
@@ -21,15 +24,11 @@ from radixkv.coordination.protocol import (
     ReplicaInfo,
     WarmJob,
 )
-from radixkv.coordination.router import Candidate, Router
-from radixkv.coordination.settings import Settings
-from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
-from radixkv.errors import ConfigError
-from radixkv.extras import needs
+from radixkv.errors import ConfigError, needs
 
 if TYPE_CHECKING:
-    from radixkv.coordination.base import BaseCoordinator
-    from radixkv.coordination.memory import MemoryStore
+    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.coordination.store.memory import MemoryStore
 
 __all__ = [
     "SEGMENT_TOKENS",
@@ -80,7 +79,7 @@ def connect(
         background=background,
     )
     if url is None:
-        from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
+        from radixkv.coordination.store.memory import MemoryCoordinator, MemoryStore
 
         if not isinstance(store, MemoryStore | None):
             raise ConfigError("store", store, "a MemoryStore, or None")
@@ -88,7 +87,7 @@ def connect(
     if store is not None:
         raise ConfigError("store", store, "None where there is a URL")
     try:
-        from radixkv.coordination.redis import RedisCoordinator
+        from radixkv.coordination.store.redis import RedisCoordinator
     except ModuleNotFoundError as error:
         raise ConfigError("redis", url, "None", problem=needs("redis")) from error
     return RedisCoordinator(settings, url)

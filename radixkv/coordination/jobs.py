@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination import protocol
-from radixkv.coordination.checks import (
+from radixkv.coordination import values as protocol
+from radixkv.coordination.keys import mac
+from radixkv.coordination.store.protocol import MAX_PARTS, Store
+from radixkv.coordination.store.wire import NEVER
+from radixkv.coordination.validation import (
     check_error,
     check_instance,
     check_namespace,
@@ -27,17 +30,14 @@ from radixkv.coordination.checks import (
     check_text,
     is_job_id,
 )
-from radixkv.coordination.keys import mac
-from radixkv.coordination.protocol import NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
-from radixkv.coordination.store import MAX_PARTS, Store
-from radixkv.coordination.wire import NEVER
+from radixkv.coordination.values import NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
 from radixkv.errors import ArgumentError, StoreUnavailable
 
 if TYPE_CHECKING:
+    from radixkv.config import Namespace
     from radixkv.coordination.keys import FleetKeys
-    from radixkv.coordination.reader import Reader
-    from radixkv.coordination.tenants import Tenants
-    from radixkv.namespaces import Namespace
+    from radixkv.coordination.purges import Tenants
+    from radixkv.coordination.view.reader import Reader
 
 _DIGEST = re.compile(r"([0-9a-f]{64})?")
 

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_128
 
-from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.coordination.values import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from radixkv.arguments import FleetSecret
-    from radixkv.namespaces import Namespace
-    from radixkv.types import Key
+    from radixkv.config import Namespace
+    from radixkv.index.arguments import FleetSecret
+    from radixkv.index.tokens import Key
 
 DIGEST_BYTES = 16
 NAMESPACE_BYTES = 32

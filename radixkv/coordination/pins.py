@@ -15,7 +15,10 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination.checks import (
+from radixkv.coordination.keys import NAMESPACE_BYTES, mac
+from radixkv.coordination.settings import REPLICA_ID
+from radixkv.coordination.store.wire import is_pin_id
+from radixkv.coordination.validation import (
     check_error,
     check_flag,
     check_instance,
@@ -25,8 +28,7 @@ from radixkv.coordination.checks import (
     check_text,
     checked_seconds,
 )
-from radixkv.coordination.keys import NAMESPACE_BYTES, mac
-from radixkv.coordination.protocol import (
+from radixkv.coordination.values import (
     MAX_FLEET_PINS,
     FleetPin,
     JobPart,
@@ -34,15 +36,13 @@ from radixkv.coordination.protocol import (
     ReplicaInfo,
     check_amount,
 )
-from radixkv.coordination.settings import REPLICA_ID
-from radixkv.coordination.wire import is_pin_id
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from radixkv.config import Namespace
     from radixkv.coordination.keys import FleetKeys
-    from radixkv.coordination.store import Durable, Store
-    from radixkv.coordination.tenants import Tenants
-    from radixkv.namespaces import Namespace
+    from radixkv.coordination.purges import Tenants
+    from radixkv.coordination.store.protocol import Durable, Store
 
 MAX_PIN_S = 366 * 86_400.0
 _WANTED = re.compile(f"all|[1-9][0-9]{{0,3}}|={REPLICA_ID}(,{REPLICA_ID})*")

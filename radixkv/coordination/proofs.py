@@ -21,8 +21,8 @@ from radixkv.coordination.keys import mac
 
 if TYPE_CHECKING:
     from radixkv.coordination.keys import FleetKeys
-    from radixkv.coordination.protocol import Writer
-    from radixkv.coordination.wire import Raised, Registration
+    from radixkv.coordination.store.wire import Raised, Registration
+    from radixkv.coordination.values import Writer
 
 
 class Proofs:

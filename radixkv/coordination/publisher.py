@@ -25,15 +25,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import SCOPE_BYTES, SEGMENT_BYTES, FleetKeys, Scope, chains
-from radixkv.coordination.protocol import SEGMENT_TOKENS, Resident
-from radixkv.coordination.wire import DIGESTS_AN_ENTRY, Entry
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.coordination.store.holdings import Holdings
+from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY, Entry
+from radixkv.coordination.values import SEGMENT_TOKENS, Resident
+from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from radixkv.namespaces import Namespace
-    from radixkv.types import Key, NodeSnapshot, TreeSnapshot
+    from radixkv.config import Namespace
+    from radixkv.index.snapshot import NodeSnapshot, TreeSnapshot
+    from radixkv.index.tokens import Key
 
 _RECORD_BYTES: Final = 200
 """What a queued record takes beside its key or chain, roughly."""

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from radixkv.coordination.keys import checked_secret
-from radixkv.coordination.protocol import SEGMENT_TOKENS
+from radixkv.coordination.values import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 
 REPLICA_ID = "[A-Za-z0-9._-]{1,64}"

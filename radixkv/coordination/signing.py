@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from radixkv.clock import Clock, monotonic
-from radixkv.coordination.checks import check_instance, check_text, checked_seconds
 from radixkv.coordination.keys import checked_secret, mac
 from radixkv.coordination.settings import check_number
+from radixkv.coordination.validation import check_instance, check_text, checked_seconds
 from radixkv.errors import ArgumentError, UnverifiedRequest
 
 TENANT_HEADER = "x-radixkv-tenant"

@@ -22,9 +22,9 @@ each gets the tokens that it would have got alone.
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.engines.hf", "hf")
+require_extra("radixkv.engines.hf", "hf")
 
 import inspect
 import math
@@ -42,14 +42,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from radixkv import tokens
-from radixkv.cache import PrefixCache, RequestHints
 from radixkv.clock import Clock, monotonic
+from radixkv.config import Namespace
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError, wrong_count
-from radixkv.namespaces import Namespace
-from radixkv.sequence import Sequence
+from radixkv.index import tokens
+from radixkv.index.cache import PrefixCache, RequestHints
+from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]

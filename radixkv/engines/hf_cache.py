@@ -35,9 +35,9 @@ and values is refused with the reason.
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.engines.hf_cache", "hf")
+require_extra("radixkv.engines.hf_cache", "hf")
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -51,12 +51,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 
-from radixkv.cache import PrefixCache
+from radixkv.config import KVLayout
 from radixkv.errors import CapacityError, ConfigError, KernelError
-from radixkv.lending import LentBeams
-from radixkv.sequence import Sequence
+from radixkv.index.cache import PrefixCache
+from radixkv.index.device_beams import LentBeams
+from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
-from radixkv.storage.layout import KVLayout
 
 _GROWTH_COLUMNS = 256
 """The rectangle grows by this many columns: a copy every 256 decode steps, at most 256 columns unused."""

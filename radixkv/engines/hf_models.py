@@ -10,9 +10,9 @@
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.engines.hf_models", "hf")
+require_extra("radixkv.engines.hf_models", "hf")
 
 import hashlib
 import json

@@ -5,6 +5,6 @@ service of ``settings.ServeSettings``; ``server.run(settings)`` is ``radixkv ser
 nothing of them; without the extra ``http`` it raises ImportError.
 """
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.service", "http")
+require_extra("radixkv.service", "http")

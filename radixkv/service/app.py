@@ -24,11 +24,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixkv.service import administration, bases, handlers, pinning, routing
-from radixkv.service.completions import completions
 from radixkv.service.core import Service
 from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, Host, has_encoded_slash, serve
-from radixkv.service.fleet import PROVE_PATH, PURGE_PATH, WARM_PATH
+from radixkv.service.endpoints import admin, bases, pins, prefixes, routing
+from radixkv.service.endpoints.completions import completions
+from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
 from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import Json
@@ -70,7 +70,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "POST",
         "/v1/warm",
-        handlers.warm,
+        prefixes.warm,
         "Warm a prefix",
         "tenant",
         {200: WarmReply | FleetWarmReply, 202: JobAccepted},
@@ -81,7 +81,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "GET",
         "/v1/warm/{job}",
-        handlers.warm_job,
+        prefixes.warm_job,
         "State of a warm job",
         "tenant",
         {200: JobReply},
@@ -90,7 +90,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "POST",
         "/v1/lookup",
-        handlers.lookup,
+        prefixes.lookup,
         "Look a prefix up",
         "tenant",
         {200: LookupReply},
@@ -110,7 +110,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "DELETE",
         "/v1/cache",
-        handlers.clear,
+        prefixes.clear,
         "Forget namespaces",
         "tenant",
         {200: ClearReply},
@@ -120,20 +120,20 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "GET",
         "/v1/stats",
-        handlers.stats,
+        prefixes.stats,
         "Counts",
         "either",
         {200: TenantStatsReply | OperatorStatsReply},
         errors=(422,),
     ),
-    *pinning.ENDPOINTS,
+    *pins.ENDPOINTS,
     *routing.ENDPOINTS,
-    *administration.ENDPOINTS,
+    *admin.ENDPOINTS,
     *bases.ENDPOINTS,
     Endpoint(
         "POST",
         WARM_PATH,
-        handlers.warm_for_replica,
+        prefixes.warm_for_replica,
         "Warm for another replica",
         "replica",
         {202: JobAccepted},
@@ -143,7 +143,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "POST",
         PURGE_PATH,
-        handlers.purge_for_replica,
+        prefixes.purge_for_replica,
         "Hear of a purge",
         "replica",
         {204: None},
@@ -153,7 +153,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "POST",
         PROVE_PATH,
-        handlers.prove,
+        prefixes.prove,
         "Answer a challenge",
         "replica",
         {200: ProofReply},
@@ -194,9 +194,9 @@ def make_app(
             _route(host, endpoint) for endpoint in [*endpoints, _openapi(endpoints, version, host.rules)]
         ],
         exception_handlers={
-            404: handlers.unknown_path,
-            405: handlers.wrong_method,
-            Exception: handlers.crashed,
+            404: prefixes.unknown_path,
+            405: prefixes.wrong_method,
+            Exception: prefixes.crashed,
         },
         middleware=[Middleware(SecurityHeaders), Middleware(Framing), Middleware(EncodedSlashes)],
         lifespan=lifespan,

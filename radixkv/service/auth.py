@@ -24,8 +24,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from radixkv.config import is_tenant_id
 from radixkv.errors import ConfigError, shown
-from radixkv.namespaces import is_tenant_id
 from radixkv.service.problems import place_of
 from radixkv.service.schemas.tenants import TenantSettings
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
 from radixkv.service.core import Service
-from radixkv.service.settings import ServeSettings
+from radixkv.service.options import ServeSettings
 
 _PROMPT = (
     "$(printf 'Rule %d: answer politely, name the page of the manual, and ask if in doubt. ' $(seq 1 53))"

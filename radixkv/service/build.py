@@ -9,25 +9,23 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Tenant, load_registered
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError
-from radixkv.namespaces import Tenant
-from radixkv.policies import load_registered
-from radixkv.service.bases import ACCOUNT
 from radixkv.service.core import Service
-from radixkv.service.fleet import Fleet
-from radixkv.service.keys import KeyStore
+from radixkv.service.endpoints.bases import ACCOUNT
+from radixkv.service.fleet.peers import Fleet
+from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
+from radixkv.service.options import ServeSettings
 from radixkv.service.recording import Recorder
-from radixkv.service.settings import ServeSettings
-from radixkv.service.tenancy import Tenancy
+from radixkv.service.tenant_sync import Tenancy
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from radixkv.cache import PrefixCache
+    from radixkv.index.cache import PrefixCache
 
 DEMO_MODEL = "radixkv-demo"
 
@@ -41,8 +39,8 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
 
     import torch
 
-    from radixkv.cache import PrefixCache
     from radixkv.engines.hf import HFEngine, fingerprint, layout_of
+    from radixkv.index.cache import PrefixCache
 
     if settings.threads:
         torch.set_num_threads(settings.threads)

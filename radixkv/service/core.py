@@ -16,34 +16,34 @@ import anyio.to_thread
 
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
-from radixkv.coordination.sources import Beside
+from radixkv.coordination.routing.replica_sources import Beside
 from radixkv.errors import CapacityError, CoordinationError, IntegrityError
-from radixkv.metrics import Metrics
 from radixkv.service.auth import Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.endpoint import log_unforeseen, problem_of
-from radixkv.service.fleet import Fleet
+from radixkv.service.fleet.job_table import Job, JobTable
+from radixkv.service.fleet.peers import Fleet
+from radixkv.service.fleet.pins import Keeper
+from radixkv.service.fleet.quotas import Quotas
+from radixkv.service.fleet.warm_jobs import Orders
 from radixkv.service.intake import Intake
-from radixkv.service.jobs import Job, JobTable
-from radixkv.service.keeping import Keeper
-from radixkv.service.keys import KeyStore
+from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
-from radixkv.service.orders import Orders
+from radixkv.service.metrics import Metrics
 from radixkv.service.problems import ApiError, generation_unconfirmed, store_unavailable
 from radixkv.service.prompts import PromptRules
-from radixkv.service.quotas import Quotas
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas.replicas import RouteRequest
-from radixkv.service.tenancy import Tenancy
+from radixkv.service.tenant_sync import Tenancy
 from radixkv.service.threads import Threads
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
 if TYPE_CHECKING:
-    from radixkv.cache import PrefixCache
-    from radixkv.coordination.tenants import Purge
+    from radixkv.config import Namespace
+    from radixkv.coordination.purges import Purge
     from radixkv.engines.hf import HFEngine
-    from radixkv.namespaces import Namespace
+    from radixkv.index.cache import PrefixCache
     from radixkv.tokenizer import Tokenizer
 
 _UPKEEP_EVERY_S = 1.0

@@ -33,7 +33,7 @@ from radixkv.errors import IntegrityError, RadixKVError, UnverifiedRequest
 from radixkv.service import problems
 from radixkv.service.auth import Principal
 from radixkv.service.draining import Ended
-from radixkv.service.fleet import unsigned
+from radixkv.service.fleet.peers import unsigned
 from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
 from radixkv.service.schemas.base import RequestBody
@@ -42,14 +42,14 @@ from radixkv.service.worker import Busy, Cancelled, Closed, Stalled
 
 if TYPE_CHECKING:
     from radixkv.clock import Clock
+    from radixkv.config import Namespace
     from radixkv.coordination import ReplicaInfo, Router
-    from radixkv.metrics import RequestMetrics
-    from radixkv.namespaces import Namespace
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
     from radixkv.service.draining import Drain
     from radixkv.service.intake import Intake
     from radixkv.service.limits import Gate, Limits
+    from radixkv.service.metrics import RequestMetrics
     from radixkv.service.prompts import PromptRules
     from radixkv.service.reading import Reading
     from radixkv.service.schemas.replicas import RouteRequest

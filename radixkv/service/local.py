@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from radixkv import __version__
 from radixkv.service.core import Service
 from radixkv.service.limits import Limits
+from radixkv.service.options import ServeSettings
 from radixkv.service.server import Server, base_url, bind, registered
-from radixkv.service.settings import ServeSettings
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.cache import RequestHints
 from radixkv.coordination.keys import mac
 from radixkv.errors import ConfigError
-from radixkv.tokens import TOKEN_BYTES, encode
+from radixkv.index.cache import RequestHints
+from radixkv.index.tokens import TOKEN_BYTES, encode
 
 if TYPE_CHECKING:
-    from radixkv.namespaces import Namespace
+    from radixkv.config import Namespace
 
 COMPLETION, WARM = "completion", "warm"
 """Types of requests, unless a client labels them otherwise: recorded, and told to eviction policies."""

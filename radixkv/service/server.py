@@ -33,7 +33,7 @@ from radixkv.service.connection import Connection, quieten
 from radixkv.service.core import Service
 from radixkv.service.endpoint import Host
 from radixkv.service.limits import Limits
-from radixkv.service.settings import ServeSettings, Tls
+from radixkv.service.options import ServeSettings, Tls
 
 GRACE_S = 2.0
 """What clients have to read how their answers ended."""

@@ -12,23 +12,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv.clock import Clock, monotonic
+from radixkv.config import Namespace
 from radixkv.coordination import ReplicaInfo, Router
-from radixkv.coordination.sources import Member, Observer
-from radixkv.metrics import RequestMetrics
-from radixkv.namespaces import Namespace
-from radixkv.service import routing
+from radixkv.coordination.routing.replica_sources import Member, Observer
 from radixkv.service.app import make_app
 from radixkv.service.auth import Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.endpoint import problem_of
+from radixkv.service.endpoints import routing
 from radixkv.service.intake import Intake
-from radixkv.service.keys import KeyStore
+from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
+from radixkv.service.metrics import RequestMetrics
+from radixkv.service.options import RouteSettings
 from radixkv.service.problems import ApiError, invalid, no_replica
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind
-from radixkv.service.settings import RouteSettings
 from radixkv.service.threads import Threads
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 

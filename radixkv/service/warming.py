@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.cache import RequestHints
 from radixkv.clock import monotonic
+from radixkv.config import Namespace
 from radixkv.errors import LeaseError
-from radixkv.namespaces import Namespace
+from radixkv.index.cache import RequestHints
 from radixkv.service.prompts import Ids
 from radixkv.service.recording import WARM, Recorder
 from radixkv.service.worker import ModelWorker, Work, finished

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from radixkv.storage.layout import KVLayout
+from radixkv.config import KVLayout
 
 if TYPE_CHECKING:
     from radixkv.storage.device import BlockStorage, DeviceStorage

@@ -1,4 +1,4 @@
-"""DeviceBeams: the books of lent beams, on the device of a storage (``radixkv.lending`` is the host's side).
+"""DeviceBeams: the books of lent beams, on the device of a storage (``radixkv.index.device_beams`` is the host's side).
 
 Storage moves and counts on the device what the index has lent to it, and tells the index what became of it when it is
 asked. Nothing here waits for the device but ``state`` and ``read``.
@@ -6,9 +6,9 @@ asked. Nothing here waits for the device but ``state`` and ``read``.
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.storage.beams", "storage")
+require_extra("radixkv.storage.beams", "storage")
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixkv.errors import ArgumentError, KernelError
-from radixkv.types import BeamsState
+from radixkv.storage.plan import BeamsState
 from radixkv_kernels import (
     BAD_PARENT,
     BAD_TOKEN,

@@ -18,9 +18,9 @@ waits for the device. Not locked: the cache calls it under its own lock.
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.storage.device", "storage")
+require_extra("radixkv.storage.device", "storage")
 
 import os
 from contextlib import nullcontext
@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixkv.config import KVLayout
 from radixkv.errors import ArgumentError, ConfigError, KernelError
-from radixkv.plan import StepPlan
-from radixkv.storage.layout import KVLayout
+from radixkv.storage.plan import StepPlan
 from radixkv_kernels import Fences, InputError, Pool, fork_blocks, scrub
 
 MAX_NUM_BLOCKS = 2**31 - 1

@@ -21,8 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from radixkv.errors import ArgumentError, ConfigError
-from radixkv.extras import needs
+from radixkv.errors import ArgumentError, ConfigError, needs
 from radixkv.tokenizer.protocol import Message, check_messages
 
 if TYPE_CHECKING:

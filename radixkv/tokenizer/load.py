@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from radixkv.errors import ConfigError
-from radixkv.extras import needs
+from radixkv.errors import ConfigError, needs
 from radixkv.tokenizer.chat import Chat, MarkerChat, PlainChat, TemplateChat
 from radixkv.tokenizer.protocol import Tokenizer, digest_of
 

@@ -17,12 +17,12 @@ import pytest
 from radixkv import PrefixCache
 from radixkv.audit import remote, statistics
 from radixkv.audit import target as target_module
-from radixkv.audit.prompts import Prompts
+from radixkv.audit.probe_prompts import Prompts
 from radixkv.audit.scrapes import Scrapes
 from radixkv.audit.target import Target
 from radixkv.audit.timing import STOP_CONFIDENCE, TimingPlan
 from radixkv.audit.verdict import Verdict
-from radixkv.service import handlers
+from radixkv.service.endpoints import prefixes
 from tests.service.running import KEYS, Running, service_in_thread
 
 pytestmark = pytest.mark.timeout(600)  # some hundred requests, one after the other
@@ -68,14 +68,14 @@ def test_a_strict_tenants_counts_may_not_move_at_all(
         name: {"keys": [KEYS[name]], "mode": mode, "guaranteed_blocks": 256} for name in ("acme", "globex")
     }
     (tmp_path / "keys.json").write_text(json.dumps({"operator": KEYS["operator"], "tenants": entries}))
-    told = handlers._tenant_stats
+    told = prefixes._tenant_stats
 
     def moved(service: Any, tenant: str) -> Any:
         others = sum(service.cache.tenant_stats(name).requests for name in entries if name != tenant)
         own = told(service, tenant)
         return own.model_copy(update={"evicted_blocks": own.evicted_blocks + others})
 
-    monkeypatch.setattr(handlers, "_tenant_stats", moved)
+    monkeypatch.setattr(prefixes, "_tenant_stats", moved)
     with (
         service_in_thread(keys=str(tmp_path / "keys.json")) as live,
         Target(live.url, PAIR[0]) as a,

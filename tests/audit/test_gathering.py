@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, Tenant, audit, gathering, recovery
+from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, Tenant, audit
 from radixkv.audit import invariants, properties
-from radixkv.gathering import Gathering
-from radixkv.types import Snapshot
+from radixkv.index import recovery
+from radixkv.index import changes
+from radixkv.index import snapshot as snapshot_module
+from radixkv.index.snapshot import Gathering, Snapshot
 from radixkv_policies import POLICIES
 from tests.core.stepper import Interrupted, Stepper
 from tests.core.test_interrupted import SCENARIOS, World
@@ -111,9 +113,10 @@ def hooks_are_the_policys(state: Any) -> bool:
 
 @pytest.fixture
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "SLICE_NODES", 2)
-    monkeypatch.setattr(gathering, "SLICE_TENANTS", 1)
-    monkeypatch.setattr(gathering, "PATIENCE", 8)
+    monkeypatch.setattr(snapshot_module, "SLICE_NODES", 2)
+    monkeypatch.setattr(snapshot_module, "SLICE_TENANTS", 1)
+    monkeypatch.setattr(changes, "SLICE_TENANTS", 1)
+    monkeypatch.setattr(snapshot_module, "PATIENCE", 8)
 
 
 @pytest.mark.timeout(600)
@@ -184,7 +187,7 @@ def test_tenants_and_trees_that_come_and_go_between_slices() -> None:
 @pytest.mark.parametrize("num_slices", [1, 100])
 def test_a_tree_that_is_a_circle_is_reported(num_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader goes round and round in it."""
-    monkeypatch.setattr(gathering, "SLICE_NODES", 200 // num_slices)
+    monkeypatch.setattr(snapshot_module, "SLICE_NODES", 200 // num_slices)
     cache = PrefixCache(CacheConfig(num_blocks=300, block_size=1))
     for at in range(100):
         with cache.open(NS, [at, 1, 2]) as sequence:
@@ -203,7 +206,7 @@ def test_many_tenants_are_recorded_and_let_go_in_slices(monkeypatch: pytest.Monk
         with cache.open(Namespace(f"t{at}", "m"), [at]) as sequence:
             sequence.commit(1)
     changed: list[int] = []
-    begin, end = gathering.Recorder.begin, gathering.Recorder.end
+    begin, end = snapshot_module.Recorder.begin, snapshot_module.Recorder.end
 
     def counted_begin(self: Any, changes: Any, tenants: Any) -> None:
         changed.append(len(tenants))
@@ -215,10 +218,10 @@ def test_many_tenants_are_recorded_and_let_go_in_slices(monkeypatch: pytest.Monk
         changed.append(before - len(self._recorded))
         return done
 
-    monkeypatch.setattr(gathering.Recorder, "begin", counted_begin)
-    monkeypatch.setattr(gathering.Recorder, "end", counted_end)
+    monkeypatch.setattr(snapshot_module.Recorder, "begin", counted_begin)
+    monkeypatch.setattr(snapshot_module.Recorder, "end", counted_end)
     assert plain(cache.snapshot_in_slices()) == plain(cache.snapshot())
-    assert max(changed) == gathering.SLICE_TENANTS and 2 * (500 - 64) <= sum(changed) <= 2 * 500
+    assert max(changed) == snapshot_module.SLICE_TENANTS and 2 * (500 - 64) <= sum(changed) <= 2 * 500
     assert all(hooks_are_the_policys(state) for state in cache._tenants.values())
 
 
@@ -278,7 +281,7 @@ def test_no_hold_reads_more_than_a_slice_and_what_goes_with_it(monkeypatch: pyte
             with cache.open(NS, [at % 50, len(holds), at, 1]) as sequence:
                 sequence.commit(3)
 
-    found, most = cache.snapshot_in_slices(pause), gathering.SLICE_NODES
+    found, most = cache.snapshot_in_slices(pause), snapshot_module.SLICE_NODES
     assert len(holds) > 4000 // most and max(holds) <= 3 * most + len(kept)
     assert plain(found) == plain(cache.snapshot())
 
@@ -287,7 +290,7 @@ def test_no_hold_reads_more_than_a_slice_and_what_goes_with_it(monkeypatch: pyte
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_call_that_is_interrupted_while_somebody_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any call, at every seventeenth step: the reader begins anew or goes on, and in the end reads what is there."""
-    monkeypatch.setattr(gathering, "SLICE_NODES", 1)
+    monkeypatch.setattr(snapshot_module, "SLICE_NODES", 1)
     num_interrupted = 0
     for stop in range(1, 10_000, 17):
         world = World("lfu")
@@ -349,7 +352,7 @@ def test_no_false_alarm_while_threads_hammer(
     policy: str, monkeypatch: pytest.MonkeyPatch, _eager_switches: None
 ) -> None:
     """What the slices alone say is sound each time; nothing had to be looked at once more."""
-    monkeypatch.setattr(gathering, "SLICE_NODES", 50)
+    monkeypatch.setattr(snapshot_module, "SLICE_NODES", 50)
     cache, over = PrefixCache(CacheConfig(num_blocks=400, block_size=1, policy=policy)), threading.Event()
     hammers = [Hammer(cache, seed, over) for seed in range(3)]
     for hammer in hammers:

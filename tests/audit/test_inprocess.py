@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, PrefixCache, Tenant, segments
+from radixkv import CacheConfig, PrefixCache, Tenant
 from radixkv.audit import inprocess
 from radixkv.audit.inprocess import InProcess
 from radixkv.audit.verdict import Verdict
-from radixkv.tokens import encode
+from radixkv.index import ghost_keys
+from radixkv.index.tokens import encode
 
 Check = Callable[[InProcess], inprocess.Found]
 
@@ -60,7 +61,7 @@ class DigestTrusted(PrefixCache):
         self.asked: dict[int, tuple[Any, Any]] = {}
 
     def match(self, namespace: Any, ids: Any) -> Any:
-        state = segments.xxh3_64(namespace.framed())
+        state = ghost_keys.xxh3_64(namespace.framed())
         state.update(encode(ids))
         return super().match(*self.asked.setdefault(state.intdigest(), (namespace, ids)))
 
@@ -120,7 +121,7 @@ class Talkative(PrefixCache):
     """Every request of anybody's is logged."""
 
     def open(self, namespace: Any, *args: Any, **named: Any) -> Any:
-        logging.getLogger("radixkv.cache").warning("open of %s", namespace.tenant)
+        logging.getLogger("radixkv.index.cache").warning("open of %s", namespace.tenant)
         return super().open(namespace, *args, **named)
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from radixkv import Namespace, PrefixCache, Sequence
 from radixkv.bench import index, workloads
 from radixkv.bench.drive import OPERATIONS
-from radixkv.cli import commands
+from radixkv.cli.main import commands
 from radixkv.errors import ConfigError, IntegrityError
 
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv.bench import policies
-from radixkv.cli import commands
+from radixkv.cli.main import commands
 from radixkv.config import policy_names
 from radixkv.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv.bench import concurrency
-from radixkv.cli import commands
+from radixkv.cli.main import commands
 from radixkv.errors import ArgumentError
 
 

@@ -16,8 +16,8 @@ from click.testing import Result as Told
 
 import radixkv
 from radixkv.audit.verdict import EXIT_CODES, Verdict, worst
-from radixkv.cli import commands
-from radixkv.service.client import ServiceError
+from radixkv.cli.main import commands
+from radixkv.service.api_client import ServiceError
 from tests.service.running import Running, service_in_thread
 
 pytestmark = pytest.mark.timeout(600)  # most commands are processes of their own, and load torch
@@ -33,7 +33,7 @@ def live() -> Iterator[Running]:
 def run(*arguments: str, **environment: str) -> Result:
     """``radixkv`` in a process of its own, as a user runs it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
-    command = [sys.executable, "-m", "radixkv.cli", *arguments]
+    command = [sys.executable, "-m", "radixkv.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env={**clean, **environment})
 
 
@@ -47,8 +47,8 @@ def complaint(result: Result, code: int = 2) -> str:
 
 def test_help_and_version_load_nothing_heavy() -> None:
     code = (
-        "import sys, radixkv.cli\n"
-        "try: radixkv.cli.main(sys.argv[1:])\n"
+        "import sys, radixkv.cli.main\n"
+        "try: radixkv.cli.main.main(sys.argv[1:])\n"
         "finally: print(sorted(set(sys.modules) & set(HEAVY)))"
     ).replace(
         "HEAVY", repr(["torch", "transformers", "starlette", "pydantic", "redis", "hypothesis", "httpx"])
@@ -274,7 +274,7 @@ def test_audit_of_a_cache_of_ones_own(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "radixkv.cli",
+        "radixkv.cli.main",
         "audit",
         "run",
         "--cache",

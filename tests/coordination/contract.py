@@ -19,9 +19,9 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
-from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.protocol import MAX_AMOUNT, SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
-from radixkv.coordination.wire import NEVER, Limit
+from radixkv.coordination.coordinator import BaseCoordinator
+from radixkv.coordination.store.wire import NEVER, Limit
+from radixkv.coordination.values import MAX_AMOUNT, SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 from tests.coordination import signed
 
@@ -410,7 +410,7 @@ class CoordinatorContract:
 
     def test_another_wire_version_is_refused(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         fleet.join("a")
-        monkeypatch.setattr("radixkv.coordination.base.WIRE_VERSION", WIRE_VERSION + 1)
+        monkeypatch.setattr("radixkv.coordination.coordinator.WIRE_VERSION", WIRE_VERSION + 1)
         with pytest.raises(ConfigError, match="wire_version"):
             fleet.replica("b").register()
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.proofs import Proofs
-from radixkv.coordination.protocol import WIRE_VERSION, Load, Writer
-from radixkv.coordination.store import Standing, Store
-from radixkv.coordination.wire import Raised, Registration, new_token
+from radixkv.coordination.store.protocol import Standing, Store
+from radixkv.coordination.store.wire import Raised, Registration, new_token
+from radixkv.coordination.values import WIRE_VERSION, Load, Writer
 
 
 def beat(

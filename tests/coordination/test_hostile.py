@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from radixkv.coordination.protocol import FleetPin
-from radixkv.coordination.tenants import Purge
+from radixkv.coordination.purges import Purge
+from radixkv.coordination.values import FleetPin
 from radixkv.errors import ArgumentError, StaleEpoch, StoreUnavailable, UnreadableRecord
 from tests.coordination.contract import ACME, OTHER, by_hand, hinted, names, prompt, store
 from tests.coordination.test_redis import RedisFleet

@@ -13,16 +13,16 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import ManualClock
-from radixkv.coordination import Settings, connect, limits
-from radixkv.coordination.base import BaseCoordinator
+from radixkv.coordination import Settings, connect, quotas
+from radixkv.coordination.coordinator import BaseCoordinator
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.limits import Limits
-from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
-from radixkv.coordination.protocol import WIRE_VERSION, Load, Writer
-from radixkv.coordination.reader import Reader
-from radixkv.coordination.sources import Generations
-from radixkv.coordination.store import Durable, Share
-from radixkv.coordination.wire import Confirmed, Raised, Registration
+from radixkv.coordination.quotas import Limits
+from radixkv.coordination.routing.replica_sources import Generations
+from radixkv.coordination.store.memory import MemoryCoordinator, MemoryStore
+from radixkv.coordination.store.protocol import Durable, Share
+from radixkv.coordination.store.wire import Confirmed, Raised, Registration
+from radixkv.coordination.values import WIRE_VERSION, Load, Writer
+from radixkv.coordination.view.reader import Reader
 from radixkv.errors import ArgumentError, ConfigError, StaleEpoch, StoreUnavailable, UnreadableRecord
 from tests.coordination import signed
 from tests.coordination.contract import (
@@ -155,7 +155,7 @@ def test_stamps_grow_whatever_the_clock_says() -> None:
 
 
 def test_limits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_MAX_LIMITS", 3)
+    monkeypatch.setattr(quotas, "_MAX_LIMITS", 3)
     known = Limits(FleetKeys(SECRET), MemoryStore())
     for index in range(9):
         known.state(bytes([index]) * 32, index)
@@ -530,8 +530,8 @@ def test_settings_that_cannot_work_are_named(overrides: dict[str, Any], setting:
 
 def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Purges of tenants that have something here are obeyed all the same: the cache says who they are."""
-    monkeypatch.setattr("radixkv.coordination.tenants._MAX_NAMES", 5)
-    monkeypatch.setattr("radixkv.coordination.tenants.MAX_PURGES", 7)
+    monkeypatch.setattr("radixkv.coordination.purges._MAX_NAMES", 5)
+    monkeypatch.setattr("radixkv.coordination.purges.MAX_PURGES", 7)
     a = alone(replica_id="a", store=MemoryStore())
     cache = PrefixCache(CacheConfig(num_blocks=64, block_size=16), journal=a.journal)
     purged: list[str] = []

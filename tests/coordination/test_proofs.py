@@ -8,13 +8,13 @@ import pytest
 
 from radixkv.clock import ManualClock
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.memory import MemoryStore
 from radixkv.coordination.proofs import Proofs
-from radixkv.coordination.protocol import WIRE_VERSION, Load, Writer
-from radixkv.coordination.reader import Reader
+from radixkv.coordination.routing.replica_sources import Followed
 from radixkv.coordination.settings import Settings
-from radixkv.coordination.sources import Followed
-from radixkv.coordination.wire import Raised, Registration
+from radixkv.coordination.store.memory import MemoryStore
+from radixkv.coordination.store.wire import Raised, Registration
+from radixkv.coordination.values import WIRE_VERSION, Load, Writer
+from radixkv.coordination.view.reader import Reader
 
 SECRET = b"the secret of the fleet under test"
 PROOFS, OTHERS = Proofs(FleetKeys(SECRET)), Proofs(FleetKeys(SECRET[::-1]))

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, PrefixCache
-from radixkv.coordination.holdings import Holdings
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.publisher import Publisher
-from radixkv.coordination.wire import Entry
+from radixkv.coordination.store.holdings import Holdings
+from radixkv.coordination.store.wire import Entry
 
 KEYS = FleetKeys(b"0123456789abcdef0123456789abcdef")
 NAMESPACES = [Namespace("acme", "m"), Namespace("other", "m")]

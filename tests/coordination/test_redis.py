@@ -24,13 +24,13 @@ import trustme
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import Clock
 from radixkv.coordination import Load, Router, Settings, connect
-from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.holdings import Holdings
-from radixkv.coordination.protocol import WIRE_VERSION, FleetPin, JobPart, WarmJob, Writer
-from radixkv.coordination.redis import Address, RedisCoordinator, RedisStore, _greet
-from radixkv.coordination.store import Durable, Share
-from radixkv.coordination.tenants import Purge
-from radixkv.coordination.wire import NOTHING, Entry, Limit, Raised, Registration
+from radixkv.coordination.coordinator import BaseCoordinator
+from radixkv.coordination.purges import Purge
+from radixkv.coordination.store.holdings import Holdings
+from radixkv.coordination.store.protocol import Durable, Share
+from radixkv.coordination.store.redis import Address, RedisCoordinator, RedisStore, _greet
+from radixkv.coordination.store.wire import NOTHING, Entry, Limit, Raised, Registration
+from radixkv.coordination.values import WIRE_VERSION, FleetPin, JobPart, WarmJob, Writer
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
 from tests.coordination.contract import (
     ACME,
@@ -895,7 +895,9 @@ def test_a_server_that_does_not_answer_delays_nobody(
     fleet: RedisFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every local answer goes on while the thread that writes waits for a reply, under the lock of who writes."""
-    monkeypatch.setattr("radixkv.coordination.redis.RedisStore", lambda url, _: RedisStore(url, PATIENCE_S))
+    monkeypatch.setattr(
+        "radixkv.coordination.store.redis.RedisStore", lambda url, _: RedisStore(url, PATIENCE_S)
+    )
     a = fleet.replica("a")
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
     a.attach(cache)

@@ -14,13 +14,13 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Load, Router, connect
-from radixkv.coordination.base import BaseCoordinator
-from radixkv.coordination.costs import COSTS, Facts
+from radixkv.coordination.coordinator import BaseCoordinator
 from radixkv.coordination.keys import FleetKeys
-from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.protocol import MAX_AMOUNT, SEGMENT_TOKENS
-from radixkv.coordination.router import Predicted, Predictions
-from radixkv.coordination.sources import Beside, Generations, Observer
+from radixkv.coordination.routing.costs import COSTS, Facts
+from radixkv.coordination.routing.replica_sources import Beside, Generations, Observer
+from radixkv.coordination.routing.router import Predicted, Predictions
+from radixkv.coordination.store.memory import MemoryStore
+from radixkv.coordination.values import MAX_AMOUNT, SEGMENT_TOKENS
 from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
 from tests.coordination import signed
 from tests.redis_server import free_port
@@ -486,7 +486,7 @@ def test_stddev_takes_the_longest_match_of_ordinary_load() -> None:
 
 
 def test_the_predicted_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.coordination.router._MAX_PREDICTED_EACH", 10)
+    monkeypatch.setattr("radixkv.coordination.routing.router._MAX_PREDICTED_EACH", 10)
     predicted = Predicted(5.0)
     for number in range(200):
         digests = [bytes([number, at]) * 8 for at in range(3)]
@@ -501,7 +501,7 @@ def test_the_predicted_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_tenant_with_many_predictions_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.coordination.router._MAX_PREDICTED", 30)
+    monkeypatch.setattr("radixkv.coordination.routing.router._MAX_PREDICTED", 30)
     predictions = Predictions(5.0)
     mine = [bytes([255, at]) * 8 for at in range(8)]
     predictions.add("victim", mine, "a", 100, 0.0)
@@ -550,7 +550,7 @@ def test_what_one_tenant_predicts_moves_no_other_tenants_routes(cost: str) -> No
 
 
 def test_generations_of_a_router_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.coordination.sources.MAX_PURGES", 4)
+    monkeypatch.setattr("radixkv.coordination.routing.replica_sources.MAX_PURGES", 4)
     store, keys = MemoryStore(), FleetKeys(SECRET)
     generations = Generations(keys, store)
     for number in range(9):

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from radixkv.clock import ManualClock
-from radixkv.coordination.holdings import Holdings, split
-from radixkv.coordination.memory import MemoryStore
-from radixkv.coordination.protocol import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob, Writer
-from radixkv.coordination.redis import RedisStore
-from radixkv.coordination.store import Durable, Looked, Share, Store
-from radixkv.coordination.wire import NO_LIMIT, NOTHING, OPS, TIERS, Entry, Limit, Raised, Registration
+from radixkv.coordination.store.holdings import Holdings, split
+from radixkv.coordination.store.memory import MemoryStore
+from radixkv.coordination.store.protocol import Durable, Looked, Share, Store
+from radixkv.coordination.store.redis import RedisStore
+from radixkv.coordination.store.wire import NO_LIMIT, NOTHING, OPS, TIERS, Entry, Limit, Raised, Registration
+from radixkv.coordination.values import NOBODY, WIRE_VERSION, FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.errors import StoreUnavailable
 from tests.redis_server import ClusterServers, RedisServer, SentinelServers
 from tests.tcp_proxy import TcpProxy

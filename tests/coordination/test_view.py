@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.coordination.segments import Segments
-from radixkv.coordination.view import RemoteLog, View
-from radixkv.coordination.wire import TIERS, Entry
+from radixkv.coordination.store.wire import TIERS, Entry
+from radixkv.coordination.view.segment_table import Segments
+from radixkv.coordination.view.view import RemoteLog, View
 
 NAMESPACES = (b"a" * 32, b"b" * 32)
 PATHS = [

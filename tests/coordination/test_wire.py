@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_hexdigest
 
-from radixkv.coordination import wire
-from radixkv.coordination.holdings import split
-from radixkv.coordination.protocol import JobPart, WarmJob, Writer
-from radixkv.coordination.wire import Confirmed, Raised, Registration, WireError
+from radixkv.coordination.store import wire
+from radixkv.coordination.store.holdings import split
+from radixkv.coordination.store.wire import Confirmed, Raised, Registration, WireError
+from radixkv.coordination.values import JobPart, WarmJob, Writer
 
 REGISTRATION = Registration(
     "a", 7, "nonce", "http://h", "fp", 16, 1, "canary", 3, "proof", 1500, 4, 7, 1_700_000_000_000

@@ -30,7 +30,7 @@ from typing import Any
 
 import radixkv
 import radixkv_policies
-from radixkv.locking import SourceLock
+from radixkv.index.locking import SourceLock
 
 _OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
 _NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])

@@ -14,7 +14,7 @@ import pytest
 
 from radixkv import IntegrityError, Namespace, PrefixCache, Tenant, audit
 from radixkv.audit import invariants
-from radixkv.types import LendingSnapshot, Snapshot
+from radixkv.index.snapshot import LendingSnapshot, Snapshot
 from tests.core.support import NS, compute, make_cache
 
 

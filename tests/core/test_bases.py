@@ -19,7 +19,7 @@ from radixkv import (
     Tenant,
     audit,
 )
-from radixkv import cache as cache_module
+from radixkv.index import cache as cache_module
 from tests.core.support import compute, make_cache, same
 
 OP, A, B = Namespace("op", "m"), Namespace("a", "m"), Namespace("b", "m")

@@ -23,22 +23,12 @@ from typing import Any
 
 import pytest
 
-from radixkv import (
-    CacheConfig,
-    LeaseError,
-    Namespace,
-    Pin,
-    PrefixCache,
-    Sequence,
-    Tenant,
-    audit,
-    forgetting,
-    recovery,
-)
-from radixkv import cache as cache_module
+from radixkv import CacheConfig, LeaseError, Namespace, Pin, PrefixCache, Sequence, Tenant, audit
 from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
 from radixkv.clock import ManualClock
+from radixkv.index import cache as cache_module
+from radixkv.index import purge, recovery
 from tests.core.stepper import Interrupted, Stepper
 from tests.core.test_journal import JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
@@ -564,7 +554,7 @@ def test_in_slices(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cache_module, "MAX_VICTIMS_AT_ONCE", 0)
     for slices in ("MAX_BLOCKS_AT_ONCE", "SLICE_BLOCKS"):
         monkeypatch.setattr(cache_module, slices, 2)
-    monkeypatch.setattr(forgetting, "SLICE_NODES", 2)
+    monkeypatch.setattr(purge, "SLICE_NODES", 2)
     test_an_exception_between_any_two_steps(name, policy)
 
 

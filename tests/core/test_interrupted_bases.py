@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, Namespace, PrefixCache, audit, recovery
+from radixkv import CacheConfig, Namespace, PrefixCache, audit
+from radixkv.index import recovery
 from tests.core.test_base_lives import BaseMachine
 from tests.core.test_interrupted import ZEROS, A, Call, Run, Scenario, World, _end, _holds, _steps
 from tests.model import chain, resident_prefixes

@@ -9,7 +9,7 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit import properties
-from radixkv.types import Key
+from radixkv.index.tokens import Key
 from tests.core.support import NS, compute
 
 

@@ -36,8 +36,8 @@ from radixkv import (
 )
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties import LAYOUT
-from radixkv.segments import SegmentKeys
-from radixkv.tree import path_between
+from radixkv.index.ghost_keys import SegmentKeys
+from radixkv.index.tree import path_between
 from tests.core.support import NS, make_cache, same
 
 OTHER = Namespace("b", "m")

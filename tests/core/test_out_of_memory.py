@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import pytest
 
-from radixkv import CacheConfig, IntegrityError, Namespace, PrefixCache, Sequence, audit, recovery
-from radixkv.recovery import MAX_FAILED_REPAIRS
+from radixkv import CacheConfig, IntegrityError, Namespace, PrefixCache, Sequence, audit
+from radixkv.index import recovery
+from radixkv.index.recovery import MAX_FAILED_REPAIRS
 
 pytest.importorskip("_testcapi")
 

@@ -33,13 +33,13 @@ from radixkv import (
     Tenant,
     TokenError,
     audit,
-    upkeep,
 )
 from radixkv.clock import ManualClock
+from radixkv.config import MAX_PINS
 from radixkv.errors import CapacityError
-from radixkv.forgetting import PIN_NODES, SLICE_NODES
-from radixkv.namespaces import MAX_PINS
-from radixkv.pins import MAX_TTL_S, SLICE_PINS
+from radixkv.index import maintenance
+from radixkv.index.pins import MAX_TTL_S, SLICE_PINS
+from radixkv.index.purge import PIN_NODES, SLICE_NODES
 from radixkv_policies import POLICIES
 from tests.core.support import NS, compute, same
 
@@ -583,7 +583,7 @@ def test_when_a_pin_ends_depends_on_nobody_else(others: int) -> None:
 
 def test_upkeep_ends_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the monotonic clock, in its thread, which is there from the first pin on; the cache goes with its last one."""
-    monkeypatch.setattr(upkeep, "PERIOD_S", 0.01)
+    monkeypatch.setattr(maintenance, "PERIOD_S", 0.01)
     before = threads()
     cache = PrefixCache(CacheConfig(8, 4, default_tenant=Tenant("default", max_pinned_blocks=8)))
     compute(cache, range(8))

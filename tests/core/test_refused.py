@@ -22,8 +22,8 @@ from radixkv import (
     Tenant,
     TokenError,
     audit,
-    recovery,
 )
+from radixkv.index import recovery
 from tests.core.support import NS, compute, same
 from tests.core.test_journal import Recorder
 from tests.model import resident_prefixes

@@ -8,7 +8,7 @@ from itertools import pairwise
 from xxhash import xxh3_64_intdigest
 
 from radixkv import Namespace
-from radixkv.segments import SegmentKeys
+from radixkv.index.ghost_keys import SegmentKeys
 
 SIZE, BLOCK = 32, 8
 NAMESPACE = Namespace("t", "m")

@@ -21,9 +21,9 @@ import radixkv
 from radixkv import Namespace, PrefixCache, Sequence, audit
 from radixkv.bench import shapes, workloads
 from radixkv.bench.workloads import Request
-from radixkv.cache import SLICE_BLOCKS
-from radixkv.tokens import encode
-from radixkv.tree import MAX_GROWN_LABEL_BYTES, MAX_LABEL_BYTES
+from radixkv.index.cache import SLICE_BLOCKS
+from radixkv.index.tokens import encode
+from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, MAX_LABEL_BYTES
 from tests.core.support import NS, make_cache
 
 LIBRARY = str(Path(radixkv.__file__).parent)

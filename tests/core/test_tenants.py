@@ -28,7 +28,7 @@ from radixkv import (
     Tenant,
     audit,
 )
-from radixkv.namespaces import MAX_WEIGHT, MIN_WEIGHT
+from radixkv.config import MAX_WEIGHT, MIN_WEIGHT
 from radixkv_policies import POLICIES
 from tests.core.support import compute, make_cache, same, scrubbed
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, PrefixCache, TokenError, audit
-from radixkv.tokens import MAX_BUFFERED, MIN_BUFFERED, decode, encode, encode_one
+from radixkv.index.tokens import MAX_BUFFERED, MIN_BUFFERED, decode, encode, encode_one
 
 IDS = [0, 1, 2, 100, 127]
 KEY = b"".join(token_id.to_bytes(4, "little") for token_id in IDS)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from radixkv import CacheConfig, Namespace, PrefixCache, Tenant, upkeep
+from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
+from radixkv.index import maintenance
 from radixkv_policies import LRU, POLICIES, Policy
 
 LEARNING = [name for name, policy in POLICIES.items() if policy.maintain is not Policy.maintain]
@@ -20,7 +21,7 @@ def threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("policy", LEARNING)
 def test_it_ends_with_its_cache(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nothing collects garbage: no cycle keeps the cache."""
-    monkeypatch.setattr(upkeep, "PERIOD_S", 0.01)
+    monkeypatch.setattr(maintenance, "PERIOD_S", 0.01)
     before = threads()
     cache = PrefixCache(CacheConfig(num_blocks=8, policy=policy))
     (thread,) = threads() - before
@@ -51,7 +52,7 @@ def test_a_policy_that_fails_stops_nobody_elses_upkeep(monkeypatch: pytest.Monke
         def maintain(self) -> None:
             learned.append("something")
 
-    monkeypatch.setattr(upkeep, "PERIOD_S", 0.01)
+    monkeypatch.setattr(maintenance, "PERIOD_S", 0.01)
     monkeypatch.setattr(threading, "excepthook", told.append)
     before = threads()
     cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4))

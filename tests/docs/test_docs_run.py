@@ -33,7 +33,7 @@ from typing import Any
 import click
 import pytest
 
-from radixkv.cli import commands
+from radixkv.cli.main import commands
 from tests.docs.blocks import DOCUMENTS, ROOT, Block, blocks_in, blocks_of, commands_in_text
 from tests.service.running import Process, served
 

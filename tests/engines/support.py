@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from radixkv import audit
-from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
+from radixkv.index.cache import PrefixCache
 
 VOCAB = 97
 EOS, PAD = 2, 0

@@ -9,9 +9,9 @@ from collections.abc import Sequence as SequenceABC
 import pytest
 
 from radixkv import audit
-from radixkv.cache import PrefixCache
 from radixkv.engines.hf import HFEngine
-from radixkv.sequence import Sequence
+from radixkv.index.cache import PrefixCache
+from radixkv.index.sequence import Sequence
 from tests.engines.support import engine_over, model_of, prompt_of, stock
 
 

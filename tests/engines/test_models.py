@@ -31,11 +31,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, KVLayout
 from radixkv.engines.hf import HFEngine, demo_model, fingerprint, layout_of, load_model
 from radixkv.errors import ConfigError
-from radixkv.storage.layout import KVLayout
+from radixkv.index.cache import PrefixCache
 from tests.engines.support import VOCAB, engine_over, model_of, prompt_of, stock
 
 TINY: dict[str, Any] = {

@@ -13,14 +13,12 @@ import torch
 from transformers import DynamicCache
 
 from radixkv import audit
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, KVLayout, Namespace, Tenant
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.hf_cache import PagedCache
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError
-from radixkv.namespaces import Namespace, Tenant
+from radixkv.index.cache import PrefixCache
 from radixkv.service.worker import ModelWorker, Work
-from radixkv.storage.layout import KVLayout
 from radixkv_policies import LRU, RequestHints
 from tests.engines.support import EOS, VOCAB, engine_over, model_of, prompt_of, stock
 

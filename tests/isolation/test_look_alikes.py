@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixkv import CacheConfig, Namespace, NamespaceError, PrefixCache, Tenant, audit
+from radixkv.config import MAX_FIELD_BYTES
 from radixkv.coordination.keys import FleetKeys, frame, mac
-from radixkv.namespaces import MAX_FIELD_BYTES
-from radixkv.segments import SegmentKeys
+from radixkv.index.ghost_keys import SegmentKeys
 
 SECRET = b"the secret of the fleet under test"
 KEYS = FleetKeys(SECRET)

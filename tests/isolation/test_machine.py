@@ -11,8 +11,9 @@ from typing import ClassVar
 
 import pytest
 
-from radixkv import PrefixCache, cache, forgetting, sequence, tree
+from radixkv import PrefixCache
 from radixkv.audit import properties
+from radixkv.index import cache, purge, sequence, tree
 from radixkv_policies import POLICIES
 
 EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "2000"))
@@ -47,7 +48,7 @@ def test_nothing_is_found_at_the_limits(
     monkeypatch.setattr(tree, "MAX_LABEL_BYTES", label_bytes)
     monkeypatch.setattr(tree, "MAX_GROWN_LABEL_BYTES", grown_bytes)
     monkeypatch.setattr(sequence, "MAX_COPIED_TAIL_BYTES", 8)
-    monkeypatch.setattr(forgetting, "SLICE_NODES", 1)
+    monkeypatch.setattr(purge, "SLICE_NODES", 1)
     monkeypatch.setattr(cache, "SLICE_BLOCKS", 1)
     report = properties.run(PrefixCache, max(EXAMPLES // 10, 20), 50, seed=SEED)
     assert report.ok, report.failure

@@ -14,8 +14,8 @@ from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, Tenant, au
 from radixkv.audit import properties
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties import CacheAdapter
+from radixkv.config import Mode
 from radixkv.errors import RadixKVError
-from radixkv.namespaces import Mode
 from radixkv_policies import POLICIES, Policy
 from tests.core.support import make_cache
 

@@ -18,20 +18,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixkv import PrefixCache, bases, lending
-from radixkv import registry as registry_module
-from radixkv import tree as tree_module
+from radixkv import PrefixCache
 from radixkv.audit import properties
-from radixkv.blocks import BlockPool, WaitingCopies
 from radixkv.errors import QuotaExceeded
-from radixkv.eviction import Evictor
-from radixkv.pins import Pins
-from radixkv.registry import Registry
-from radixkv.runs import Runs
-from radixkv.sequence import Sequence
+from radixkv.index import bases, device_beams
+from radixkv.index import registry as registry_module
+from radixkv.index import tree as tree_module
+from radixkv.index.blocks import BlockPool, WaitingCopies
+from radixkv.index.eviction import Evictor
+from radixkv.index.pins import Pins
+from radixkv.index.registry import Registry
+from radixkv.index.runs import Runs
+from radixkv.index.sequence import Sequence
+from radixkv.index.tenants import TenantState
+from radixkv.index.tree import RadixTree
 from radixkv.storage.beams import DeviceBeams
-from radixkv.tenants import TenantState
-from radixkv.tree import RadixTree
 from radixkv_kernels import reference
 from radixkv_policies.lfu import LFU
 
@@ -551,7 +552,7 @@ def read_counts_told(patch: pytest.MonkeyPatch) -> None:
 
 def reconcile_forgets_an_owner(patch: pytest.MonkeyPatch) -> None:
     """What beams share when they come back counts one sequence too few."""
-    original = lending._share
+    original = device_beams._share
 
     def share(family: list[Any], rows: Any, at: int) -> None:
         original(family, rows, at)
@@ -559,12 +560,12 @@ def reconcile_forgets_an_owner(patch: pytest.MonkeyPatch) -> None:
         if run is not None and run.owners > 1:
             run.owners -= 1
 
-    patch.setattr(lending, "_share", share)
+    patch.setattr(device_beams, "_share", share)
 
 
 def reconcile_loses_blocks(patch: pytest.MonkeyPatch) -> None:
     """Blocks that were lent, and that no beam took, don't come back."""
-    original = lending._take_back
+    original = device_beams._take_back
 
     def lossy(cache: Any, beams: Any, reading: Any) -> None:
         given = cache._evictor.give
@@ -572,7 +573,7 @@ def reconcile_loses_blocks(patch: pytest.MonkeyPatch) -> None:
         original(cache, beams, reading)
         patch.setattr(Evictor, "give", given.__func__)
 
-    patch.setattr(lending, "_take_back", lossy)
+    patch.setattr(device_beams, "_take_back", lossy)
 
 
 def reconcile_mistakes_the_ancestor(patch: pytest.MonkeyPatch) -> None:
@@ -592,7 +593,7 @@ def shared_blocks_lent(patch: pytest.MonkeyPatch) -> None:
     def all_of_them(sequences: Any) -> Any:
         return np.concatenate([sequence.block_table for sequence in sequences])
 
-    patch.setattr(lending, "_private_blocks", all_of_them)
+    patch.setattr(device_beams, "_private_blocks", all_of_them)
 
 
 def beam_copies_skipped(patch: pytest.MonkeyPatch) -> None:
@@ -602,14 +603,14 @@ def beam_copies_skipped(patch: pytest.MonkeyPatch) -> None:
 
 def lent_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """Blocks are lent to the device and charged to nobody."""
-    original = lending._begin
+    original = device_beams._begin
 
     def begin(cache: Any, *args: Any) -> Any:
         beams, private = original(cache, *args)
         cache._evictor._discharge(beams.tenant, len(beams.block_ids) // 4)
         return beams, private
 
-    patch.setattr(lending, "_begin", begin)
+    patch.setattr(device_beams, "_begin", begin)
 
 
 def lent_and_still_used(patch: pytest.MonkeyPatch) -> None:
@@ -621,8 +622,8 @@ def lent_and_still_used(patch: pytest.MonkeyPatch) -> None:
             sequence._is_open = True
         return beams, private
 
-    original = lending._begin
-    patch.setattr(lending, "_begin", lambda *args: begin(original, *args))
+    original = device_beams._begin
+    patch.setattr(device_beams, "_begin", lambda *args: begin(original, *args))
 
 
 _WRONG = "never committed|other KV|A observes|A is served|counts, names or bytes"

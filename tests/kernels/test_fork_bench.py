@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from radixkv.bench import fork as bench
+from radixkv.config import ELEMENT_BYTES
 from radixkv.errors import ArgumentError, ConfigError, KernelError
 from radixkv.storage import KVLayout
-from radixkv.storage.layout import ELEMENT_BYTES
 
 TINY = {
     "num_layers": 2,

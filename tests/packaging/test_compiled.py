@@ -24,7 +24,7 @@ with cache.open(namespace, range(40)) as sequence:
     sequence.commit(40)
 import radixkv.coordination.publisher
 import radixkv_policies.lrfu
-files = radixkv.tree.__file__, radixkv_policies.lrfu.__file__, radixkv.coordination.publisher.__file__
+files = radixkv.index.tree.__file__, radixkv_policies.lrfu.__file__, radixkv.coordination.publisher.__file__
 print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, *files)
 """
 
@@ -139,13 +139,18 @@ def test_it_has_the_docstrings_and_signatures_of_the_sources(site: Path) -> None
     compiled, pure = (json.loads(said_by(HELP, site, RADIXKV_PURE=wish)) for wish in ("0", "1"))
     assert (compiled.pop("COMPILED"), pure.pop("COMPILED")) == (True, False)
     assert {name: compiled.get(name) for name in pure} == pure
-    doc, signature = compiled["radixkv.cache.PrefixCache.open"]
+    doc, signature = compiled["radixkv.index.cache.PrefixCache.open"]
     assert len(pure) > 300 and doc and ["hints", "KEYWORD_ONLY", "None"] in signature
 
 
 @pytest.mark.parametrize(
     "edited",
-    ["radixkv/tree.py", "radixkv/errors.py", "radixkv_policies/hints.py", "radixkv/coordination/wire.py"],
+    [
+        "radixkv/index/tree.py",
+        "radixkv/errors.py",
+        "radixkv_policies/hints.py",
+        "radixkv/coordination/store/wire.py",
+    ],
 )
 def test_the_sources_are_used_once_one_was_edited(site: Path, edited: str) -> None:
     """Also one that is only read for it; the same bytes again, and it is the compiled index again."""

@@ -22,7 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from radixkv.extras import LIBRARIES
+from radixkv.errors import EXTRA_LIBRARIES
 from tests.packaging.building import ROOT
 from tests.redis_server import RedisServer
 from tests.service.running import START_S, Running, eventually, service_in_thread
@@ -133,9 +133,9 @@ Make = Callable[[str], Environment]
 
 def test_the_table_of_libraries_is_that_of_the_extras() -> None:
     """Each extra brings the modules that are looked for."""
-    assert {*LIBRARIES, "all"} == {*EXTRAS} - DEVELOPMENT
+    assert {*EXTRA_LIBRARIES, "all"} == {*EXTRAS} - DEVELOPMENT
     names = {"prometheus_client": "prometheus-client"}
-    for extra, modules in LIBRARIES.items():
+    for extra, modules in EXTRA_LIBRARIES.items():
         brought = requirements(extra)
         assert {names.get(module, module) for module in modules} <= brought, extra
 
@@ -209,9 +209,9 @@ def test_a_missing_extra_is_one_line_that_names_it(environment: Make, arguments:
         ("radixkv.engines.hf_cache", "hf"),
         ("radixkv.service", "http"),
         ("radixkv.service.app", "http"),
-        ("radixkv.service.client", "http"),
-        ("radixkv.metrics", "http"),
-        ("radixkv.coordination.redis", "redis"),
+        ("radixkv.service.api_client", "http"),
+        ("radixkv.service.metrics", "http"),
+        ("radixkv.coordination.store.redis", "redis"),
         ("radixkv.storage.device", "storage"),
         ("radixkv.audit.properties", "audit"),
         ("radixkv.audit.inprocess", "audit"),
@@ -272,7 +272,7 @@ def test_tokenizer_and_redis(environment: Make) -> None:
         )
         == "8000"
     )
-    environment("redis").evaluate("import radixkv.coordination.redis")
+    environment("redis").evaluate("import radixkv.coordination.store.redis")
 
 
 def test_http_runs_what_talks_to_a_service(environment: Make, live: Running, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_the_wheel_brings_its_licence_and_its_command(wheel: Path) -> None:
         licence = archive.read(names["licenses/LICENSE"]).decode()
         commands = archive.read(names["entry_points.txt"]).decode()
     assert "Apache License" in licence and "Version 2.0" in licence
-    assert "radixkv = radixkv.cli:main" in commands
+    assert "radixkv = radixkv.cli.main:main" in commands
 
 
 def test_the_sdist_brings_what_a_packager_needs(sdist: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, RequestHints, audit
-from radixkv import cache as cache_module
 from radixkv.clock import ManualClock
-from radixkv.registry import Registry
+from radixkv.index import cache as cache_module
+from radixkv.index.registry import Registry
 from radixkv_policies import POLICIES
 from tests.model import resident_prefixes
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv import ArgumentError, CacheConfig, ConfigError, Namespace, PrefixCache, Tenant, audit, policies
-from radixkv.cli import commands
+from radixkv.cli.main import commands
 from radixkv.service.auth import Keyring
 from radixkv.service.schemas.tenants import TenantSettings
 from tests.core.support import compute
@@ -144,7 +144,7 @@ def test_a_broken_entry_point_names_its_distribution(
         with pytest.raises(ConfigError, match=what) as caught:
             CacheConfig(8, policy=name)
         assert "others-policies" in caught.value.allowed and caught.value.value == name
-    with caplog.at_level(logging.WARNING, logger="radixkv.policies"):
+    with caplog.at_level(logging.WARNING, logger="radixkv.config"):
         policies.load_registered()
     assert caplog.text.count("others-policies") == 2
     assert policies.loaded_names()[-1] == "fine"
@@ -190,7 +190,7 @@ def test_the_simulator_with_processes(folder: Path) -> None:
         for at in range(12)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code = "import sys; sys.path = [each for each in sys.path if each]; from radixkv.cli import main; main()"
+    code = "import sys; sys.path = [each for each in sys.path if each]; from radixkv.cli.main import main; main()"
     ran = subprocess.run(
         [sys.executable, "-c", code, "simulate", str(trace), "--policy", "lru,my_policies:DeepestFirst",
          "--capacity", "64,128", "--jobs", "2", "--json"],

@@ -19,7 +19,7 @@ import httpx
 
 from radixkv.service.core import Limits, Service
 from radixkv.service.local import running
-from radixkv.service.settings import ServeSettings
+from radixkv.service.options import ServeSettings
 from radixkv.service.worker import Work
 
 KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator"}
@@ -121,7 +121,7 @@ class Process:
 
     def __init__(self, options: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.log = log
-        command = [sys.executable, "-m", "radixkv.cli", "serve", "--threads", "1", *options]
+        command = [sys.executable, "-m", "radixkv.cli.main", "serve", "--threads", "1", *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv import audit
-from radixkv.service.bases import ACCOUNT
+from radixkv.service.endpoints.bases import ACCOUNT
 from tests.service.running import Running, eventually, model_held, sent, service_in_thread
 from tests.service.test_refusals import refusal
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixkv.errors import ArgumentError, ConfigError
-from radixkv.service.client import Client, ServiceError
+from radixkv.service.api_client import Client, ServiceError
 
 
 @pytest.mark.parametrize("url", [None, 5, b"http://x", "", "x", "ftp://x", "http://", "http://\ud800/"])

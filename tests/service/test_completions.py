@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv import audit
-from radixkv.service.completions import EventStream
+from radixkv.service.endpoints.completions import EventStream
 from radixkv.service.worker import ModelWorker, Work
 from tests.service.running import Running, client, eventually, model_held, sent
 

@@ -86,7 +86,7 @@ def test_another_tenant_does_not_wait_for_unread_or_endless_streams(roomy: Runni
 
 
 def test_an_unread_stream_ends_with_its_time(monkeypatch: pytest.MonkeyPatch, roomy: Running) -> None:
-    monkeypatch.setattr("radixkv.service.completions._READING_S", 0.1)
+    monkeypatch.setattr("radixkv.service.endpoints.completions._READING_S", 0.1)
     monkeypatch.setattr(roomy.service, "limits", roomy.service.limits.__class__(timeout_s=3.0))
     with asked(roomy, "globex", {**ENDLESS, "stream": True}):
         eventually(lambda: roomy.service.worker.num_suspended == 1)

@@ -20,11 +20,11 @@ from cryptography.hazmat.primitives import serialization
 
 from radixkv.clock import ManualClock
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.service.api_client import Client
 from radixkv.service.app import SECURITY_HEADERS
-from radixkv.service.client import Client
 from radixkv.service.connection import Noise
 from radixkv.service.endpoint import problem_of
-from radixkv.service.settings import RouteSettings, ServeSettings
+from radixkv.service.options import RouteSettings, ServeSettings
 from radixkv.service.worker import Work
 from tests.service.running import DEADLINE_S, KEYS, Running, client, eventually, served, service_in_thread
 

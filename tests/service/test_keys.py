@@ -18,9 +18,9 @@ from radixkv import CacheConfig, PrefixCache, Tenant, audit
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError, NamespaceError
 from radixkv.service.auth import Keyring, Principal
-from radixkv.service.keys import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
+from radixkv.service.key_store import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
 from radixkv.service.schemas.tenants import TenantSettings
-from radixkv.service.tenancy import Tenancy
+from radixkv.service.tenant_sync import Tenancy
 from tests.service.running import Running, client, service_in_thread
 from tests.service.test_refusals import refusal
 
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(service: Running, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("radixkv.service.keys.os.fsync", full)
+        patch.setattr("radixkv.service.key_store.os.fsync", full)
         answer = service.operator.post("/v1/tenants/acme/keys")
     assert answer.status_code == 503 and "No space left" in answer.json()["error"]["message"]
     assert len(service.service.keyring.keys) == 2

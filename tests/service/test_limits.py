@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from radixkv import audit
-from radixkv.service import client as service_client
+from radixkv.service import api_client as service_client
 from radixkv.service import connection as connections
 from radixkv.service.limits import Gate, Limits, TokenBucket, TooFast
 from radixkv.service.worker import Busy

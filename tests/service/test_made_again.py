@@ -11,7 +11,7 @@ import pytest
 
 from radixkv import audit
 from radixkv.errors import StoreUnavailable
-from radixkv.service.keys import LOOK_EVERY_S
+from radixkv.service.key_store import LOOK_EVERY_S
 from tests.service.running import KEYS, Running, client, eventually, model_held, service_in_thread
 
 PROMPT = {"token_ids": [*range(100, 164)]}

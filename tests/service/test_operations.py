@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import radixkv
-from radixkv import recovery
 from radixkv.engines.hf import demo_model
 from radixkv.errors import IntegrityError
+from radixkv.index import recovery
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.worker import Work
 from tests.service.running import DEADLINE_S, Running, service_in_thread

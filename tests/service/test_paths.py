@@ -12,7 +12,7 @@ import pytest
 from radixkv.errors import ConfigError
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.auth import Keyring
-from radixkv.service.keys import KeyStore
+from radixkv.service.key_store import KeyStore
 from tests.service.running import Running
 from tests.service.test_refusals import refusal
 

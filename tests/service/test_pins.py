@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv import audit
-from radixkv.cli import commands
+from radixkv.cli.main import commands
 from radixkv_policies import LRFU
 from tests.service.running import Running, service_in_thread
 from tests.service.test_refusals import refusal

@@ -8,15 +8,15 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.clock import ManualClock
+from radixkv.config import Tenant
 from radixkv.coordination import Settings
-from radixkv.coordination.memory import MemoryCoordinator, MemoryStore
+from radixkv.coordination.store.memory import MemoryCoordinator, MemoryStore
 from radixkv.errors import StoreUnavailable
-from radixkv.namespaces import Tenant
 from radixkv.service.auth import Keyring
-from radixkv.service.keys import KeyStore
-from radixkv.service.quotas import Quotas
+from radixkv.service.fleet.quotas import Quotas
+from radixkv.service.key_store import KeyStore
 from radixkv.service.schemas.tenants import TenantSettings
-from radixkv.service.tenancy import Tenancy
+from radixkv.service.tenant_sync import Tenancy
 
 NUM_BLOCKS = 64
 

@@ -11,8 +11,8 @@ import pytest
 
 from radixkv.bench.simulate import run
 from radixkv.bench.simulation.trace import hints_of, read
+from radixkv.config import Namespace
 from radixkv.errors import ConfigError
-from radixkv.namespaces import Namespace
 from radixkv.service.recording import Recorder
 from radixkv_policies import Learned, RequestHints
 from tests.service.running import service_in_thread

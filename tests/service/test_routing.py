@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from radixkv import Namespace
-from radixkv.cli import _ROUTE_OPTIONS
+from radixkv.cli.main import _ROUTE_OPTIONS
 from radixkv.coordination import connect
-from radixkv.coordination.costs import COSTS, CostName
+from radixkv.coordination.routing.costs import COSTS, CostName
 from radixkv.errors import ConfigError
-from radixkv.service.settings import ROUTE_DEFAULTS, RouteSettings
+from radixkv.service.options import ROUTE_DEFAULTS, RouteSettings
 from tests.redis_server import RedisServer, free_port
 from tests.service.running import (
     DEADLINE_S,
@@ -80,7 +80,7 @@ def router(redis_server: RedisServer, secret: Path, tmp_path: Path) -> Iterator[
     url = f"http://127.0.0.1:{free_port()}"
     options = ["--port", url.rpartition(":")[2], "--redis", redis_server.url, "--fleet-secret", str(secret)]
     with (
-        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli", "route", *options)),
+        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli.main", "route", *options)),
         client(url, "demo-acme") as acme,
     ):
         eventually(lambda: answers(acme, "/healthz"), "the router listens", START_S)
@@ -351,7 +351,7 @@ def test_a_router_says_why_its_store_does_not_answer(secret: Path, tmp_path: Pat
     url, store = f"http://127.0.0.1:{free_port()}", f"redis://someone:hidden@127.0.0.1:{free_port()}"
     options = ["--port", url.rpartition(":")[2], "--redis", store, "--fleet-secret", str(secret)]
     with (
-        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli", "route", *options)) as started,
+        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli.main", "route", *options)) as started,
         client(url, "demo-operator") as operator,
     ):
         eventually(lambda: answers(operator, "/healthz"), "the router listens", START_S)

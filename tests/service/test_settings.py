@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import trustme
 
-from radixkv import cli
+from radixkv.cli.main import main as cli
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
 from radixkv.service.auth import Keyring
-from radixkv.service.keys import KeyStore
+from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
+from radixkv.service.options import DEFAULTS, ROUTE_DEFAULTS, ServeSettings
 from radixkv.service.server import bind
-from radixkv.service.settings import DEFAULTS, ROUTE_DEFAULTS, ServeSettings
 
 
 def test_nothing_set_is_the_embedded_default() -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from radixkv.coordination import JobPart, WarmJob
-from radixkv.coordination.protocol import Writer
+from radixkv.coordination.values import Writer
 from radixkv.service.core import Limits
-from radixkv.service.jobs import Job
+from radixkv.service.fleet.job_table import Job
 from tests.service.running import DEADLINE_S, Running, eventually, model_held, sent, service_in_thread
 
 MESSAGES = [

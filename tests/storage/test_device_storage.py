@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv.config import ELEMENT_BYTES
 from radixkv.errors import ArgumentError, ConfigError, KernelError
-from radixkv.plan import StepPlan
 from radixkv.storage import DeviceStorage, KVLayout
-from radixkv.storage.layout import ELEMENT_BYTES
+from radixkv.storage.plan import StepPlan
 from radixkv_kernels import reference
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16")

@@ -23,9 +23,9 @@ An integrator hands in a factory and gets it attacked::
 
 from __future__ import annotations
 
-from radixkv.extras import require
+from radixkv.errors import require_extra
 
-require("radixkv.audit.properties", "audit")
+require_extra("radixkv.audit.properties", "audit")
 
 from radixkv.audit.properties.adapter import (
     Adapter,
@@ -34,7 +34,7 @@ from radixkv.audit.properties.adapter import (
     strict_halves,
     strict_system,
 )
-from radixkv.audit.properties.beams import BeamMachine
+from radixkv.audit.properties.beam_machine import BeamMachine
 from radixkv.audit.properties.machine import CacheMachine
 from radixkv.audit.properties.material import LAYOUT, NAMESPACES, CacheFactory, Held, Mirror, expect, prompts
 from radixkv.audit.properties.runner import PropertyReport, run, run_adapter

@@ -41,9 +41,8 @@ from radixkv.audit import invariants
 from radixkv.audit.oracle import Engine, cache_with_engine, chain
 from radixkv.audit.properties.material import MAX_PINS, CacheFactory, Mirror
 from radixkv.clock import Clock, monotonic
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import FlushRequired
-from radixkv.namespaces import Namespace, Tenant
 
 _FOR_GOOD_S = 86_400.0
 

@@ -26,9 +26,8 @@ from radixkv.audit.properties.material import (
     expect,
 )
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace
 from radixkv.errors import FlushRequired, LeaseError, OutOfBlocks
-from radixkv.namespaces import Namespace
 
 
 class CheckedCache(RuleBasedStateMachine):

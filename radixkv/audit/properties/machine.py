@@ -28,7 +28,7 @@ from radixkv.audit.properties.material import (
     token_id,
     where_to,
 )
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import (
     ArgumentError,
     FlushRequired,
@@ -41,7 +41,6 @@ from radixkv.errors import (
     RadixKVError,
     TokenError,
 )
-from radixkv.namespaces import Namespace, Tenant
 
 
 class CacheMachine(CheckedCache):

@@ -8,8 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from radixkv.namespaces import Namespace
-from radixkv.storage.layout import KVLayout
+from radixkv.config import KVLayout, Namespace
 
 CacheFactory = Callable[..., Any]
 """Called as ``factory(config, clock=clock)``, with ``scrub_blocks`` where the config has no layout (see PrefixCache);

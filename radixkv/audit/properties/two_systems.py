@@ -43,9 +43,8 @@ from radixkv.audit.properties.material import (
     small,
 )
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.errors import ArgumentError, IntegrityError, RadixKVError
-from radixkv.namespaces import Namespace, Tenant
 
 who = st.integers(0, 3)
 """0 and 1: A. 2: another tenant on the second system. 3: on the first, unless A is alone there."""

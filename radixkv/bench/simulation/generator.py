@@ -48,8 +48,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from radixkv.config import TENANT_ID_ALLOWED, is_tenant_id
 from radixkv.errors import ConfigError
-from radixkv.namespaces import TENANT_ID_ALLOWED, is_tenant_id
 
 DEFAULT_MIX = ("chat=2,agent=1,rag=0.5,batch=0.3",)
 

@@ -19,13 +19,11 @@ import numpy as np
 
 from radixkv.bench.simulation.profiles import ModelProfile
 from radixkv.bench.simulation.trace import Outcome, Trace, events, hints_of
-from radixkv.cache import PrefixCache
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig
+from radixkv.config import CacheConfig, Namespace, Tenant, resolve
 from radixkv.errors import CapacityError
-from radixkv.namespaces import Namespace, Tenant
-from radixkv.policies import resolve
-from radixkv.sequence import Sequence
+from radixkv.index.cache import PrefixCache
+from radixkv.index.sequence import Sequence
 from radixkv_policies import Policy
 from radixkv_policies.gdsf import GDSF
 from radixkv_policies.policy import SEGMENT_TOKENS

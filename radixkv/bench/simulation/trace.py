@@ -44,9 +44,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.config import TENANT_ID_ALLOWED, is_tenant_id
 from radixkv.errors import ConfigError, TokenError
-from radixkv.namespaces import TENANT_ID_ALLOWED, is_tenant_id
-from radixkv.tokens import TOKEN_BYTES, encode
+from radixkv.index.tokens import TOKEN_BYTES, encode
 from radixkv_policies import RequestHints
 
 MOONCAKE_BLOCK_TOKENS = 512

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, With
 from pydantic_core import PydanticCustomError
 
 from radixkv.errors import shown
-from radixkv.pins import MAX_TTL_S
+from radixkv.index.pins import MAX_TTL_S
 from radixkv.service.schemas.base import MAX_NAME, Neutral, ReplyBody, RequestBody, Seconds
 from radixkv.service.schemas.prompts import Adapter, Salted, Text, TokenIds, either
 

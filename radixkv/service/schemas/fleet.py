@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from radixkv.coordination.protocol import MAX_AMOUNT
 from radixkv.coordination.settings import REPLICA_ID
+from radixkv.coordination.values import MAX_AMOUNT
 from radixkv.service.schemas.base import ReplyBody, RequestBody
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

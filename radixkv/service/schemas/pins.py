@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from radixkv.pins import MAX_TTL_S
+from radixkv.index.pins import MAX_TTL_S
 from radixkv.service.schemas.base import ReplyBody, Seconds
 from radixkv.service.schemas.prompts import PromptFields, PromptOrder
 from radixkv.service.schemas.warming import Where

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from radixkv.coordination.costs import MAX_TEMPERATURE, CostName
+from radixkv.coordination.routing.costs import MAX_TEMPERATURE, CostName
 from radixkv.service.schemas.base import MAX_NAME, ReplyBody, Seconds
 from radixkv.service.schemas.prompts import PromptFields
 

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from radixkv.config import MAX_PINS, Tenant, require_loaded
 from radixkv.errors import ArgumentError
-from radixkv.namespaces import MAX_PINS, Tenant
-from radixkv.policies import require_loaded
 from radixkv.service.schemas.base import ReplyBody, RequestBody
 
 

@@ -13,12 +13,11 @@ from radixkv import audit
 from radixkv.bench.simulation.generator import Part, generate, line
 from radixkv.bench.simulation.replay import replay
 from radixkv.bench.simulation.trace import Trace, events, read
-from radixkv.cache import PrefixCache
 from radixkv.clock import ManualClock
-from radixkv.config import CacheConfig, policy_names
+from radixkv.config import CacheConfig, Namespace, policy_names
 from radixkv.errors import CapacityError
-from radixkv.namespaces import Namespace
-from radixkv.sequence import Sequence
+from radixkv.index.cache import PrefixCache
+from radixkv.index.sequence import Sequence
 from radixkv_policies import RequestHints
 from radixkv_policies.policy import SEGMENT_TOKENS
 from tests.bench.simulation.traces import small

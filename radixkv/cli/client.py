@@ -1,0 +1,241 @@
+"""``radixkv warm``, ``stats``, ``keys`` and ``purge``: what is said to a service that runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from radixkv.cli.output import Number, client_options, json_option, needs_extra, print_json, progress, table
+from radixkv.index.pins import MAX_TTL_S
+
+_LOOK_AGAIN_S = 0.2
+
+
+@click.command()
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@client_options
+@click.option("--salt", help="Names one of the tenant's namespaces.")
+@click.option("--adapter", help="Key space of an adapter.")
+@click.option(
+    "--replicas",
+    default="self",
+    show_default=True,
+    help="self, all, how many (the best, with others in the place of those that fail), or names: a,b.",
+)
+@click.option(
+    "--pin",
+    "pin_s",
+    type=Number(0, MAX_TTL_S, min_open=True),
+    metavar="SECONDS",
+    help="Keep them resident there so long.",
+)
+@json_option
+@needs_extra("http")
+def warm(
+    files: tuple[str, ...],
+    url: str,
+    key: str | None,
+    salt: str | None,
+    adapter: str | None,
+    replicas: str,
+    pin_s: float | None,
+    as_json: bool,
+) -> None:
+    """Warm the prompts in FILEs: a text file is one prompt, a .jsonl file has one a line."""
+    from radixkv.service.api_client import Client, sources
+
+    found, where = sources(files), _where(replicas)
+    given = {name: value for name, value in (("salt", salt), ("adapter", adapter)) if value is not None}
+    rows = []
+    with Client(url, key) as client, progress(1000 * len(found), "warming") as advance:
+        for index, source in enumerate(found):
+            fields = {**given, **source.fields, "replicas": where}
+            result = client.warm(fields, lambda share, index=index: advance(int(1000 * (index + share))))  # type: ignore[misc]
+            rows.append({"source": source.name, **result})
+            if pin_s is not None:
+                pin = client.call("POST", "/v1/pins", {**fields, "ttl_s": pin_s})
+                rows[-1] |= {"pin": pin["id"], "pinned": pin["replicas"] or []}
+    if as_json:
+        print_json(rows)
+    else:
+        pinned = () if pin_s is None else ("pin",)
+        columns = ("source", "tokens", "cached_before", "computed", "left_out", "seconds", *pinned)
+        click.echo(table(rows, columns))
+        if where != "self":
+            click.echo("\n".join(_outcomes(rows)))
+    failed = {
+        what: sum(_num_failed(row.get(field, []), where) for row in rows)
+        for what, field in (("warms", "replicas"), ("pins", "pinned"))
+    }
+    if any(failed.values()):
+        said = " and ".join(f"{number} {what}" for what, number in failed.items() if number)
+        raise click.ClickException(f"{said} on replicas failed")
+
+
+def _where(text: str) -> str | int | list[str]:
+    """Where to warm, as a request says it."""
+    if text in ("self", "all"):
+        return text
+    if text.isdecimal() and text.isascii():
+        return int(text)
+    return [name.strip() for name in text.split(",")]
+
+
+def _num_failed(replicas: list[dict[str, Any]], where: str | int | list[str]) -> int:
+    """Of a number of replicas that was asked for, those are missing that nobody stood in for."""
+    num_done = len([each for each in replicas if each["state"] == "done"])
+    num_wanted = where if isinstance(where, int) and replicas else len(replicas)
+    return max(0, num_wanted - num_done)
+
+
+def _outcomes(rows: list[dict[str, Any]]) -> list[str]:
+    warmed = [
+        f"{row['source']} on {each['replica']}: {each['state']}, "
+        + (each["error"] or f"{each['tokens']} tokens, {each['computed']} computed")
+        for row in rows
+        for each in row.get("replicas", ())
+    ]
+    unpinned = [
+        f"{row['source']} on {each['replica']}: not pinned, {each['error']}"
+        for row in rows
+        for each in row.get("pinned", ())
+        if each["state"] != "done"
+    ]
+    return warmed + unpinned
+
+
+@click.command()
+@client_options
+@json_option
+@needs_extra("http")
+def stats(url: str, key: str | None, as_json: bool) -> None:
+    """Print a tenant's own counts, or everybody's with the operator's key."""
+    from radixkv.service.api_client import Client
+
+    with Client(url, key) as client:
+        document = client.call("GET", "/v1/stats")
+    if as_json:
+        print_json(document)
+        return
+    tenants = document.get("tenants", [document])
+    click.echo(table(tenants, tuple(tenants[0])))
+    if "cache" in document:
+        click.echo()
+        click.echo(
+            table([{"cache": name, "": value} for name, value in document["cache"].items()], ("cache", ""))
+        )
+
+
+@click.group()
+def keys() -> None:
+    """Make, list, rotate and revoke keys of a running service, with the operator's key."""
+
+
+@keys.command("list")
+@client_options
+@json_option
+@needs_extra("http")
+def list_keys(url: str, key: str | None, as_json: bool) -> None:
+    """Ids, prefixes, owners and dates of all keys."""
+    found = _asked(url, key, "GET", "/v1/keys")["keys"]
+    if as_json:
+        print_json(found)
+    else:
+        rows = [
+            {
+                "id": each["id"],
+                "tenant": each["tenant"] or "(operator)",
+                "prefix": each["prefix"] or "-",
+                "created": each["created"] or "-",
+            }
+            for each in found
+        ]
+        click.echo(table(rows, ("id", "tenant", "prefix", "created")))
+
+
+@keys.command("create")
+@click.argument("tenant", required=False)
+@client_options
+@json_option
+@needs_extra("http")
+def create_key(tenant: str | None, url: str, key: str | None, as_json: bool) -> None:
+    """Make a key of TENANT's, which comes into being if there is none; without TENANT one of the operator's."""
+    path = "/v1/keys" if tenant is None else f"/v1/tenants/{quote(tenant, safe='')}/keys"
+    _show_new(_asked(url, key, "POST", path), as_json)
+
+
+@keys.command("rotate")
+@click.argument("key_id", metavar="ID")
+@client_options
+@json_option
+@needs_extra("http")
+def rotate_key(key_id: str, url: str, key: str | None, as_json: bool) -> None:
+    """Put a new key in the place of key ID, which is refused from then on."""
+    _show_new(_asked(url, key, "POST", f"/v1/keys/{quote(key_id, safe='')}/rotate"), as_json)
+
+
+@keys.command("revoke")
+@click.argument("key_id", metavar="ID")
+@client_options
+@needs_extra("http")
+def revoke_key(key_id: str, url: str, key: str | None) -> None:
+    """Refuse key ID from now on."""
+    _asked(url, key, "DELETE", f"/v1/keys/{quote(key_id, safe='')}")
+    click.echo(f"revoked {key_id}", err=True)
+
+
+@click.command()
+@click.argument("tenant")
+@client_options
+@click.option(
+    "--timeout",
+    type=Number(0),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for the replicas.",
+)
+@json_option
+@needs_extra("http")
+def purge(tenant: str, url: str, key: str | None, timeout: float, as_json: bool) -> None:
+    """Forget all that TENANT has, on all replicas, and wait until every live one has confirmed.
+
+    Replicas that were gone meanwhile are named. Ends with 1 if some haven't confirmed in time.
+    """
+    from radixkv.service.api_client import Client
+
+    path = f"/v1/tenants/{quote(tenant, safe='')}/purge"
+    with Client(url, key, as_operator=True) as client:
+        state = client.call("POST", path)
+        until = time.monotonic() + timeout
+        while not state["complete"] and time.monotonic() < until:
+            time.sleep(_LOOK_AGAIN_S)
+            state = {**state, **client.call("GET", path)}
+    if as_json:
+        print_json(state)
+    else:
+        names = {name: ", ".join(state[name]) or "-" for name in ("confirmed", "pending", "unconfirmed")}
+        row = {"tenant": tenant, "generation": state["generation"], **names}
+        click.echo(table([row], tuple(row)))
+    if not state["complete"]:
+        raise click.ClickException(f"not confirmed by {', '.join(state['pending'])} within {timeout:g} s")
+
+
+def _asked(url: str, key: str | None, method: str, path: str) -> dict[str, Any]:
+    from radixkv.service.api_client import Client
+
+    with Client(url, key, as_operator=True) as client:
+        return client.call(method, path)
+
+
+def _show_new(made: Mapping[str, Any], as_json: bool) -> None:
+    """The key alone on stdout, so that a script can take it."""
+    if as_json:
+        print_json(made)
+        return
+    click.echo(made["key"])
+    whose = "the operator" if made["tenant"] is None else made["tenant"]
+    click.echo(f"key {made['id']} of {whose}; it is shown this once", err=True)

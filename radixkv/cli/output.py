@@ -1,0 +1,147 @@
+"""What the commands of the command line have in common: options of those that talk to a service, and output."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from math import isnan
+from typing import Any
+
+import click
+
+from radixkv.errors import require_extra
+
+DEFAULT_URL = "http://127.0.0.1:8400"
+Command = Callable[..., Any]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class NewFile(click.Path):
+    """The path of a file to write; one that can't be is refused before the work, not after it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path as it was given."""
+        from pathlib import Path
+
+        path = str(super().convert(value, param, ctx))
+        folder = Path(path).parent
+        if not os.access(folder, os.W_OK):
+            said = f"File {path!r} can't be written: '{folder}' is no directory that can be written to."
+            self.fail(said, param, ctx)
+        return path
+
+
+class Number(click.FloatRange):
+    """A number within bounds; ``FloatRange`` alone lets NaN through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if isnan(number):
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return number
+
+
+def needs_extra(extra: str) -> Callable[[Command], Command]:
+    """Ends the command with one line, before it does anything, in an installation without the extra."""
+
+    def add(command: Command) -> Command:
+        @wraps(command)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            require_extra(click.get_current_context().command_path, extra)
+            return command(*arguments, **options)
+
+        return checked
+
+    return add
+
+
+def client_options(command: Command) -> Command:
+    """``--url`` and ``--key``."""
+    options = (
+        click.option(
+            "--url", envvar="RADIXKV_URL", default=DEFAULT_URL, show_default=True, help="The service."
+        ),
+        click.option(
+            "--key",
+            envvar="RADIXKV_KEY",
+            help="Key of a tenant or the operator.  [a demo key on loopback]",
+        ),
+    )
+    for option in options:
+        command = option(command)
+    return command
+
+
+def print_json(document: object) -> None:
+    """A document on stdout."""
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if that is a terminal; the function takes how much is done in all."""
+    with click.progressbar(
+        length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()
+    ) as bar:
+        yield lambda done: bar.update(done - bar.pos)
+
+
+@contextmanager
+def counter(what: str) -> Iterator[Callable[[int], None]]:
+    """A running count on stderr, if that is a terminal, for work whose length isn't known."""
+    shown = sys.stderr.isatty()
+
+    def count(done: int) -> None:
+        if shown:
+            click.echo(f"\r{done} {what}", err=True, nl=False)
+
+    yield count
+    if shown:
+        click.echo(err=True)
+
+
+def print_result(result: dict[str, Any], table: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+    """A result as JSON, or as the text that ``table`` makes of it."""
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(table(result))
+
+
+def listed(text: str | None) -> list[str] | None:
+    """``a, b`` as its parts."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Text: the first column to the left, the others to the right."""
+    cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
+    first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
+    return "\n".join(_line(line, first, others) for line in cells)
+
+
+def _line(cells: list[str], first: int, others: list[int]) -> str:
+    right = [cell.rjust(width) for cell, width in zip(cells[1:], others, strict=True)]
+    return "  ".join([cells[0].ljust(first), *right]).rstrip()
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def find_in_working_directory(policies: str | None) -> None:
+    """Let modules of the working directory be found, as the last ones, if a policy is named as package.module:Class."""
+    from pathlib import Path
+
+    here = str(Path.cwd())
+    if policies is not None and ":" in policies and here not in sys.path:
+        sys.path.append(here)

@@ -1,0 +1,534 @@
+"""What one replica has to do with tenants of the fleet: its share of their quotas, and their generations.
+
+A share is absolute and stated anew with every beat, so a number that got lost heals by itself; what was
+granted last holds while the store is away. What a limit is, ``limits.py`` says. A generation is raised by a purge and
+announced to all; every replica forgets what it has of the tenant, and then confirms that very raise, by its token, for
+its registration. Since namespace digests depend on the generation, what others still publish of an older one is met by
+nobody. What a store has lost of that is told to it again by who obeyed it (``restore``), and no purge of it is complete
+meanwhile.
+
+A raise and a confirmation count only with their proof (``proofs.py``), so a writer to the store without the fleet's
+secret can make neither. A store that lost a raise may give its number to another one. The token tells them apart: its
+first half names the purge and begins with the purge's time, its second half the raise. What stands in the store is
+compared with the last raise that was obeyed here (``Raised.relation``):
+
+    later                  it is obeyed, and confirmed
+    same                   it was obeyed: it is only confirmed, for it may have been given back
+    earlier, or nothing    lost, or put back by an outsider: the known one is written again
+    apart                  nobody can say which of the two all have obeyed: another purge is raised
+
+An announcement only says where to look. What stands in the place of a raise without being one (``UnreadableRecord``)
+fails that tenant's purge and the question how far it has come, is logged with the tenant's digest, and is replaced by
+the next raise.
+
+Bounded: 65,536 purged tenants, as many names of tenants met here and as many limits, 4,096 tenants with a share; about
+200 bytes each (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was
+forgotten here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from radixkv.coordination.proofs import Proofs
+from radixkv.coordination.quotas import Limits
+from radixkv.coordination.store.protocol import MAX_PURGES, Durable, Grant, Looked, Share, Store, TenantFacts
+from radixkv.coordination.store.wire import NEVER, NOTHING, Raised, new_token
+from radixkv.coordination.validation import check_tenant
+from radixkv.coordination.values import Writer
+from radixkv.errors import (
+    ArgumentError,
+    CapacityError,
+    StaleEpoch,
+    StoreUnavailable,
+    UnreadableRecord,
+)
+
+if TYPE_CHECKING:
+    from radixkv.coordination.keys import FleetKeys
+    from radixkv.coordination.values import Resident
+    from radixkv.coordination.view.reader import Reader
+
+log = logging.getLogger("radixkv.coordination")
+
+OnPurge = Callable[[str, int], None]
+"""Told of a tenant whose generation was raised: returns when nothing of it can be matched here any more."""
+
+_MAX_SHARES = 4_096
+_MAX_NAMES = 65_536
+_MAX_BLOCKS = 10**15 - 1
+_ITEM_BYTES = 200
+_CHECKED_A_BEAT = 256
+_TRIES = 8
+"""Each that fails is another replica's raise at the same moment."""
+_MAX_TOLD = 1_024
+_NONE: Final[Mapping[bytes, Raised]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """How far a purge has come. Each name is in one of the lists."""
+
+    generation: int
+    confirmed: tuple[str, ...]
+    pending: tuple[str, ...]
+    """Live replicas that haven't confirmed, be it that the store has lost them: the purge waits for these.
+
+    Also ids that were taken from a process whose lease may still run, whoever has confirmed since.
+    """
+    unconfirmed: tuple[str, ...]
+    """Replicas whose lease is over, and that never confirmed: cut off, they serve the tenant unless it refuses that."""
+    replicated: bool | None = None
+    """Whether a second copy of the store has the generation; None where there is none, or it wasn't raised now."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Every live replica has confirmed; ``unconfirmed`` says who was not there to."""
+        return not self.pending
+
+
+class Raising(NamedTuple):
+    """A raise that was just written. ``replicated``: see ``Durable``.
+
+    ``was_unreadable``: it took the place of something that no replica wrote, so a greater number may have been lost.
+    """
+
+    raised: Raised
+    replicated: bool | None
+    was_unreadable: bool
+
+
+class _Obeyed(NamedTuple):
+    """The last purge of a tenant that was heard of here, where it was announced, and whether all of it is gone."""
+
+    raised: Raised
+    position: int
+    is_done: bool
+
+
+_NEVER = _Obeyed(NEVER, 0, True)
+
+
+class Tenants:
+    """See the module's docstring. ``follow`` by one thread at a time; the rest from any."""
+
+    def __init__(
+        self,
+        keys: FleetKeys,
+        store: Store,
+        fingerprint: str,
+        tell: Callable[[str, int], None],
+        reader: Reader,
+    ) -> None:
+        """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does.
+
+        ``reader``: knows how long leases run by this replica's clock.
+        """
+        self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
+        self._reader = reader
+        self._proofs = Proofs(keys)
+        self._unreadable: set[bytes] = set()
+        self._limits = Limits(keys, store)
+        self._names: OrderedDict[bytes, str] = OrderedDict()
+        self._meeting = threading.Lock()
+        self._generations: OrderedDict[bytes, _Obeyed] = OrderedDict()
+        self._unchecked: list[bytes] = []
+        self._wanted: dict[str, int] = {}
+        self._grants: dict[str, Grant] = {}
+        self._cursor = 0
+        self.on_purge: OnPurge | None = None
+        self.resident: Resident | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of this takes, roughly."""
+        num_items = len(self._names) + len(self._generations) + len(self._wanted) + len(self._grants)
+        return (num_items + len(self._limits)) * _ITEM_BYTES
+
+    def generation(self, tenant: str) -> int:
+        """The generation of a tenant as known here; local."""
+        return self.raised(tenant).generation
+
+    def raised(self, tenant: str) -> Raised:
+        """The last purge of a tenant that was heard of here; local."""
+        return self._generations.get(self._keys.tenant(tenant), _NEVER).raised
+
+    def first_met(self, tenant: str) -> int:
+        """The generation of a tenant that has something here now; local."""
+        self.meet([tenant])
+        return self.generation(tenant)
+
+    def meet(self, tenants: Iterable[str]) -> None:
+        """These tenants have, or may come to have, something here."""
+        named = [(self._keys.tenant(tenant), tenant) for tenant in tenants]
+        with self._meeting:
+            for digest, tenant in named:
+                self._names[digest] = tenant
+                self._names.move_to_end(digest)
+            while len(self._names) > _MAX_NAMES:
+                self._names.popitem(last=False)
+
+    def granted(self, tenant: str) -> Grant | None:
+        """What was granted last; local."""
+        return self._grants.get(tenant)
+
+    def set_limit(self, tenant: str, blocks: int | None) -> Durable:
+        """The tenant's limit over the fleet. Raises ArgumentError, StoreUnavailable."""
+        check_tenant(tenant)
+        if blocks is not None:
+            _check_blocks(blocks)
+        self.meet([tenant])
+        return self._limits.state(self._keys.tenant(tenant), blocks)
+
+    def limits(self) -> dict[str, int]:
+        """The limits over the fleet of tenants met here, as known here. Local; O(limits)."""
+        known = [(self._names.get(digest), each.blocks) for digest, each in self._limits.known().items()]
+        return {tenant: blocks for tenant, blocks in known if tenant is not None and blocks is not None}
+
+    def reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
+        """State how many blocks this replica wants to hold. Raises ArgumentError, CapacityError, StoreUnavailable.
+
+        CapacityError: 4,096 other tenants hold a share here.
+        """
+        check_tenant(tenant)
+        _check_blocks(blocks)
+        if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
+            raise CapacityError(
+                f"{_MAX_SHARES} tenants hold a share here, which is the most that a replica keeps"
+            )
+        grant = self._reserve(writer, tenant, blocks, keep_s)
+        if blocks:
+            self._wanted[tenant], self._grants[tenant] = blocks, grant
+        else:
+            self._wanted.pop(tenant, None)
+            self._grants.pop(tenant, None)
+        return grant
+
+    def restate(self, writer: Writer, keep_s: float) -> None:
+        """State every share again. Raises StoreUnavailable."""
+        for tenant, blocks in list(self._wanted.items()):
+            try:
+                self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
+            except UnreadableRecord as error:  # what was granted last holds, of this tenant alone
+                log.warning("%s", error)
+
+    def follow(self, writer: Writer, *, is_new: bool, raised: Mapping[bytes, Raised] = _NONE) -> None:
+        """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was.
+
+        ``raised``: what the store had before, announced or not.
+        """
+        announced = self._store.purges(0 if is_new else self._cursor)
+        if is_new:
+            self._cursor = 0
+        positions = {digest: self._generations.get(digest, _NEVER).position for digest in raised}
+        standing = self._standing(writer, [*(positions | dict(announced))])
+        here = self._here() if standing else {}
+        for digest, position in announced:
+            if digest in standing:
+                tenant = here.get(digest) or self._names.get(digest)
+                self._take(writer, digest, tenant, standing[digest], position)
+            self._cursor = position  # smaller than before where the store has lost what it announced
+        for digest, position in positions.items():
+            known = self._generations.get(digest, _NEVER)
+            if digest in standing and (known.raised != standing[digest] or not known.is_done):
+                tenant = here.get(digest) or self._names.get(digest)
+                self._take(writer, digest, tenant, standing[digest], position)
+
+    def raise_generation(self, writer: Writer, tenant: str) -> Raising:
+        """Purge a tenant in the whole fleet; ``follow_own`` comes next.
+
+        Raises ArgumentError, StoreUnavailable; may be repeated then.
+        """
+        check_tenant(tenant)
+        digest = self._keys.tenant(tenant)
+        self.meet([tenant])
+        for _ in range(_TRIES):
+            (looked,) = self._store.look_at([digest])
+            if looked is None:
+                raise _shard_is_away()
+            stands = self._proven(digest, looked)
+            above = max(stands.generation, self.generation(tenant))
+            token = new_token(after=[stands, self.raised(tenant)])
+            raised = self._signed(writer, digest, above + 1, token)
+            written = self._store.raise_generation(digest, raised, looked.standing)
+            if written.value:
+                return Raising(raised, written.replicated, self._is_unreadable(looked, stands))
+        raise StoreUnavailable("others purge this tenant all the time")
+
+    def follow_own(self, writer: Writer, tenant: str, raised: Raised) -> None:
+        """``follow``, and what was raised here a moment ago is obeyed. Raises StoreUnavailable.
+
+        StoreUnavailable too if the store has lost it meanwhile, so that nobody would ever hear of it.
+        """
+        self.follow(writer, is_new=False, raised={self._keys.tenant(tenant): raised})
+        if self.raised(tenant).relation(raised) not in ("same", "later"):
+            raise StoreUnavailable("the store does not keep what is written to it")
+
+    def obey(self, writer: Writer, tenant: str, raised: Raised) -> None:
+        """Obey and confirm a raise that another replica tells of, whatever the store says; an earlier one is none.
+
+        One that was raised without knowing the last one that was obeyed here is obeyed, and left to ``follow``.
+
+        Raises ArgumentError if its proof is wrong, StoreUnavailable once it is obeyed and can't be confirmed.
+        """
+        check_tenant(tenant)
+        digest = self._keys.tenant(tenant)
+        if not self._proofs.is_raise(digest, raised):
+            raise ArgumentError("raised", raised.generation, "a raise with its proof")
+        known = self._generations.get(digest, _NEVER)
+        relation = raised.relation(known.raised)
+        if relation == "later" or (relation == "same" and not known.is_done):
+            self.meet([tenant])
+            self._obey(writer, digest, tenant, raised, known.position)
+        elif relation == "apart" and self.on_purge is not None:
+            self.on_purge(tenant, known.raised.generation)
+
+    def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
+        """How far the last purge has come. An id that was taken over hasn't confirmed while who had it may serve.
+
+        ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
+        store says of them. Who is registered without proof is waited for as long as a lease, in case that it was
+        damaged, and ``unconfirmed`` then. Raises StoreUnavailable, UnreadableRecord.
+        """
+        check_tenant(tenant)
+        alive, digest = set(living), self._keys.tenant(tenant)
+        facts, known = self._store.tenant(digest), self.raised(tenant)
+        stands = self._proven(digest, facts)
+        if self._is_unreadable(facts, stands):
+            raise _unreadable(digest)
+        generation = max(stands.generation, known.generation)
+        is_kept = not self._is_lost(stands, known)  # otherwise the store has lost it, and who confirmed
+        confirmed = self._confirmed(digest, facts) if is_kept else {}
+        lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
+        fetched = self._store.fetch()
+        signed, unsigned = self._reader.sorted_out(fetched.seen)
+        replaced = self._reader.replaced(signed) if generation else set()
+        lists["pending"] += fetched.unread
+        for seen in signed:
+            name, nonce = seen.registration.replica_id, seen.registration.nonce
+            if (confirmed.get(name) == nonce and name not in replaced) or generation == 0:
+                lists["confirmed"].append(name)
+            else:
+                may_serve = name in alive | replaced or self._reader.remaining_s(seen) > 0
+                lists["pending" if may_serve else "unconfirmed"].append(name)
+        for name, is_waited_for in unsigned.items():
+            lists["pending" if generation and (is_waited_for or name in alive) else "unconfirmed"].append(
+                name
+            )
+        epochs = {seen.registration.replica_id: seen.registration.epoch for seen in signed}
+        for name in self._reader.forgotten(epochs).difference(fetched.unread):
+            for names in lists.values():
+                names[:] = [each for each in names if each != name]
+            lists["pending"].append(name)
+        named = epochs.keys() | unsigned.keys() | set(fetched.unread)
+        unlisted = (alive | replaced) - named - set(lists["pending"])
+        lists["pending"] += [name for name in unlisted if generation]
+        sorted_lists = {kind: tuple(sorted(found)) for kind, found in lists.items()}
+        return Purge(generation, **sorted_lists, replicated=replicated)
+
+    def restore(self, writer: Writer, *, everything: bool) -> dict[bytes, Raised]:
+        """Give generations and limits that are known here back to a store that has lost them: all, or 256 in turn.
+
+        All of them where a replica has come that may not know them. In turn, since a store may go back to what it had
+        a while ago, or lose one shard, with every registration still in it. Where it has lost that they were confirmed
+        here, that is said again. Limits that others stated are taken.
+
+        Returns those generations that the store has and nobody has told here, of tenants that were met too: who raised
+        one may have died before it was announced, and a position or a number that a store has lost may be given again.
+        Raises StoreUnavailable.
+        """
+        taken = self._in_turn()
+        if everything:
+            taken = list({*taken, *self._generations, *self._limits.known()})
+        known = {digest: self._generations.get(digest, _NEVER) for digest in taken}
+        positions = {digest: obeyed.position for digest, obeyed in known.items() if obeyed.raised.generation}
+        unannounced = self._store.unannounced(positions) if positions else set()
+        news = {}
+        found = self._store.look_at(taken, writer.replica_id) if taken else ()
+        for (digest, mine), looked in zip(known.items(), found, strict=True):
+            if looked is None:
+                continue
+            self._limits.compare(digest, looked.limit)
+            stands = self._proven(digest, looked)
+            if self._is_lost(stands, mine.raised):
+                self._give_back(writer, digest, looked, stands, mine.raised)
+                continue
+            if digest in unannounced:
+                self._store.announce(digest)
+            if stands != mine.raised or not mine.is_done:
+                news[digest] = stands
+            elif stands.generation and not self._has_confirmed(writer, digest, looked):
+                self._confirm(writer, digest, stands)
+        return news
+
+    def _has_confirmed(self, writer: Writer, digest: bytes, looked: Looked) -> bool:
+        nonce, proof = looked.confirmed
+        is_proof = self._proofs.is_confirmation
+        return nonce == writer.nonce and is_proof(proof, digest, looked.raised, writer.replica_id, nonce)
+
+    def _confirmed(self, digest: bytes, facts: TenantFacts) -> dict[str, str]:
+        """The nonce under which each replica has confirmed what stands; of those with their proof."""
+        is_proof = self._proofs.is_confirmation
+        return {
+            name: said.nonce
+            for name, said in facts.confirmed.items()
+            if is_proof(said.proof, digest, facts.raised, name, said.nonce)
+        }
+
+    def _proven(self, digest: bytes, found: Looked | TenantFacts) -> Raised:
+        """The raise that stands, ``NEVER`` without its proof; logs what is neither a raise nor nothing."""
+        if self._proofs.is_raise(digest, found.raised):
+            self._unreadable.discard(digest)
+            return found.raised
+        if found.standing != NOTHING and digest not in self._unreadable:
+            if len(self._unreadable) >= _MAX_TOLD:
+                self._unreadable.clear()
+            self._unreadable.add(digest)
+            log.warning(
+                "the generation of tenant %s in the store can't be read, or no replica of this wire version raised it: "
+                "it counts for nothing, and the next purge replaces it",
+                digest.hex(),
+            )
+        return NEVER
+
+    def _is_unreadable(self, found: Looked | TenantFacts, stands: Raised) -> bool:
+        return stands == NEVER and found.standing != NOTHING
+
+    def _signed(self, writer: Writer, digest: bytes, generation: int, token: str) -> Raised:
+        raised = Raised(generation, token, writer.replica_id, writer.nonce)
+        return raised._replace(proof=self._proofs.of_raise(digest, raised))
+
+    def _is_lost(self, stands: Raised, known: Raised) -> bool:
+        """Whether what stands doesn't say that ``known`` was raised."""
+        return known != NEVER and (stands == NEVER or stands.relation(known) in ("earlier", "apart"))
+
+    def _give_back(
+        self, writer: Writer, digest: bytes, looked: Looked, stands: Raised, known: Raised
+    ) -> Raised | None:
+        """Write what is known here in the place of what stands; None if another replica was faster.
+
+        Where the two were raised apart, a new purge takes the place of both.
+        """
+        number, token = known.generation, new_token(known.purge)
+        if stands != NEVER and stands.relation(known) == "apart":
+            number = max(stands.generation, known.generation) + 1
+            token = new_token(after=[stands, known])
+        raised = self._signed(writer, digest, number, token)
+        return raised if self._store.raise_generation(digest, raised, looked.standing).value else None
+
+    def _confirm(self, writer: Writer, digest: bytes, raised: Raised) -> None:
+        proof = self._proofs.of_confirmation(digest, raised, writer.replica_id, writer.nonce)
+        self._store.confirm(digest, writer, raised, proof)
+
+    def _in_turn(self) -> list[bytes]:
+        """The next 256 of those that were met or purged."""
+        if not self._unchecked:
+            with self._meeting:
+                self._unchecked = list(self._names.keys() | self._generations.keys())
+        taken = self._unchecked[-_CHECKED_A_BEAT:]
+        del self._unchecked[-_CHECKED_A_BEAT:]
+        return taken
+
+    def _standing(self, writer: Writer, digests: Sequence[bytes]) -> dict[bytes, Raised]:
+        """What there is to obey of each; what the store has lost is given back to it first.
+
+        Of some there is nothing: nobody has raised them, or another replica does so now. Raises StoreUnavailable if
+        one can't be read, as its shard is away.
+        """
+        found = {}
+        for digest, looked in zip(digests, self._store.look_at(digests) if digests else (), strict=True):
+            if looked is None:
+                raise _shard_is_away()
+            stands, known = self._proven(digest, looked), self._generations.get(digest, _NEVER).raised
+            raised: Raised | None = stands
+            if self._is_lost(stands, known):
+                raised = self._give_back(writer, digest, looked, stands, known)
+            if raised is not None and raised.generation:
+                found[digest] = raised
+        return found
+
+    def _here(self) -> dict[bytes, str]:
+        """Who has something here. Asked once it is known what is to be obeyed: what comes after that is younger."""
+        resident = () if self.resident is None else self.resident.tenants()
+        return {self._keys.tenant(tenant): tenant for tenant in resident}
+
+    def _take(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
+        """Obey and confirm what stands in the store; what was obeyed already is only confirmed, also if given back."""
+        known = self._generations.get(digest, _NEVER)
+        if known.is_done and raised.relation(known.raised) == "same":
+            self._note(digest, _Obeyed(raised, position, True))
+            self._confirm(writer, digest, raised)
+        else:
+            self._obey(writer, digest, tenant, raised, position)
+
+    def _note(self, digest: bytes, obeyed: _Obeyed) -> None:
+        self._generations[digest] = obeyed
+        self._generations.move_to_end(digest)
+        if len(self._generations) > MAX_PURGES:
+            self._generations.popitem(last=False)
+
+    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
+        """Purge what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here."""
+        obeyed = _Obeyed(raised, position, False)
+        self._note(digest, obeyed)
+        if tenant is not None:
+            self._tell(tenant, raised.generation)
+            if self.on_purge is None:
+                return
+            self.on_purge(tenant, raised.generation)
+        self._generations[digest] = obeyed._replace(is_done=True)
+        self._confirm(writer, digest, raised)
+
+    def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
+        """State a share under the limit that is known here; what else stands in the store is compared with it first.
+
+        A share of a greater epoch fences this replica only where the registration is another's too: a share isn't
+        signed. Otherwise nothing is granted until that share is over. Raises StaleEpoch, StoreUnavailable,
+        UnreadableRecord.
+        """
+        digest, share = self._keys.tenant(tenant), Share(*writer, self._fingerprint, blocks)
+        for _ in range(_TRIES):
+            grant = self._store.reserve(digest, share, keep_s, self._limits.of(digest))
+            if grant.verdict == "STALE":
+                (looked,) = self._store.look_at([digest])
+                if looked is None:
+                    raise _shard_is_away()
+                self._limits.compare(digest, looked.limit)
+            elif grant.verdict == "FENCED" and self._is_registered(writer):
+                log.warning(
+                    "no share of tenant %s: one of a process that isn't registered stands", digest.hex()
+                )
+                return Grant("OK", 0, grant.others, grant.limit)
+            elif grant.verdict == "FENCED":
+                raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
+            else:
+                return grant
+        raise UnreadableRecord(f"the limit of tenant {digest.hex()} in the store is of no replica's making")
+
+    def _is_registered(self, writer: Writer) -> bool:
+        """Whether the store has this very registration as the last of its id, by the proof of its beat."""
+        seen = self._store.fetch([writer.replica_id]).seen
+        return any(
+            each.registration.writer == writer and self._reader.is_signed(each.registration) for each in seen
+        )
+
+
+def _shard_is_away() -> StoreUnavailable:
+    return StoreUnavailable("a tenant's record can't be read: its shard is away")
+
+
+def _unreadable(digest: bytes) -> UnreadableRecord:
+    return UnreadableRecord(
+        f"the generation of tenant {digest.hex()} in the store can't be read: purge the tenant again"
+    )
+
+
+def _check_blocks(blocks: object) -> None:
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= _MAX_BLOCKS:
+        raise ArgumentError("blocks", blocks, f"an integer from 0 to {_MAX_BLOCKS}")

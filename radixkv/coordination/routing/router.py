@@ -1,0 +1,526 @@
+"""Which replica should get a prompt: a scored list with reasons; the caller picks.
+
+    source ──▶ members (who lives, with which load) ─┐
+           ──▶ view (who holds what)                 ├─▶ rank ─▶ [Candidate], best first ─▶ the gateway picks
+    routed ──▶ predicted index (what was just sent) ─┘                                      └─▶ routed
+
+A decision is local: it digests the prompt, looks its segments up, and computes one array of costs. No store is
+asked. Liveness is compared at the moment of the question, so a replica that is gone is in no answer after its
+lease. When the store is lost and all leases of others are over, those last known are ranked by their load alone.
+
+The **predicted index** keeps siblings together before the first event arrives: for ``predict_s`` seconds what
+``routed`` said counts as held, and its tokens as queued until the replica reports a newer load; but a prompt
+isn't charged for waiting for its own prefix: what it is predicted to find there doesn't count as queued before it.
+
+Predictions are kept by tenant. What ``routed`` said for one tenant changes that tenant's rankings only, since a tenant
+may say it through ``/v1/route`` and send nothing. So does the turn of ``round_robin``. Others see the tenant's real
+load with the replica's next report, up to a third of a lease later: that is what it costs.
+
+Ties are broken at random. With a ``temperature`` the order is drawn from the softmax of
+``−(cost − least) ÷ (temperature × (greatest − least))`` without replacement, so it has no unit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.config import Namespace
+from radixkv.coordination.keys import DIGEST_BYTES
+from radixkv.coordination.routing.costs import BASELINES, COSTS, MAX_TEMPERATURE, CostName, Facts, Floats
+from radixkv.coordination.routing.replica_sources import Member, Observer, Source
+from radixkv.coordination.settings import check_count, check_number
+from radixkv.coordination.store.wire import TIERS
+from radixkv.coordination.validation import check_flag, check_namespace
+from radixkv.coordination.values import SEGMENT_TOKENS, Load, ReplicaInfo
+from radixkv.errors import ArgumentError, ConfigError, needs
+from radixkv.index import tokens
+from radixkv.index.tokens import TOKEN_BYTES
+
+TIER_WEIGHTS: Mapping[str, float] = {"device": 1.0, "host": 0.75, "disk": 0.25}
+PREDICT_S = 5.0
+MAX_PREDICT_S = 3600.0
+_LOAD_AGE_S = 1.0
+"""A load is measured up to this long before the beat that brings it."""
+_MAX_PREDICTED = 262_144
+"""Placements in the predicted index: segments, each counted once for every replica that it was sent to."""
+_MAX_PREDICTED_EACH = 65_536
+"""The same of one tenant."""
+_MAX_TURNS = 65_536
+"""Tenants whose turn of ``round_robin`` is kept."""
+_PLACEMENT_BYTES, _SENT_BYTES = 400, 130
+_COLD = 1e-9
+"""A temperature up to which chance decides nothing but ties."""
+_TICKS = 500
+"""What is sent to one replica within this part of ``predict_s`` is kept as one number."""
+
+Tokens = NDArray[np.int64]
+
+
+class Candidate(NamedTuple):
+    """One replica that a prompt may be sent to."""
+
+    replica: ReplicaInfo
+    """As of the last fetch of the registrations."""
+    matched_tokens: dict[str, int]
+    """Leading tokens by the tier that holds them; ``predicted``: those that were just sent there."""
+    load: Load
+    """As reported, and what was sent there since."""
+    cost: float
+    why: str
+
+
+class Router:
+    """Ranks replicas for prompts. Thread-safe.
+
+    cost: a name of ``costs.COSTS``. temperature: 0 for the best first, at most 1e6. tier_weights: what a token
+    held in a tier is worth beside one on the device. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        cost: str = "linear",
+        temperature: float = 0.0,
+        tier_weights: Mapping[str, float] = TIER_WEIGHTS,
+        predict_s: float = PREDICT_S,
+        seed: int | None = None,
+    ) -> None:
+        self.source = source
+        self.is_blind = False
+        """The last ranking was by load alone, as the store is lost."""
+        self.cost = _checked_cost(cost)
+        self.temperature = _checked_temperature(temperature)
+        self._weights = _checked_weights(tier_weights)
+        self._predicted = Predictions(predict_s)
+        self._random = np.random.default_rng(_checked_seed(seed))
+        self._lock = threading.Lock()
+        self._roster = _Roster(())
+        self._turns: OrderedDict[str, int] = OrderedDict()
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        fleet_secret: bytes,
+        max_segments: int = 2_000_000,
+        background: bool = True,
+        **options: Any,
+    ) -> Router:
+        """A router over the Redis at ``url``, beside any number of replicas; ``close`` it when done.
+
+        When it returns, the view is complete, if Redis can be reached. ``max_segments``: most different
+        segments in the view, about 20 bytes each. ``options`` are those of ``Router``. Raises ConfigError.
+        """
+        check_count("max_segments", max_segments)
+        try:
+            from radixkv.coordination.store.redis import RedisStore
+        except ModuleNotFoundError as error:
+            raise ConfigError("redis", url, "None", problem=needs("redis")) from error
+        source = Observer(RedisStore(url), fleet_secret, max_segments=max_segments, background=background)
+        try:
+            return cls(source, **options)
+        except BaseException:
+            source.close()
+            raise
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What the predicted index takes, roughly; at most some 100 MB. O(tenants × replicas)."""
+        with self._lock:
+            return self._predicted.num_bytes
+
+    def close(self) -> None:
+        """Close the source. Idempotent."""
+        self.source.close()
+
+    def rank(
+        self,
+        namespace: Namespace,
+        token_ids: tokens.TokenIds,
+        *,
+        cost: str | None = None,
+        temperature: float | None = None,
+        limit: int | None = None,
+        ignore_load: bool = False,
+    ) -> list[Candidate]:
+        """The replicas that serve the namespace's model, best first, at most ``limit``; local.
+
+        ``ignore_load``: for one who isn't to learn of others by the order; round robin is random then.
+
+        Empty if there are none. Tells nobody: ``routed`` does. Raises TokenError, ConfigError, ArgumentError.
+        O(tokens + segments + replicas log replicas); a digest a segment.
+        """
+        name = self.cost if cost is None else _checked_cost(cost)
+        heat = self.temperature if temperature is None else _checked_temperature(temperature)
+        most = None if limit is None else _checked_limit(limit)
+        check_flag("ignore_load", ignore_load)
+        check_namespace(namespace)
+        key = tokens.encode(token_ids)
+        now = self.source.clock()
+        roster, by_load = self._living(namespace.model, now)
+        self.is_blind = by_load
+        if not roster.members:
+            return []
+        if by_load:
+            name, known = "least_loaded", self._unknown(namespace.tenant, roster, now)
+        else:
+            known = self._known(namespace, key, roster, now)
+        if ignore_load:
+            roster, known = roster.unloaded(), known.unloaded()
+            name = "random" if name == "round_robin" else name
+        return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, most)
+
+    def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
+        """Say that a prompt was sent to a replica, for the predicted index; one that isn't known is no error.
+
+        Raises TokenError, ArgumentError. O(tokens).
+        """
+        check_namespace(namespace)
+        if not isinstance(replica_id, str):
+            raise ArgumentError("replica_id", replica_id, "the id of a replica, a string")
+        key, now = tokens.encode(token_ids), self.source.clock()
+        member = next((each for each in self.source.members() if each.info.id == replica_id), None)
+        if member is None:
+            return
+        digests, roster, name = self._digests(namespace, key), _Roster((member,)), member.info.audience
+        num_tokens, held = len(key) // TOKEN_BYTES, int(self._held(namespace, key, digests, roster).sum())
+        digests = self._with_rest(namespace, key, digests)
+        with self._lock:
+            sent = self._predicted.of(namespace.tenant).leading(digests, now).get(name, 0)
+            num_lacking = max(0, num_tokens - max(held, sent))
+            self._predicted.add(namespace.tenant, digests, name, num_lacking, now)
+
+    def _digests(self, namespace: Namespace, key: bytes) -> list[bytes]:
+        generation = self.source.generation(namespace.tenant)
+        return self.source.keys.digests(namespace, key, generation=generation)
+
+    def _with_rest(self, namespace: Namespace, key: bytes, digests: list[bytes]) -> list[bytes]:
+        """The digests, and one of what stands behind the last whole segment: so a prompt that is repeated is known."""
+        rest = key[len(digests) * SEGMENT_TOKENS * TOKEN_BYTES :]
+        if not rest:
+            return digests
+        generation = self.source.generation(namespace.tenant)
+        before = digests[-1] if digests else self.source.keys.namespace(namespace, generation)
+        return [*digests, blake2b(rest, key=before, digest_size=DIGEST_BYTES).digest()]
+
+    def _living(self, model: str, now: float) -> tuple[_Roster, bool]:
+        """Who may be ranked, and whether by load alone."""
+        members, known = self.source.members(), self._roster
+        if members is not known.source:
+            known = self._roster = _Roster(members)
+        roster = known.of(model)
+        living = roster.live_until > now
+        if living.all():
+            return roster, False
+        if self.source.is_lost and not living[np.isfinite(roster.live_until)].any():
+            return roster, True
+        return roster.only(np.flatnonzero(living)), False
+
+    def _known(self, namespace: Namespace, key: bytes, roster: _Roster, now: float) -> _Known:
+        """What is known of the members that concerns this prompt."""
+        digests = self._digests(namespace, key)
+        held = self._held(namespace, key, digests, roster)
+        known = self._unknown(namespace.tenant, roster, now)
+        whole = self._with_rest(namespace, key, digests)
+        with self._lock:
+            sent = self._predicted.of(namespace.tenant).leading(whole, now)
+        if not sent:
+            return known._replace(held=held)
+        told = np.array([sent.get(name, 0) for name in roster.names])
+        ahead = np.minimum(told, len(key) // TOKEN_BYTES) - held.sum(axis=1)
+        return known._replace(held=held, predicted=np.maximum(ahead, 0))
+
+    def _unknown(self, tenant: str, roster: _Roster, now: float) -> _Known:
+        """The same of a prompt of the tenant's that no replica holds."""
+        num_members = len(roster.members)
+        with self._lock:
+            turn = self._next_turn(tenant)
+            queued = self._predicted.of(tenant).queued(roster, now)
+        nothing = np.zeros((num_members, len(TIERS)), np.int64)
+        return _Known(nothing, np.zeros(num_members, np.int64), queued, turn)
+
+    def _next_turn(self, tenant: str) -> int:
+        """How many rankings the tenant has asked for, from a start that is drawn by chance."""
+        turn = self._turns.pop(tenant, None)
+        if turn is None:
+            turn = int(self._random.integers(2**31))
+            if len(self._turns) >= _MAX_TURNS:
+                self._turns.popitem(last=False)
+        self._turns[tenant] = turn + 1
+        return turn
+
+    def _held(self, namespace: Namespace, key: bytes, digests: list[bytes], roster: _Roster) -> Tokens:
+        """Leading tokens by member and tier: int64 ``[members, 3]``."""
+        counts = self.source.view.leading(b"".join(digests)).counts()
+        columns = np.array([member.column for member in roster.members])
+        held: Tokens = counts[np.minimum(columns, len(counts) - 1)] * SEGMENT_TOKENS
+        for place in np.flatnonzero(columns < 0).tolist():
+            match = roster.members[place].match
+            held[place, 0] = 0 if match is None else match(namespace, key)
+        return held
+
+    def _scored(
+        self, roster: _Roster, known: _Known, prompt: int, name: CostName, heat: float, limit: int | None
+    ) -> list[Candidate]:
+        credit = known.held @ self._weights + known.predicted
+        ahead = roster.queued + known.queued
+        if name not in BASELINES:
+            ahead = np.maximum(ahead - known.predicted, 0)
+        costs = COSTS[name](Facts(prompt, credit, ahead, roster.decode, known.turn))
+        order = self._order(costs, heat)[:limit].tolist()
+        held, predicted, queued = known.held.tolist(), known.predicted.tolist(), known.queued.tolist()
+        values = costs.tolist()
+        return [
+            _candidate(roster.members[at].info, held[at], predicted[at], queued[at], values[at], name, prompt)
+            for at in order
+        ]
+
+    def _order(self, costs: Floats, heat: float) -> NDArray[np.intp]:
+        with self._lock:
+            chance = self._random.random(len(costs))
+        spread = float(costs.max() - costs.min())
+        if heat > _COLD and spread > 0:
+            gumbel = -np.log(-np.log(np.maximum(chance, np.finfo(float).tiny)))
+            return np.argsort((costs - costs.min()) / spread / heat - gumbel)
+        return np.lexsort((chance, costs))
+
+
+class _Known(NamedTuple):
+    """Tokens held by member and tier, further ones predicted, and those sent since the load was reported."""
+
+    held: Tokens
+    predicted: Tokens
+    queued: Floats
+    turn: int
+
+    def unloaded(self) -> _Known:
+        """The same without what was sent since."""
+        return self._replace(queued=np.zeros(len(self.queued)), turn=0)
+
+
+class _Roster:
+    """Members as arrays, for one state of a source."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.source = members
+        self.members = tuple(members)
+        self.names = [each.info.audience for each in members]
+        self.live_until = np.array([each.live_until for each in members], np.float64)
+        self.queued = np.array([each.info.load.queued_prefill_tokens for each in members], np.float64)
+        self.decode = np.array([each.info.load.decode_blocks for each in members], np.float64)
+        self._by_model: dict[str, _Roster] = {}
+
+    def of(self, model: str) -> _Roster:
+        """Those that serve a model."""
+        known = self._by_model.get(model)
+        if known is None:
+            known = _Roster([each for each in self.members if each.info.fingerprint == model])
+            if known.members:
+                self._by_model[model] = known
+        return known
+
+    def unloaded(self) -> _Roster:
+        """The same members, as if they had nothing to do."""
+        other = _Roster(self.members)
+        other.queued, other.decode = np.zeros(len(self.queued)), np.zeros(len(self.decode))
+        return other
+
+    def only(self, places: NDArray[np.intp]) -> _Roster:
+        """Some of them."""
+        return _Roster([self.members[place] for place in places.tolist()])
+
+
+class Predictions:
+    """What each tenant's prompts were sent to during the last ``keep_s`` seconds. Not thread-safe.
+
+    Bounded: beyond 262,144 placements in all, the tenant with the most loses its oldest, so a tenant can't make
+    another forget unless that one has as many.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._nothing = Predicted(keep_s)
+        self._tenants: OrderedDict[str, tuple[Predicted, float]] = OrderedDict()
+        self._num_held = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of it takes, roughly. O(tenants × replicas)."""
+        return sum(predicted.num_bytes for predicted, _ in self._tenants.values())
+
+    def of(self, tenant: str) -> Predicted:
+        """A tenant's own, to be read."""
+        return self._tenants.get(tenant, (self._nothing, 0.0))[0]
+
+    def add(
+        self, tenant: str, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float
+    ) -> None:
+        """A prompt of the tenant's was sent to a replica, which has ``num_tokens`` of it to compute."""
+        self._expire(now)
+        predicted = self._tenants.pop(tenant, (None, 0.0))[0] or Predicted(self._keep_s)
+        self._tenants[tenant] = predicted, now + self._keep_s
+        self._num_held -= predicted.num_held
+        predicted.add(digests, replica_id, num_tokens, now)
+        self._num_held += predicted.num_held
+        while self._num_held > _MAX_PREDICTED:
+            most = max((each for each, _ in self._tenants.values()), key=lambda each: each.num_held)
+            self._num_held -= most.drop_oldest()
+
+    def _expire(self, now: float) -> None:
+        while self._tenants and next(iter(self._tenants.values()))[1] <= now:
+            self._num_held -= self._tenants.popitem(last=False)[1][0].num_held
+
+
+class Predicted:
+    """What was sent where during the last ``keep_s`` seconds. Not thread-safe.
+
+    Where: to a registration, by its ``audience``, since a restarted replica has nothing of what was sent before.
+    Bounded: beyond 65,536 placements the oldest segments go first; of what was sent, 500 numbers a replica.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        check_number("predict_s", keep_s, 0, MAX_PREDICT_S, f"0 to {MAX_PREDICT_S:.0f} seconds")
+        self._keep_s = float(keep_s)
+        self._held: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        self.num_held = 0
+        self._sent: dict[str, _Sent] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of it takes, roughly. O(replicas)."""
+        return self.num_held * _PLACEMENT_BYTES + sum(len(sent) for sent in self._sent.values()) * _SENT_BYTES
+
+    def add(self, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float) -> None:
+        """A prompt was sent to a replica, which has ``num_tokens`` of it to compute."""
+        self._expire(now)
+        until = now + self._keep_s
+        for digest in digests:
+            holders = self._held.setdefault(digest, {})
+            self.num_held += replica_id not in holders
+            holders[replica_id] = until
+            self._held.move_to_end(digest)
+        while self.num_held > _MAX_PREDICTED_EACH:
+            self.drop_oldest()
+        self._sent.setdefault(replica_id, _Sent(self._keep_s / _TICKS)).add(now, num_tokens)
+
+    def leading(self, digests: Sequence[bytes], now: float) -> dict[str, int]:
+        """How many leading tokens were sent to each replica: a segment's for each digest."""
+        counts: dict[str, int] = {}
+        for place, digest in enumerate(digests):
+            found = self._held.get(digest)
+            if found is None:
+                break
+            for replica_id, until in found.items():
+                if until > now and counts.get(replica_id, 0) == place:
+                    counts[replica_id] = place + 1
+        return {replica_id: count * SEGMENT_TOKENS for replica_id, count in counts.items()}
+
+    def queued(self, roster: _Roster, now: float) -> Floats:
+        """Tokens that were sent to each member since its load was measured: float64 ``[members]``."""
+        queued = np.zeros(len(roster.members))
+        if self._sent:
+            oldest = now - self._keep_s
+            for place, (name, member) in enumerate(zip(roster.names, roster.members, strict=True)):
+                sent = self._sent.get(name)
+                if sent is not None:
+                    queued[place] = sent.since(max(oldest, member.loaded_at - _LOAD_AGE_S))
+        return queued
+
+    def _expire(self, now: float) -> None:
+        while self._held and max(next(iter(self._held.values())).values()) <= now:
+            self.drop_oldest()
+        for replica_id in [name for name, sent in self._sent.items() if not sent.since(now - self._keep_s)]:
+            del self._sent[replica_id]
+
+    def drop_oldest(self) -> int:
+        """Forget the segment that was sent longest ago; how many placements that were."""
+        num_dropped = len(self._held.popitem(last=False)[1])
+        self.num_held -= num_dropped
+        return num_dropped
+
+
+class _Sent:
+    """Times and tokens of what was sent to one replica; what comes within ``tick_s`` counts as of its beginning."""
+
+    def __init__(self, tick_s: float) -> None:
+        self._tick_s = tick_s
+        self._items: deque[tuple[float, int]] = deque()
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, at: float, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        if self._items and self._items[-1][0] <= at < self._items[-1][0] + self._tick_s:
+            at, earlier = self._items.pop()
+            num_tokens += earlier
+        self._items.append((at, num_tokens))
+
+    def since(self, start: float) -> int:
+        """Tokens sent after ``start``; what is older is forgotten. Amortised O(1)."""
+        while self._items and self._items[0][0] <= start:
+            self._num_tokens -= self._items.popleft()[1]
+        return self._num_tokens
+
+
+def _candidate(
+    info: ReplicaInfo, held: list[int], predicted: int, queued: float, cost: float, name: str, prompt: int
+) -> Candidate:
+    matched = {"device": held[0], "host": held[1], "disk": held[2]}
+    if predicted:
+        matched["predicted"] = predicted
+    load = info.load
+    if queued:
+        load = replace(load, queued_prefill_tokens=load.queued_prefill_tokens + int(queued))
+    why = (
+        f"{name}: holds {sum(held)} of {prompt} tokens, {predicted} more predicted; "
+        f"{load.queued_prefill_tokens} tokens queued, {load.decode_blocks} decode blocks"
+    )
+    return Candidate(info, matched, load, cost, why)
+
+
+def _checked_cost(cost: str) -> CostName:
+    for name in COSTS:
+        if isinstance(cost, str) and name == cost:
+            return name
+    raise ConfigError("cost", cost, f"one of {', '.join(COSTS)}")
+
+
+def _checked_temperature(temperature: Any) -> float:
+    check_number("temperature", temperature, 0, MAX_TEMPERATURE, f"a number from 0 to {MAX_TEMPERATURE:g}")
+    return float(temperature)
+
+
+def _checked_seed(seed: Any) -> int | None:
+    if seed is None:
+        return None
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or int(seed) < 0:
+        raise ConfigError("seed", seed, "an integer ≥ 0, or None")
+    return int(seed)
+
+
+def _checked_limit(limit: Any) -> int:
+    if not isinstance(limit, Integral) or isinstance(limit, bool) or int(limit) < 1:
+        raise ArgumentError("limit", limit, "an integer, at least 1, or None")
+    return int(limit)
+
+
+def _checked_weights(weights: object) -> Floats:
+    allowed = f"0 to 1 for each of {', '.join(TIERS)}"
+    if not isinstance(weights, Mapping) or set(weights) != set(TIERS):
+        raise ConfigError("tier_weights", weights, allowed)
+    for weight in weights.values():
+        check_number("tier_weights", weight, 0, 1, allowed)
+    return np.array([weights[tier] for tier in TIERS], np.float64)

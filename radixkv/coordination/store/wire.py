@@ -1,0 +1,616 @@
+"""What stands in the store: registrations, log entries, snapshots, parts of jobs. Bytes in, bytes out.
+
+Everything read here was written by somebody else, and may be anything: whatever has not the form of this
+version raises WireError, and sizes are bounded before memory is taken. No client of any store is used here.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Final, Literal, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from radixkv.coordination.keys import DIGEST_BYTES, NAMESPACE_BYTES
+from radixkv.coordination.values import (
+    MAX_AMOUNT,
+    MAX_CLOCK_SKEW_S,
+    FleetPin,
+    JobPart,
+    JobState,
+    Load,
+    WarmJob,
+    Writer,
+)
+
+DIGESTS_AN_ENTRY: Final = 64
+SNAPSHOT_CHUNK_BYTES = 512 << 10
+MAX_SNAPSHOT_CHUNKS = 256
+MAX_SNAPSHOT_DIGESTS = 4_000_000
+"""A replica with more publishes that many: a hint may be missing."""
+
+TIERS = ("device", "host", "disk")
+"""Where a segment's KV may be, fastest first. What is published is the fastest."""
+OPS = ("store", "remove", "clear", "tier")
+
+PROCESS_DIGITS = 16
+"""How many digits of a nonce are the process's."""
+_RANDOM_BYTES = 8
+
+_MAX_SNAPSHOT_BYTES = MAX_SNAPSHOT_DIGESTS * (DIGEST_BYTES + NAMESPACE_BYTES + 5)
+_MAGIC = b"RKS2"
+_GROUP = struct.Struct(f"<{NAMESPACE_BYTES}sBI")
+_OPS = frozenset(OPS)
+_JOB_STATES: dict[str, JobState] = {
+    "queued": "queued",
+    "running": "running",
+    "done": "done",
+    "failed": "failed",
+    "lost": "lost",
+}
+_NUMBER = re.compile(rb"[0-9]{1,15}")
+_CODE = re.compile(r"[a-z_]{0,64}")
+_MAX_FIELD = 256
+_MAX_JOB_FIELDS = 1100
+
+
+class WireError(ValueError):
+    """Bytes in the store that have not the form of this version. Handled here: their writer is left out."""
+
+
+class Entry(NamedTuple):
+    """One entry of a log: ``op`` is one of ``OPS``; ``digests`` up to 64, packed, each the child of the one before.
+
+    ``parent`` is the digest before the first of them (empty at a prefix's start). ``store`` puts them into
+    ``tier``, ``tier`` moves those that are held there. A ``clear`` without a namespace means all of them.
+    """
+
+    op: str
+    namespace: bytes
+    parent: bytes = b""
+    digests: bytes = b""
+    tier: str = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a replica says of itself when it registers."""
+
+    replica_id: str
+    epoch: int
+    nonce: str
+    address: str
+    """Empty if it has none."""
+    fingerprint: str
+    block_size: int
+    """0 for a reader that has no blocks of its own, and goes with any."""
+    wire_version: int
+    canary: str
+    last_seq: int = 0
+    proof: str = ""
+    lease_ms: int = 0
+    """As stated by the last beat; 0 before the first."""
+    beats: int = 0
+    """The number of the last one: only a new one extends the lease. 0 before the first, and once it has left."""
+    replaced_ms: int = 0
+    """How long another process, which had the id before, may think that its lease runs; as of the last beat."""
+    stated_ms: int = 0
+    """When the last beat was sent: milliseconds since 1970 by the replica's own clock."""
+
+    @property
+    def writer(self) -> Writer:
+        """Who signs so."""
+        return Writer(self.replica_id, self.epoch, self.nonce)
+
+    @property
+    def process(self) -> str:
+        """The part of the nonce that a process keeps when it registers anew."""
+        return self.nonce[:PROCESS_DIGITS]
+
+    def difference(self, other: Registration) -> tuple[str, object, object] | None:
+        """The setting that keeps the two out of one fleet, with both values, or None."""
+        if self.wire_version != other.wire_version:
+            return "wire_version", self.wire_version, other.wire_version
+        if self.canary != other.canary:
+            return "fleet_secret", f"(canary {self.canary[:8]})", f"(canary {other.canary[:8]})"
+        if self.block_size and self.block_size != other.block_size:
+            return "block_size", self.block_size, other.block_size
+        return None
+
+
+REGISTRATION_FIELDS = (
+    "epoch",
+    "nonce",
+    "address",
+    "fingerprint",
+    "block_size",
+    "wire",
+    "canary",
+    "last_seq",
+    "proof",
+    "lease_ms",
+    "beats",
+    "replaced_ms",
+    "stated_ms",
+)
+MAX_LEASE_MS = 3_600_000
+"""No replica states a longer lease."""
+
+
+def registration_fields(registration: Registration) -> dict[str, str]:
+    """What a replica states of itself when it registers, and again with each beat; the scripts write the rest."""
+    return {
+        "nonce": registration.nonce,
+        "address": registration.address,
+        "fingerprint": registration.fingerprint,
+        "block_size": str(registration.block_size),
+        "wire": str(registration.wire_version),
+        "canary": registration.canary,
+        "tiers": "device",
+    }
+
+
+def beat_fields(registration: Registration) -> dict[str, str]:
+    """What a beat states: all that it signs, so that a field which somebody has overwritten is right again."""
+    return registration_fields(registration) | {
+        "lease_ms": str(registration.lease_ms),
+        "beats": str(registration.beats),
+        "stated_ms": str(registration.stated_ms),
+        "proof": registration.proof,
+    }
+
+
+def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Registration:
+    """From the values of ``REGISTRATION_FIELDS``; what the first beat brings may be absent."""
+    found = dict(zip(REGISTRATION_FIELDS, values, strict=True))
+    lease_ms = number(found["lease_ms"] or b"0")
+    if lease_ms > MAX_LEASE_MS:
+        raise WireError(f"a lease of {lease_ms} ms")
+    return Registration(
+        replica_id=replica_id,
+        epoch=number(found["epoch"]),
+        nonce=_text(found["nonce"]),
+        address=_text(found["address"]),
+        fingerprint=_text(found["fingerprint"]),
+        block_size=number(found["block_size"]),
+        wire_version=number(found["wire"]),
+        canary=_text(found["canary"]),
+        last_seq=number(found["last_seq"]),
+        proof=_text(found["proof"] or b""),
+        lease_ms=lease_ms,
+        beats=number(found["beats"] or b"0"),
+        replaced_ms=_bounded(found["replaced_ms"], MAX_LEASE_MS),
+        stated_ms=number(found["stated_ms"] or b"0"),
+    )
+
+
+LOAD_FIELDS = ("queued_prefill_tokens", "decode_blocks", "resident_blocks")
+
+
+def parse_load(values: Iterable[bytes | None]) -> Load:
+    """From the values of ``LOAD_FIELDS``; absent ones, and those that are no number, are 0: a load is a hint."""
+    queued, decode, resident = (_bounded(value, MAX_AMOUNT) for value in values)
+    return Load(queued, decode, resident)
+
+
+def parse_entry(fields: Mapping[bytes, bytes], epoch: int, seq: int) -> Entry:
+    """The entry that stands at ``epoch-seq`` of a stream."""
+    try:
+        op, namespace, parent, digests, tier = (fields[name] for name in (b"o", b"n", b"p", b"b", b"t"))
+        stated = number(fields[b"e"]), number(fields[b"s"])
+    except KeyError as missing:
+        raise WireError(f"an entry without field {missing}") from None
+    entry = Entry(op.decode("ascii", "replace"), namespace, parent, digests, tier.decode("ascii", "replace"))
+    whole = len(digests) % DIGEST_BYTES == 0 and len(digests) <= DIGESTS_AN_ENTRY * DIGEST_BYTES
+    named = len(namespace) == NAMESPACE_BYTES or (not namespace and not digests)
+    known = entry.op in _OPS and entry.tier in TIERS and len(parent) in (0, DIGEST_BYTES)
+    if not (known and whole and named) or stated != (epoch, seq):
+        raise WireError(f"a malformed entry at {epoch}-{seq}")
+    return entry
+
+
+_CODES = {(op, tier): op[0].encode() + bytes([at]) for op in OPS for at, tier in enumerate(TIERS)}
+
+
+def pack_entries(entries: Iterable[Entry]) -> bytes:
+    """Entries as one argument of a script: op's first letter, tier's index, three lengths, then the fields.
+
+    The lengths are bytes: of the namespace, of the parent, and of the digests in units of one digest. Packing
+    here and unpacking in the script costs the replica a fifth of what five arguments an entry cost.
+    """
+    parts: list[bytes] = []
+    for op, namespace, parent, digests, tier in entries:
+        parts += _head(op, tier, len(namespace), len(parent), len(digests)), namespace, parent, digests
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=1_024)
+def _head(op: str, tier: str, *lengths: int) -> bytes:
+    namespace, parent, digests = lengths
+    return _CODES[op, tier] + bytes((namespace, parent, digests // DIGEST_BYTES))
+
+
+class Snapshot(NamedTuple):
+    """Holdings as chunks, with what a reader needs to know that it has them whole."""
+
+    chunks: list[bytes]
+    checksum: str
+
+
+Groups = list[tuple[bytes, str, bytes]]
+"""``(namespace digest, tier, packed digests)``: holdings as they stand in a snapshot."""
+
+
+def pack_snapshot(groups: Iterable[tuple[bytes, str, AbstractSet[bytes]]]) -> Snapshot:
+    """Chunks of ``(namespace digest, tier, digests)`` groups, in zlib's form. O(digests).
+
+    At level 0: keyed digests are random bytes, so that trying harder costs 30 ms a MB and gains nothing.
+    """
+    room = MAX_SNAPSHOT_DIGESTS
+    parts = [_MAGIC]
+    for namespace, tier, held in groups:
+        digests = held if len(held) <= room else list(islice(held, room))
+        room -= len(digests)
+        if digests:
+            parts.append(_GROUP.pack(namespace, TIERS.index(tier), len(digests)) + b"".join(digests))
+    data = zlib.compress(b"".join(parts), 0)
+    chunks = [data[at : at + SNAPSHOT_CHUNK_BYTES] for at in range(0, len(data), SNAPSHOT_CHUNK_BYTES)]
+    return Snapshot(chunks, xxh3_128_hexdigest(data))
+
+
+def unpack_snapshot(chunks: Iterable[bytes], checksum: str) -> Groups:
+    """The groups of a snapshot. Raises WireError if it is torn, malformed or too large."""
+    data = b"".join(chunks)
+    if xxh3_128_hexdigest(data) != checksum:
+        raise WireError("a snapshot that doesn't have its checksum")
+    inflater = zlib.decompressobj()
+    try:
+        body = inflater.decompress(data, _MAX_SNAPSHOT_BYTES)
+    except zlib.error as error:
+        raise WireError(f"a snapshot that can't be inflated: {error}") from None
+    if not inflater.eof or not body.startswith(_MAGIC):
+        raise WireError("a snapshot of another form, or too large")
+    return _groups(body)
+
+
+def _groups(body: bytes) -> Groups:
+    groups: Groups = []
+    at = len(_MAGIC)
+    while at < len(body):
+        if at + _GROUP.size > len(body):
+            raise WireError("a snapshot that ends inside a group")
+        namespace, tier, count = _GROUP.unpack_from(body, at)
+        at += _GROUP.size
+        end = at + count * DIGEST_BYTES
+        if end > len(body) or tier >= len(TIERS):
+            raise WireError("a snapshot that ends inside a group, or of an unknown tier")
+        groups.append((namespace, TIERS[tier], body[at:end]))
+        at = end
+    return groups
+
+
+PART_PREFIX = "part:"
+
+
+def job_fields(job: WarmJob) -> dict[str, str]:
+    """A job as fields of a hash."""
+    fields = {
+        "tenant": job.tenant_digest.hex(),
+        "namespace": job.namespace_digest.hex(),
+        "num_tokens": str(job.num_tokens),
+        "wanted": str(job.num_wanted),
+        "left_out": str(job.num_left_out),
+        "request": job.request,
+        "owner": format_owner(job.owner),
+    }
+    return fields | {PART_PREFIX + part.replica_id: format_part(part) for part in job.parts}
+
+
+def format_owner(owner: Writer) -> str:
+    """``epoch nonce replica``."""
+    return f"{owner.epoch} {owner.nonce} {owner.replica_id}"
+
+
+def _parse_owner(value: bytes | None) -> Writer:
+    words = _text(value).split(" ")
+    if len(words) != 3:
+        raise WireError("a malformed owner of a job")
+    return Writer(words[2], number(words[0].encode()), words[1])
+
+
+def format_part(part: JobPart) -> str:
+    """``epoch nonce state done cached ms error``."""
+    numbers = f"{part.num_tokens_done} {part.num_tokens_cached} {part.ms}"
+    return f"{part.epoch} {part.nonce} {part.state} {numbers} {part.error}"
+
+
+def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
+    """From all fields of the hash."""
+    try:
+        tenant, namespace = (bytes.fromhex(_text(fields[name])) for name in (b"tenant", b"namespace"))
+        num_tokens, num_wanted = number(fields[b"num_tokens"]), number(fields[b"wanted"])
+        num_left_out, request = number(fields[b"left_out"]), _text(fields[b"request"])
+        owner = _parse_owner(fields[b"owner"])
+    except (KeyError, ValueError):
+        raise WireError(f"a malformed job {job_id}") from None
+    prefix = PART_PREFIX.encode()
+    if len(fields) > _MAX_JOB_FIELDS:
+        raise WireError(f"a job {job_id} of {len(fields)} fields")
+    named = sorted((name, value) for name, value in fields.items() if name.startswith(prefix))
+    parts = tuple(_parse_part(_text(name)[len(prefix) :], value) for name, value in named)
+    return WarmJob(job_id, tenant, namespace, num_tokens, parts, owner, num_wanted, num_left_out, request)
+
+
+def _parse_part(replica_id: str, value: bytes) -> JobPart:
+    words = _text(value).split(" ")
+    if len(words) != 7 or not is_code(words[6]):
+        raise WireError(f"a malformed part of replica {replica_id}")
+    epoch, done, cached, ms = (number(words[place].encode()) for place in (0, 3, 4, 5))
+    return JobPart(replica_id, epoch, words[1], _job_state(words[2]), done, words[6], cached, ms)
+
+
+def _job_state(word: str) -> JobState:
+    if word not in _JOB_STATES:
+        raise WireError(f"no state of a job: {word[:32]!r}")
+    return _JOB_STATES[word]
+
+
+def is_code(text: str) -> bool:
+    """Whether ``text`` may stand as the error of a part: up to 64 of a-z and _."""
+    return _CODE.fullmatch(text) is not None
+
+
+def number(value: bytes | None) -> int:
+    """A non-negative decimal of at most 15 digits."""
+    if value is None or not _NUMBER.fullmatch(value):
+        raise WireError(f"no number: {value[:32] if value else value!r}")
+    return int(value)
+
+
+def _bounded(value: bytes | None, most: int) -> int:
+    """A number, at most ``most``; 0 for what is none. For hints, and for what only ever makes somebody wait."""
+    return min(int(value), most) if value is not None and _NUMBER.fullmatch(value) else 0
+
+
+def _text(value: bytes | None) -> str:
+    if value is None or len(value) > _MAX_FIELD:
+        raise WireError("a field that is missing or too long")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise WireError("a field that is no text") from None
+
+
+_SHARE = re.compile(rb"([0-9]{1,15}):([!-9;-~]{1,64}):([0-9]{1,15}):([0-9]{1,15}):(.{1,1024})")
+
+_TOKEN = re.compile(rb"[0-9a-f]{32}")
+_PURGE_DIGITS = 16
+_TIME_DIGITS = 13
+_MAX_TIME = 16**_TIME_DIGITS - 1
+
+
+Relation = Literal["same", "later", "earlier", "apart"]
+"""Of what stands in a store to what is known: the same purge; one that takes its place; one whose place it took; one
+that was raised without knowing the other, so that nobody can say which of the two all have obeyed."""
+
+
+class Raised(NamedTuple):
+    """One raise of a tenant's generation. A store that lost one may give its number again, its token never."""
+
+    generation: int = 0
+    """0: nobody has raised it."""
+    token: str = ""
+    """See ``new_token``."""
+    replica_id: str = ""
+    """The replica that raised it."""
+    nonce: str = ""
+    """Of that replica's registration."""
+    proof: str = ""
+    """See ``Proofs.of_raise``: a raise without its proof counts for nothing."""
+
+    @property
+    def purge(self) -> str:
+        """Which purge it stands for: the same where a lost raise was given back."""
+        return self.token[:_PURGE_DIGITS]
+
+    def relation(self, known: Raised) -> Relation:
+        """What it is to one who has obeyed ``known``, both of them proven.
+
+        A purge is drawn later than all that its raiser knew (``new_token``). So one that was drawn earlier than
+        ``known`` was raised by somebody who didn't know that. Times further apart than clocks may be can be compared
+        where neither knew the other.
+        """
+        if (self.generation, self.purge) == (known.generation, known.purge):
+            return "same"
+        if self.purge > known.purge:
+            return "later" if self.generation >= known.generation else "apart"
+        is_before = _drawn_us(self.purge) + MAX_CLOCK_SKEW_S * 1e6 < _drawn_us(known.purge)
+        return "earlier" if is_before and self.generation <= known.generation else "apart"
+
+    @property
+    def standing(self) -> bytes:
+        """How it stands in a store."""
+        return _joined(*raised_fields(self)) if self != NEVER else NOTHING
+
+
+class Confirmed(NamedTuple):
+    """One replica's confirmation of a raise."""
+
+    nonce: str = ""
+    """Of its registration; empty: it hasn't confirmed."""
+    proof: str = ""
+    """See ``Proofs.of_confirmation``."""
+
+
+NEVER = Raised()
+RAISED_FIELDS = ("generation", "token", "raised")
+_SIGNED = re.compile(rb"([!-9;-~]{1,64}):([0-9a-f]{64}):([A-Za-z0-9._-]{1,64})")
+_CONFIRMED = re.compile(rb"([!-9;-~]{1,64}):([0-9a-f]{64})")
+
+
+def raised_fields(raised: Raised) -> tuple[bytes, bytes, bytes]:
+    """The values of ``RAISED_FIELDS``."""
+    signed = f"{raised.nonce}:{raised.proof}:{raised.replica_id}"
+    return str(raised.generation).encode(), raised.token.encode(), signed.encode()
+
+
+def _joined(*values: bytes | None) -> bytes:
+    return b"\n".join(value or b"" for value in values)
+
+
+NOTHING = _joined(*[None] * len(RAISED_FIELDS))
+"""How it stands where nothing was ever raised."""
+
+
+class Limit(NamedTuple):
+    """What an operator has said that a tenant may use on all replicas together: the last word is the greatest stamp."""
+
+    blocks: int | None = None
+    """None: no limit, be it that one was withdrawn."""
+    stamp: int = 0
+    """0: nobody has said anything, or not in the form of this version."""
+    proof: str = ""
+    """See ``FleetKeys.limit_proof``."""
+
+
+NO_LIMIT = Limit()
+_SAID = re.compile(rb"([0-9]{1,15}):([0-9a-f]{64})")
+
+
+def format_said(limit: Limit) -> str:
+    """What stands beside the blocks of a limit: ``stamp:proof``."""
+    return f"{limit.stamp}:{limit.proof}"
+
+
+def parse_limit(blocks: bytes | None, said: bytes | None) -> Limit:
+    """From two fields of a tenant's hash; what has not the form of this version counts for nothing."""
+    number_of = int(blocks) if blocks and _NUMBER.fullmatch(blocks) else None
+    stated = _SAID.fullmatch(said or b"")
+    return Limit(number_of, int(stated[1]), stated[2].decode()) if stated else Limit(number_of)
+
+
+class TenantFields(NamedTuple):
+    """All fields of a tenant's hash; ``shares``: ``(epoch, nonce, blocks, until in ms, fingerprint)`` by replica."""
+
+    limit: int | None
+    raised: Raised
+    standing: bytes
+    shares: dict[str, tuple[int, str, int, int, str]]
+    confirmed: dict[str, Confirmed]
+
+
+def new_nonce(process: str) -> str:
+    """For a registration of the process that has drawn ``process``: 32 hex digits, which begin with it."""
+    return process + secrets.token_hex(_RANDOM_BYTES)
+
+
+def new_process() -> str:
+    """What all nonces of a process begin with: 16 hex digits, random."""
+    return secrets.token_hex(_RANDOM_BYTES)
+
+
+def new_token(purge: str = "", *, after: Iterable[Raised] = ()) -> str:
+    """For a raise: 16 hex digits that stand for a purge, a new one unless given, and 16 for this raise alone.
+
+    Those of a new purge begin with its time in µs since 1970, by this machine's clock, and later than those of
+    ``after``.
+    """
+    drawn_us = max(int(time.time() * 1e6), *(_drawn_us(each.purge) + 1 for each in after), 0)
+    new = f"{min(drawn_us, _MAX_TIME):013x}{secrets.randbits(12):03x}"
+    return (purge or new) + secrets.token_hex(_RANDOM_BYTES)
+
+
+def _drawn_us(purge: str) -> int:
+    return int(purge[:_TIME_DIGITS] or "0", 16)
+
+
+def parse_raised(generation: bytes | None, token: bytes | None, signed: bytes | None) -> tuple[Raised, bytes]:
+    """From ``RAISED_FIELDS`` of a tenant's hash: the raise, ``NEVER`` if it has not this form, and what stands."""
+    standing = _joined(generation, token, signed)
+    by = _SIGNED.fullmatch(signed or b"")
+    if not (generation and _NUMBER.fullmatch(generation) and token and _TOKEN.fullmatch(token) and by):
+        return NEVER, standing
+    raised = Raised(int(generation), token.decode(), by[3].decode(), by[1].decode(), by[2].decode())
+    return (raised if raised.standing == standing else NEVER), standing
+
+
+def format_confirmed(confirmed: Confirmed) -> str:
+    """``nonce:proof``."""
+    return f"{confirmed.nonce}:{confirmed.proof}"
+
+
+def parse_confirmed(value: bytes | None) -> Confirmed:
+    """What a replica has confirmed with; nothing if it has not this form."""
+    found = _CONFIRMED.fullmatch(value or b"")
+    return Confirmed(found[1].decode(), found[2].decode()) if found else Confirmed()
+
+
+def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
+    """From all fields of a tenant's hash; those that have not the form of this version are left out."""
+    limit = fields.get(b"limit", b"")
+    shares, confirmed = {}, {}
+    for name, value in fields.items():
+        stated = _SHARE.fullmatch(value)
+        replica_id = name[2:].decode("ascii", "replace")
+        if name.startswith(b"r:") and stated:
+            epoch, blocks, ends = (int(stated[place]) for place in (1, 3, 4))
+            model = stated[5].decode("utf-8", "replace")
+            shares[replica_id] = epoch, stated[2].decode(), blocks, ends, model
+        elif name.startswith(b"c:") and (said := parse_confirmed(value)).nonce:
+            confirmed[replica_id] = said
+    raised, standing = parse_raised(*(fields.get(name.encode()) for name in RAISED_FIELDS))
+    known_limit = int(limit) if _NUMBER.fullmatch(limit) else None
+    return TenantFields(known_limit, raised, standing, shares, confirmed)
+
+
+_PIN = re.compile(
+    rb"([0-9]{1,15}):(live|ended):([0-9a-f]{64}):([0-9]{1,15}):(all|[0-9]{1,4}|=[A-Za-z0-9._,-]{0,70000})"
+)
+_PIN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def is_pin_id(text: str) -> bool:
+    """Whether ``text`` may name a pin of the fleet: 32 hex digits."""
+    return _PIN_ID.fullmatch(text) is not None
+
+
+def format_pin(pin: FleetPin) -> str:
+    """What stands of a pin behind its end and its state: ``namespace:tokens:wanted``."""
+    return f"{pin.namespace_digest.hex()}:{pin.num_tokens}:{pin.wanted}"
+
+
+def parse_pins(fields: Mapping[bytes, bytes], now_ms: int) -> list[FleetPin]:
+    """From all fields of a tenant's pins, by id; those that have not the form of this version are left out."""
+    parts: dict[str, list[JobPart]] = {}
+    for name, value in sorted(fields.items()):
+        kind, _, rest = name.decode("ascii", "replace").partition(":")
+        pin_id, _, replica_id = rest.partition(":")
+        if kind == "s":
+            with suppress(WireError):
+                parts.setdefault(pin_id, []).append(_parse_part(replica_id, value))
+    found = []
+    for name, value in sorted(fields.items()):
+        pin_id, stated = name[2:].decode("ascii", "replace"), _PIN.fullmatch(value)
+        if name.startswith(b"p:") and is_pin_id(pin_id) and stated and int(stated[1]) > now_ms:
+            found.append(
+                FleetPin(
+                    id=pin_id,
+                    namespace_digest=bytes.fromhex(stated[3].decode()),
+                    num_tokens=int(stated[4]),
+                    wanted=stated[5].decode(),
+                    remaining_s=(int(stated[1]) - now_ms) / 1000,
+                    is_ended=stated[2] == b"ended",
+                    parts=tuple(parts.get(pin_id, ())),
+                )
+            )
+    return found

@@ -1,0 +1,1 @@
+"""What the other replicas hold, as their logs say."""

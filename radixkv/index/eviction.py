@@ -1,0 +1,504 @@
+"""Evictor: leases, residency and victims.
+
+What changes which nodes there are, and which of them are in use, goes through here, so that the policy is told
+and the tenant's ``protected_blocks`` and ``evictable_blocks`` are kept in step: ``lease`` and ``release``, ``split``,
+``add_leased``, and the trimming of victims.
+
+Eviction asks the policy of the tenant whose turn it is (``tenants.Ranking``) for its victim and trims that
+leaf from its tail, exactly the blocks needed: O(blocks evicted), no heap rebuilt, no tree walked. Whether it can
+suffice is known before it begins, from the counts, so a refusal changes nothing.
+
+The law of guarantees: what is free or borrowed and evictable can always give every tenant its guarantee. Since
+each tenant's evictable blocks above its guarantee are what is borrowed, that is the same as
+
+    promised_blocks = Σ over tenants of max(protected, guaranteed) ≤ blocks of the pool
+
+so one sum decides whether a request can be granted, and a tenant within its guarantee doesn't raise it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, cast
+
+from radixkv.errors import FlushRequired, IntegrityError, OutOfBlocks, QuotaExceeded
+from radixkv.index.blocks import BlockPool
+from radixkv.index.changes import Journal
+from radixkv.index.scrubbing import ENGINE
+from radixkv.index.tenants import NamespaceTree, Ranking, TenantState
+from radixkv.index.tokens import ID_BYTES, Key
+from radixkv.index.tree import Node, path_between
+
+if TYPE_CHECKING:
+    from radixkv.index.bases import Base
+
+
+class Evictor:
+    """Keeps what is resident within the pool. All methods are called under the cache's lock."""
+
+    __slots__ = (
+        "_block_size",
+        "_grain",
+        "_journal",
+        "_pool",
+        "_ranking",
+        "_scrubber",
+        "_segment_blocks",
+        "evictable_blocks",
+        "on_hand_out",
+        "on_need",
+        "promised_blocks",
+    )
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tenants: dict[str, TenantState],
+        block_size: int,
+        journal: Journal | None,
+        segment_blocks: int = 1,
+    ) -> None:
+        self._pool, self._block_size, self._journal = pool, block_size, journal
+        self._segment_blocks = segment_blocks
+        self._grain = journal.grain_tokens if journal is not None else 0
+        self._ranking = Ranking(tenants)
+        self._scrubber = pool.scrubber
+        self.evictable_blocks = 0  # of all tenants
+        self.promised_blocks = 0
+        self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends pins that are due
+        self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
+
+    # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
+
+    def lease(self, node: Node, tree: NamespaceTree) -> None:
+        """Protect a node of the tree, and with it its ancestors."""
+        uses = node.uses
+        node.uses = uses + 1
+        if uses:
+            return
+        tenant, at = tree.tenant, node
+        leased = tenant.on_leased
+        while (parent := at.parent) is not None:
+            leased(at)
+            at = parent
+            uses = at.uses
+            at.uses = uses + 1
+            if uses:
+                break
+        num_blocks = node.depth - at.depth
+        tenant.evictable_blocks -= num_blocks
+        tenant.protected_blocks = protected = tenant.protected_blocks + num_blocks
+        self.evictable_blocks -= num_blocks
+        if protected > tenant.guaranteed_blocks:
+            self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
+
+    def release(self, node: Node, tree: NamespaceTree, asks: bool = True) -> None:
+        """Undo one ``lease``; what nobody uses any more becomes evictable.
+
+        It goes at once if its tree was cleared or, where this ``asks``, if the policy doesn't admit it.
+        """
+        node.uses = uses = node.uses - 1
+        if uses:
+            return
+        tenant, at = tree.tenant, node
+        unleased = tenant.on_unleased
+        while (parent := at.parent) is not None:
+            unleased(at)
+            at = parent
+            at.uses = uses = at.uses - 1
+            if uses:
+                break
+        num_blocks = node.depth - at.depth
+        if tenant.protected_blocks > tenant.guaranteed_blocks:
+            self.promised_blocks -= min(tenant.protected_blocks - tenant.guaranteed_blocks, num_blocks)
+        tenant.protected_blocks -= num_blocks
+        tenant.evictable_blocks += num_blocks
+        self.evictable_blocks += num_blocks
+        if tenant.ranked_blocks < 0:
+            self._ranking.rank(tenant)
+        if tree.detached:
+            freed = bytearray()
+            self.reclaim(node, freed)
+            self._pool.give(freed)
+        elif asks and tenant.on_admit is not None:
+            freed = bytearray()
+            self._give_up_declined(node, tree, freed)
+            self._pool.give(freed)
+        if tree.root.children is None:
+            tenant.drop_if_empty(tree)
+            if tree.base is not None:
+                self.let_go(tree.base)
+
+    def let_go(self, base: Base) -> None:
+        """Release what a base leases once it is unpublished and nothing stands behind it any more."""
+        if base.is_left:
+            base.is_held = False
+            self.release(base.node, base.tree)
+
+    def _give_up_declined(self, node: Node, tree: NamespaceTree, freed: bytearray) -> None:
+        """Take out what the policy doesn't admit, leaf by leaf upward; adds the ids. O(blocks freed)."""
+        tenant, at = tree.tenant, node
+        admit, trimmed = tenant.on_admit, tenant.on_trimmed
+        assert admit is not None
+        while (parent := at.parent) is not None and not at.uses and at.children is None and not admit(at):
+            num_blocks = at.num_blocks
+            if trimmed is not None:
+                trimmed(at, num_blocks)
+            if self._journal is not None:
+                self._report_removed(at, num_blocks)
+            tenant.on_removed(at)
+            tree.remove(at)
+            freed += at.block_ids
+            tenant.evictable_blocks -= num_blocks
+            self.evictable_blocks -= num_blocks
+            tenant.declined_blocks += num_blocks
+            at = parent
+
+    def unprotected_above(self, node: Node) -> int:
+        """Blocks that a lease on ``node`` would take from the evictable ones. O(ancestors)."""
+        found = 0
+        at: Node | None = node
+        while at is not None and not at.uses:
+            found += len(at.block_ids) // ID_BYTES
+            at = at.parent
+        return found
+
+    # --- residency
+
+    def split(self, child: Node, at: int, tree: NamespaceTree) -> Node:
+        """Cut a node after ``at`` label bytes and return the upper half."""
+        upper = tree.split(child, at)
+        if tree.tenant.on_split is not None:
+            tree.tenant.on_split(upper, child, upper.num_blocks)
+        return upper
+
+    def add_leased(
+        self,
+        parent: Node,
+        key: bytes,
+        start: int,
+        stop: int,
+        block_ids: bytes,
+        tree: NamespaceTree,
+        hints: object = None,
+        ghost_keys: tuple[int, ...] | None = None,
+    ) -> Node:
+        """Add ``key[start:stop]`` below ``parent``; a lease on ``parent`` moves to the deepest new node, the result."""
+        deepest = tree.attach(parent, key, start, stop, block_ids)
+        if tree.tenant.on_inserted is not None:
+            self._tell_inserted(parent, deepest, tree, hints, ghost_keys or ())
+        return deepest
+
+    def _tell_inserted(
+        self, parent: Node, deepest: Node, tree: NamespaceTree, hints: object, ghost_keys: tuple[int, ...]
+    ) -> None:
+        """Tell the policy of the new nodes, each with the keys of the segments that end in it."""
+        inserted, size = tree.tenant.on_inserted, self._segment_blocks
+        assert inserted is not None
+        above = None if parent is tree.root else parent
+        if deepest.parent is parent:  # as it mostly is
+            inserted(deepest, deepest.num_blocks, deepest.depth, hints, ghost_keys, above)
+            return
+        told = before = parent.depth // size
+        for node in path_between(parent, deepest):
+            passed = node.depth // size
+            keys = ghost_keys[told - before : passed - before]
+            inserted(node, node.num_blocks, node.depth, hints, keys, above)
+            above, told = node, passed
+
+    def grow(
+        self,
+        leaf: Node,
+        label: bytes,
+        block_ids: bytes,
+        tree: NamespaceTree,
+        hints: object = None,
+        ghost_keys: tuple[int, ...] | None = None,
+    ) -> None:
+        """Add blocks to a leaf that has one use, in place. O(label after), at most MAX_GROWN_LABEL_BYTES."""
+        leaf.label += label
+        leaf.block_ids += block_ids
+        added = len(block_ids) // ID_BYTES
+        leaf.depth += added
+        tree.num_blocks += added
+        if tree.tenant.on_extended is not None:
+            tree.tenant.on_extended(leaf, added, hints, ghost_keys or ())
+
+    # --- blocks
+
+    @property
+    def _usable_blocks(self) -> int:
+        """Blocks that tenants can have: not lent."""
+        return self._pool.num_blocks - len(self._pool.lent)
+
+    def require(
+        self, needed: int, tenant: TenantState, about_to_lease: int = 0, of_them_lent: int = 0
+    ) -> int:
+        """Raise unless the tenant can have ``needed`` blocks after a lease protects ``about_to_lease`` more of its own.
+
+        QuotaExceeded: its limit can't give them, whatever it evicts. OutOfBlocks: nor can the pool, without what is
+        promised to others. Both tell the tenant's own numbers only; what a bare lease needs is what it protects.
+        Returns by how much ``promised_blocks`` will rise: 0 within its guarantee. O(1).
+        """
+        evictable, used = tenant.evictable_blocks - about_to_lease, tenant.used_blocks
+        if used - evictable + needed > tenant.max_blocks:
+            raise QuotaExceeded(needed, tenant.max_blocks, used, evictable)
+        protected, guaranteed = tenant.protected_blocks, tenant.guaranteed_blocks
+        rise = max(protected + about_to_lease + needed, guaranteed) - max(protected, guaranteed)
+        if self.promised_blocks + rise > self._usable_blocks + of_them_lent:
+            limit = min(tenant.max_blocks, self._pool.num_blocks)
+            raise OutOfBlocks(needed or about_to_lease, limit - used, evictable)
+        return rise
+
+    def surely_has(self, num_blocks: int, tenant: TenantState) -> bool:
+        """Whether so many more blocks, protected anew or taken, are granted without a closer look. O(1)."""
+        used = tenant.protected_blocks + tenant.evictable_blocks
+        return (
+            used + num_blocks <= tenant.max_blocks
+            and self.promised_blocks + num_blocks <= self._usable_blocks
+            and not self._pool.is_loose
+        )
+
+    def require_fetched(self, num_blocks: int, tenant: TenantState | None, about_to_lease: int = 0) -> None:
+        """Raise FlushRequired if only copies that wait are in the way of so many blocks, that ``require`` has granted.
+
+        Blocks that such copies name can't be handed out. A strict tenant evicts what it would without them, and
+        nothing more; for others, victims go in their place. O(1), O(tenants) while there are such blocks and few free.
+        """
+        pool = self._pool
+        if num_blocks <= pool.num_free or not pool.is_loose:
+            return
+        if tenant is not None and tenant.settings.mode == "strict":
+            victims = tenant.used_blocks + num_blocks - tenant.max_blocks
+        else:
+            victims = -about_to_lease
+            for each in self._ranking.tenants:
+                borrowed = max(each.used_blocks - each.guaranteed_blocks, 0)
+                victims += each.evictable_blocks if each is tenant else min(each.evictable_blocks, borrowed)
+        room = pool.num_free + max(victims - len(pool.exposed), 0)
+        if num_blocks > room:
+            raise FlushRequired(num_blocks, room)
+
+    def end_due_pins(self, requester: TenantState | None, num_blocks: int) -> None:
+        """Before ``require``: a requester's own pins that are due end, whether it is short of room or not.
+
+        If the pool is, what others borrow by such pins goes too; for None those of all tenants. Moves no node.
+        """
+        if self.on_need is not None:
+            is_short = self.promised_blocks + num_blocks > self._usable_blocks
+            self.on_need(requester, requester is None or is_short)
+
+    def take(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
+        """Add packed ids of ``num_blocks`` blocks for a tenant to ``table``, evicting what is short.
+
+        On nobody's account yet: see ``charge``. Raises like ``require``.
+        """
+        self.end_due_pins(tenant, num_blocks)
+        if not self.surely_has(num_blocks, tenant):
+            self.require(num_blocks, tenant)
+            self.require_fetched(num_blocks, tenant)
+        self.take_granted(num_blocks, tenant, table)
+
+    def take_granted(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
+        """The same after ``require``. O(blocks evicted + turns × log tenants)."""
+        start, size = len(table), num_blocks * ID_BYTES
+        over = tenant.protected_blocks + tenant.evictable_blocks + num_blocks - tenant.max_blocks
+        if over > num_blocks:
+            self.keep_limit(tenant, 0)
+            over = num_blocks
+        if over > 0 and self._pool.exposed:
+            self.keep_limit(tenant, num_blocks)
+        elif over > 0:  # what it gives up it has again
+            self._evict_from(tenant, over * ID_BYTES, table)
+            if self._scrubber is not None:
+                self._scrubber.free(table[start:])
+            size -= over * ID_BYTES
+        self._take(size, tenant, table)
+        if self._scrubber is not None:
+            self._scrubber.hand_out(table[start:], tenant.label)
+        if self.on_hand_out is not None:
+            self.on_hand_out()
+
+    def take_for_engine(self, num_blocks: int) -> bytearray:
+        """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
+        if num_blocks > self.spare_blocks:
+            self.end_due_pins(None, num_blocks)
+        spare = self.spare_blocks
+        if num_blocks > spare:
+            free = self._pool.num_free
+            raise OutOfBlocks(num_blocks, free, max(spare - free, 0))
+        self.require_fetched(num_blocks, None)
+        taken = bytearray()
+        self._take(num_blocks * ID_BYTES, None, taken)
+        if self._scrubber is not None:
+            self._scrubber.hand_out(taken, ENGINE)
+        if self.on_hand_out is not None:
+            self.on_hand_out()
+        return taken
+
+    def _take(self, size: int, requester: TenantState | None, table: bytearray) -> None:
+        """Add ``size`` bytes of packed ids to ``table``: free ones, then those of victims.
+
+        Victims that copies name which wait aren't handed out, so then all go to the pool first.
+        """
+        if self._pool.exposed:
+            self._evict_to_pool(size // ID_BYTES, requester)
+        size -= self._pool.take(size, table)
+        if size:
+            self._evict(size, requester, table)
+
+    def _evict_to_pool(self, num_blocks: int, requester: TenantState | None) -> None:
+        while (short := num_blocks - self._pool.num_free) > 0:
+            if not self.evict(short, requester):
+                raise IntegrityError(f"{short} blocks are short, and nothing is left to evict")
+
+    def charge(self, tenant: TenantState, num_blocks: int) -> None:
+        """Blocks that were taken are the tenant's, private to a sequence or leased in its tree."""
+        tenant.protected_blocks = protected = tenant.protected_blocks + num_blocks
+        if protected > tenant.guaranteed_blocks:
+            self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
+        if protected + tenant.evictable_blocks > tenant.ranked_blocks:
+            self._ranking.rank(tenant)
+
+    def give(self, block_ids: bytes | bytearray | memoryview, tenant: TenantState) -> None:
+        """Free blocks that were private to the tenant's sequences."""
+        self._pool.give(block_ids)
+        self._discharge(tenant, len(block_ids) // ID_BYTES)
+
+    def _discharge(self, tenant: TenantState, num_blocks: int) -> None:
+        """So many blocks are not private to the tenant any more."""
+        if tenant.protected_blocks > tenant.guaranteed_blocks:
+            self.promised_blocks -= min(tenant.protected_blocks - tenant.guaranteed_blocks, num_blocks)
+        tenant.protected_blocks -= num_blocks
+
+    def require_all(self, needs: dict[TenantState, int]) -> None:
+        """Raise unless several tenants can have what they need at once, like ``require``. O(tenants)."""
+        rise = 0
+        if self.on_need is not None:
+            total = sum(needs.values())
+            for tenant in needs:
+                self.end_due_pins(tenant, total)
+        for tenant, needed in needs.items():
+            rise += self.require(needed, tenant, of_them_lent=-rise)
+        if self._pool.is_loose:
+            total = sum(needs.values())
+            for tenant in needs:
+                self.require_fetched(total, tenant)
+
+    def evict(self, num_blocks: int, requester: TenantState | None = None) -> int:
+        """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + turns × log tenants).
+
+        For a requester so many must be granted (``require``).
+        """
+        num_blocks, freed = min(num_blocks, self.evictable_blocks), bytearray()
+        self._evict(num_blocks * ID_BYTES, requester, freed)
+        if requester is not None:
+            self._ranking.rank(requester)
+        self._pool.give(freed)
+        return num_blocks
+
+    def keep_limit(self, tenant: TenantState, about_to_take: int) -> None:
+        """Free what the tenant would use above its limit, of its own; ``require`` has seen that it can."""
+        over = tenant.used_blocks + about_to_take - tenant.max_blocks
+        if over > 0:
+            freed = bytearray()
+            self._evict_from(tenant, over * ID_BYTES, freed)
+            self._pool.give(freed)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks that nobody is promised. O(1)."""
+        return self._usable_blocks - self.promised_blocks
+
+    def settle_promises(self, tenants: Collection[TenantState]) -> None:
+        """Count anew what is promised, and rank anew who is above its share. O(tenants)."""
+        self.promised_blocks = sum(max(each.protected_blocks, each.guaranteed_blocks) for each in tenants)
+        for each in tenants:
+            self._ranking.rank(each)
+
+    def _evict(self, size: int, requester: TenantState | None, freed: bytearray) -> None:
+        """Add the packed ids of evicted blocks to ``freed``, ``size`` bytes of them.
+
+        The requester is left without a rank if its own blocks went last: ``charge`` follows.
+        """
+        ranking = self._ranking
+        while size:
+            tenant, turn = ranking.next(requester)
+            turn = min(turn * ID_BYTES, size)
+            self._evict_from(tenant, turn, freed)
+            size -= turn
+            if size or tenant is not requester:
+                ranking.rank(tenant)
+
+    def _evict_from(self, tenant: TenantState, size: int, freed: bytearray) -> None:
+        """Add the packed ids of exactly so many of the tenant's blocks, in bytes, to ``freed``."""
+        victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
+        most = tenant.on_most
+        while left:
+            node = victim()
+            if not isinstance(node, Node) or node.children is not None or node.uses:
+                raise IntegrityError(
+                    f"policy {type(tenant.policy).__name__} named a victim that is no evictable leaf"
+                )
+            tree, ids = node.tree, node.block_ids
+            cut = left if most is None else min(most(node) * ID_BYTES, left)
+            if trimmed is not None:
+                trimmed(node, min(len(ids), cut) // ID_BYTES)
+            if self._journal is not None:
+                self._report_removed(node, min(len(ids), cut) // ID_BYTES)
+            if len(ids) > cut:
+                freed += tree.trim(node, cut)
+                left -= cut
+                continue
+            removed(node)
+            tree.remove(node)
+            freed += ids
+            left -= len(ids)
+            if tree.root.children is None:
+                tenant.drop_if_empty(cast(NamespaceTree, tree))
+        num_blocks = size // ID_BYTES
+        tenant.evictable_blocks -= num_blocks
+        tenant.evicted_blocks += num_blocks
+        self.evictable_blocks -= num_blocks
+
+    def reclaim(self, node: Node, freed: bytearray) -> None:
+        """Take a node out of a cleared tree, and its ancestors as far as nothing else holds them; adds their ids."""
+        tree = cast(NamespaceTree, node.tree)
+        tenant = tree.tenant
+        at: Node | None = node
+        while at is not None and at.parent is not None and not at.uses and at.children is None:
+            parent = at.parent
+            if tree.is_linked(at):
+                tenant.on_removed(at)
+                tree.remove(at)
+                freed += at.block_ids
+                tenant.evictable_blocks -= at.num_blocks
+                self.evictable_blocks -= at.num_blocks
+            at = parent
+        if tree.root.children is None:
+            tenant.drop_if_empty(tree)
+            if tree.base is not None:
+                self.let_go(tree.base)
+
+    # --- journal
+
+    def report_stored(self, tree: NamespaceTree, key: Key, start: int, stop: int) -> None:
+        """Tell the journal that blocks ``[start, stop)`` became resident; ``key`` reaches at least to ``stop``."""
+        if self.reports(tree, start, stop):
+            assert self._journal is not None
+            size = self._block_size
+            self._journal.stored(tree.namespace, key, start * size, stop * size)
+
+    def reports(self, tree: NamespaceTree, start: int, stop: int) -> bool:
+        """Whether the journal wants to hear of blocks ``[start, stop)``."""
+        grain, size = self._grain, self._block_size
+        if not grain or tree.detached or tree.base is not None:  # what stands behind a base is told to nobody
+            return False
+        return start * size // grain < stop * size // grain
+
+    def _report_removed(self, node: Node, num_blocks: int) -> None:
+        tree, start = cast(NamespaceTree, node.tree), node.depth - num_blocks
+        if self.reports(tree, start, node.depth):
+            assert self._journal is not None
+            size = self._block_size
+            self._journal.removed(tree.namespace, tree.labels_to(node), start * size, node.depth * size)

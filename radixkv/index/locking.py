@@ -1,0 +1,201 @@
+"""What both builds need around the cache's lock: the lock of the pure build, and what waits for the next call."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from radixkv import _compiled
+from radixkv.errors import IntegrityError, ReentrantCall
+
+if TYPE_CHECKING:
+    from radixkv.index.cache import PrefixCache
+    from radixkv.index.cachelock import CacheLock
+
+    class RLock:
+        """What ``threading.RLock`` makes, with what ``threading.Condition`` uses of it."""
+
+        def acquire(self, blocking: bool = True) -> bool: ...
+        def release(self) -> None: ...
+        def _is_owned(self) -> bool: ...
+else:
+    from _thread import RLock
+
+
+class SourceLock(RLock):
+    """The lock of the pure build: see ``cachelock.CacheLock``.
+
+    Its ``__exit__`` is RLock's own, in C: as a Python function it could be interrupted by a signal before it releases.
+    Without any memory the interpreter can't call it, and the lock stays held after the call. The next call of the same
+    thread notices that and goes on.
+    """
+
+    __slots__ = ("broken", "death", "forgotten", "given_up", "progress")
+
+    def __init__(self) -> None:
+        self.broken: Any = None
+        self.death: str | None = None
+        self.forgotten: deque[tuple[Any, Any]] = deque()
+        self.given_up: set[object] = set()
+        self.progress = threading.Condition(cast(Any, self))
+
+    def __enter__(self) -> None:
+        is_left_over = self._is_owned()
+        if is_left_over and _is_in_a_call():
+            raise ReentrantCall
+        try:
+            if not is_left_over:
+                self.acquire()
+            if self.broken is not None or self.forgotten:
+                take_care(cast("CacheLock", self))
+        except BaseException:
+            if self._is_owned():
+                self.release()
+            raise
+
+    @property
+    def is_mine(self) -> bool:
+        """See CacheLock."""
+        return self._is_owned()
+
+    def locked(self) -> bool:
+        """See CacheLock."""
+        if self._is_owned():
+            return True
+        if self.acquire(blocking=False):
+            self.release()
+            return False
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """See CacheLock."""
+        self.progress.wait(timeout_s)
+        if self.broken is not None or self.forgotten:
+            take_care(cast("CacheLock", self))
+
+
+_FOLDER = f"{Path(__file__).parent}/"
+_UNDER_THE_LOCK = frozenset(
+    f"{name}.py"
+    for name in (
+        "bases",
+        "blocks",
+        "eviction",
+        "pins",
+        "recovery",
+        "registry",
+        "runs",
+        "scrubbing",
+        "tenants",
+    )
+)
+"""Modules that run under the lock only."""
+
+
+def _is_in_a_call() -> bool:
+    """Whether this thread runs a call of a cache, and in it the call that asks. O(frames)."""
+    frame: FrameType | None = sys._getframe(2)
+    has_left = False  # the frames of the call that asks
+    while frame is not None:
+        folder, _, name = frame.f_code.co_filename.rpartition("/")
+        if f"{folder}/" != _FOLDER:
+            has_left = True
+        elif has_left or name in _UNDER_THE_LOCK or frame.f_code.co_name == "begin":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def make_lock() -> CacheLock:
+    """A lock for a cache, of the build that runs."""
+    if _compiled.is_compiled:
+        from radixkv.index.cachelock import CacheLock
+
+        return CacheLock()
+    return cast("CacheLock", SourceLock())
+
+
+def take_care(lock: CacheLock) -> None:
+    """Do what has to be done before the next call: repair the cache, release what finalisers gave up.
+
+    Under the lock. Raises IntegrityError if the cache is dead, or dies because it can't be repaired.
+    """
+    if lock.death is not None:
+        raise IntegrityError(lock.death)
+    if lock.broken is not None:
+        lock.broken.repair()
+    while lock.forgotten:
+        cache, given_up = lock.forgotten.popleft()
+        lock.given_up.discard(given_up)
+        cache.give_up(given_up)
+
+
+def is_finalising(error: ReentrantCall) -> bool:
+    """Whether the call that raised ``error`` came from a finaliser.
+
+    That is ``__del__``, ``weakref.finalize``, or a generator or coroutine that is being closed. O(frames).
+    """
+    context = error.__context__
+    while context is not None:
+        if isinstance(context, GeneratorExit):
+            return True
+        context = context.__context__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code is weakref.finalize.__call__.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Held(Protocol):
+    """The state of a sequence, a lease or lent beams."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has something to release."""
+
+    @property
+    def description(self) -> str:
+        """What it is and whose, without token ids."""
+
+
+class Guard:
+    """Reports a handle that was collected before it was released. Its finaliser runs when the handle is freed.
+
+    The handle's own finaliser makes it, and is too early to report: in a cycle the collector runs all finalisers before
+    it frees anything, and another one may release the handle. The guard never takes the lock: the collector may have
+    started it while this thread holds any lock.
+    """
+
+    __slots__ = ("_cache", "_held")
+
+    def __init__(self, cache: PrefixCache, held: Held) -> None:
+        self._cache, self._held = cache, held
+
+    def __del__(self) -> None:
+        cache, held = getattr(self, "_cache", None), getattr(self, "_held", None)
+        if cache is None or held is None:  # its making was interrupted
+            return
+        lock = cache._lock
+        if sys.is_finalizing() or lock.death is not None or not held.is_held or held in lock.given_up:
+            return
+        later(cache, held)
+        message = (
+            f"{held.description} was collected before it was released; the next call of the cache releases it: "
+            "call release, or use it in a with block"
+        )
+        warnings.warn(message, ResourceWarning, 2, source=held)
+
+
+def later(cache: PrefixCache, held: Held) -> None:
+    """Let the next call release it. Needs no lock."""
+    cache._lock.given_up.add(held)
+    cache._lock.forgotten.append((cache, held))

@@ -1,0 +1,190 @@
+"""Forgetting: what nobody finds any more from one moment on, and is freed slice by slice.
+
+    clear          a namespace
+    purge          a tenant: its sequences are stale from then on
+    unpublish      a base, with what its readers have behind it
+    set_readers    the same for readers who are struck from its list
+
+Each detaches trees, in one hold of the lock: from then on nothing of them matches. What nobody uses of them is freed
+then, a slice of nodes at a time, so that nobody waits long; what running sequences hold goes when they are released.
+If something comes between two slices, what is left goes at once (``recovery``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from radixkv.index.bases import Base, detach
+from radixkv.index.recovery import mend
+from radixkv.index.sequence import SequenceState
+from radixkv.index.validation import readers_of
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.index.cache import PrefixCache
+    from radixkv.index.tenants import NamespaceTree
+    from radixkv.index.tree import Node
+
+SLICE_NODES = 256
+"""Nodes of detached trees that are visited before others may have the lock."""
+
+PIN_NODES = 16
+"""The end of a pin takes about as long as visiting so many nodes."""
+
+Forgotten: TypeAlias = "tuple[list[NamespaceTree], int]"
+"""Trees that are detached, and how many blocks a match could reach in them before."""
+
+
+def clear(cache: PrefixCache, namespace: Namespace) -> int:
+    """See PrefixCache.clear."""
+
+    def begin() -> Forgotten:
+        state = cache._tenants.get(namespace.tenant)
+        if state is None:
+            return [], 0
+        trees = state.trees_of(namespace)
+        forgotten = sum([tree.num_blocks for tree in trees])
+        trees += _end_bases(cache, trees)
+        if trees and cache._journal is not None:
+            cache._journal.cleared(namespace)
+        return trees, forgotten
+
+    return _forget(cache, begin)
+
+
+def purge(cache: PrefixCache, tenant: str) -> int:
+    """See PrefixCache.purge."""
+
+    def begin() -> Forgotten:
+        state = cache._tenants.get(tenant)
+        if state is None:
+            return [], 0
+        trees = list(state.trees.values())
+        forgotten = sum([tree.num_blocks for tree in trees])
+        state.generation += 1
+        state.label = cache._registry.new_label(state.settings)
+        if cache._journal is not None:
+            for namespace in state.namespaces:
+                cache._journal.cleared(namespace)
+        trees += _end_bases(cache, trees)
+        for sequence in cache._sequences:
+            if sequence._tree.tenant is state:
+                sequence._is_open, sequence._is_stale = False, True
+        return trees, forgotten
+
+    return _forget(cache, begin)
+
+
+def unpublish(cache: PrefixCache, base_id: Any) -> None:
+    """See PrefixCache.unpublish."""
+
+    def begin() -> Forgotten:
+        found = cache._bases.find(base_id)
+        if isinstance(found, Base):
+            return _end(cache, found), 0
+        del cache._publishing[cast(SequenceState, found.sequence)]
+        return [], 0
+
+    _forget(cache, begin)
+
+
+def set_readers(cache: PrefixCache, base_id: Any, readers: Any) -> None:
+    """See PrefixCache.set_readers."""
+
+    def begin() -> Forgotten:
+        found = cache._bases.find(base_id)
+        wanted = readers_of(readers, found.namespace)
+        cache._bases.require_readers(wanted, cache._bases.all())
+        touched, found.readers = found.readers | wanted, wanted
+        if not isinstance(found, Base):
+            return [], 0
+        cache._bases.show(found, touched, cache._tenants)
+        return [tree for tree in found.trees if not tree.detached and not found.is_for(tree)], 0
+
+    _forget(cache, begin)
+
+
+def _end(cache: PrefixCache, base: Base) -> list[NamespaceTree]:
+    """Nobody finds a base any more; the trees behind it, to be detached."""
+    trees = cache._bases.end(base, cache._tenants)
+    if not trees:
+        cache._evictor.let_go(base)
+    return trees
+
+
+def _end_bases(cache: PrefixCache, trees: list[NamespaceTree]) -> list[NamespaceTree]:
+    """Unpublish what is, or is being, published from trees that are cleared; returns the trees behind that."""
+    behind: list[NamespaceTree] = []
+    cleared = set(trees)
+    for publication in cache._bases.under_way():
+        if cast(SequenceState, publication.sequence)._tree in cleared:
+            del cache._publishing[cast(SequenceState, publication.sequence)]
+    for base in list(cache._bases.published.values()):
+        if base.tree in cleared:
+            behind += _end(cache, base)
+    return behind
+
+
+def _forget(cache: PrefixCache, begin: Callable[[], Forgotten]) -> int:
+    """Detach what ``begin`` names, in the hold of the lock in which it is called, and free it in slices."""
+    try:
+        with cache._lock:
+            try:
+                trees, forgotten = begin()
+                _detach(cache, trees)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error)
+                raise
+        _reclaim(cache, trees)
+        return forgotten
+    except BaseException as error:  # between two slices: what is left goes at once
+        with cache._lock:
+            mend(cache, error)
+        raise
+
+
+def _detach(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
+    for tree in trees:
+        detach(tree)
+        if tree.base is not None:
+            cache._evictor.let_go(tree.base)
+    cache._progress.notify_all()
+
+
+def _reclaim(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
+    """End the pins of detached trees, and free what nobody uses of them, slice by slice. O(pins + nodes)."""
+    left, pending = trees[::-1], cast("list[Node]", [])
+    while left or pending:
+        with cache._lock:
+            try:
+                _reclaim_slice(cache, left, pending)
+            except BaseException as error:
+                cache._damage.error, cache._lock.broken = error, cache
+                mend(cache, error)
+                raise
+        if left or pending:
+            time.sleep(0)  # see PrefixCache.evict
+
+
+def _reclaim_slice(cache: PrefixCache, left: list[NamespaceTree], pending: list[Node]) -> None:
+    """One slice of that: ``left`` are trees that weren't begun yet, ``pending`` nodes of those that were.
+
+    Unused leaves are freed, and with them their ancestors. A pin that ends counts as PIN_NODES nodes.
+    """
+    freed, room = bytearray(), SLICE_NODES
+    while room > 0 and (left or pending):
+        room -= 1
+        if pending:
+            node = pending.pop()
+            if node.children is not None:
+                pending += node.child_nodes()
+            else:
+                cache._evictor.reclaim(node, freed)
+        elif cache._pins.end_one_in(left[-1]):
+            room -= PIN_NODES
+        else:
+            pending.append(left.pop().root)
+    cache._pool.give(freed)

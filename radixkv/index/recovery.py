@@ -1,0 +1,552 @@
+"""Recovery: the books are right again after an exception in the middle of a call.
+
+A call changes a tree, a sequence, counts, the free list and a policy's order one after the other, and an
+exception (KeyboardInterrupt, MemoryError, a policy or a journal that fails) may come between any two steps.
+Nothing is noted down for that case, so requests pay nothing. Instead ``mend`` runs under the lock before the
+exception goes on. It keeps what is certain, and makes everything else anew from it:
+
+    certain                                             made anew
+    which nodes hang below a root, and their blocks     parents, depths, uses, counts of a tree
+    block table, ids and leased node of a sequence      its runs and who owns them
+    leases; blocks lent, also to the device             counts of tenants, policies' orders, the free list
+    copies that wait
+    pins, by the leases that they hold                  what they hold in all, and which ends first
+    bases that are published                            who reads them, which others are still held
+
+- **An interrupted call costs the sequences that it was working on**: they are closed. A sequence that it was
+  about to return never was. Every other sequence keeps its blocks and doesn't notice, but for those that were lent to
+  the device with one of them: they are closed too.
+- What a call made resident stays if it is whole: its KV exist. Blocks that nobody certain owns are free.
+- A split or a growth that was cut short is finished or cut back (``_finish``). A cleared tree gives up what nobody
+  uses, as ``clear`` would have.
+- A policy starts anew with the old order: what was in it stays in place, what was missing is youngest, a child
+  comes before its parent. Counts of uses are forgotten.
+- The journal is told everything again: a ``removed`` that was lost would be a lie for ever.
+
+Blocks that sequences share are found in their tables: forks agree on the blocks before the first in which they
+differ, so sorted tables are a tree of common beginnings, and its edges are the runs.
+
+Cost: O(resident blocks + block tables + pool), only ever after an exception. If ``mend`` itself is interrupted, it
+starts once more, ATTEMPTS times in all: it reads only what is certain. If that doesn't succeed either, the cache is
+*broken*: the lock knows it (``CacheLock.broken``), and the next call repairs the cache before it does anything
+(``repair``), or raises IntegrityError. After MAX_FAILED_REPAIRS such calls the cache is *dead*, and stays so.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from radixkv.errors import (
+    ArgumentError,
+    CapacityError,
+    IntegrityError,
+    LeaseError,
+    NamespaceError,
+    PendingError,
+    TokenError,
+)
+from radixkv.index.blocks import unpack
+from radixkv.index.sequence import Run, SequenceState
+from radixkv.index.tenants import UNRANKED, NamespaceTree, Ranking, TenantState
+from radixkv.index.tokens import ID_BYTES
+from radixkv.index.tree import Node
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from radixkv.index.bases import Base
+    from radixkv.index.cache import PrefixCache
+    from radixkv.index.leases import LeaseState
+    from radixkv_policies import Policy
+
+REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, PendingError, TokenError)
+"""Raised before anything was changed."""
+
+ATTEMPTS = 4
+"""How often one repair is tried."""
+
+MAX_FAILED_REPAIRS = 8
+"""Calls that find the cache broken and can't repair it, after which none tries again."""
+
+
+class Damage:
+    """What an interrupted call worked on. Filled by plain assignments, which need no memory.
+
+    ``error`` interrupted the call. If it is a refusal, the call changed nothing. ``is_known`` is false if a second
+    interruption came before the rest was filled: then every sequence and lease may be affected.
+    """
+
+    __slots__ = ("error", "is_known", "lease", "lent", "num_failed", "others", "sequences")
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is damaged."""
+        self.error: BaseException | None = None
+        self.is_known = False
+        self.sequences: SequenceState | Iterable[SequenceState] | None = None
+        self.others: Iterable[SequenceState] = ()
+        self.lease: LeaseState | None = None
+        self.lent: bytes | bytearray = b""
+
+
+def mend(
+    cache: PrefixCache,
+    error: BaseException,
+    sequences: SequenceState | Iterable[SequenceState] | None = None,
+    others: Iterable[SequenceState] = (),
+    lease: LeaseState | None = None,
+    lent: bytes | bytearray = b"",
+) -> None:
+    """Make the cache whole after ``error`` in one of its calls; nothing to do for a refusal. Under the lock.
+
+    ``sequences``, ``others``: those that the call worked on or was about to return, are closed. ``lease``: the same.
+    ``lent``: packed ids of blocks that it was about to lend, are free. All arguments are objects that exist already: a
+    caller needs no memory for the call. If it fails, ``CacheLock.broken`` stays set, and no call is done before
+    ``repair`` has succeeded.
+    """
+    damage = cache._damage
+    damage.error, cache._lock.broken = error, cache
+    if _was_refused(cache):
+        return
+    damage.sequences = sequences
+    damage.others = others
+    damage.lease = lease
+    damage.lent = lent
+    damage.is_known = True
+    _try_to_mend(cache)
+
+
+def repair(cache: PrefixCache) -> None:
+    """Make a broken cache whole before a call. Under the lock.
+
+    Raises IntegrityError if it can't be done; after MAX_FAILED_REPAIRS the cache is dead. What interrupts it
+    (KeyboardInterrupt) is raised once the cache is whole.
+    """
+    if _was_refused(cache):
+        return
+    try:
+        _try_to_mend(cache)
+    except BaseException as error:
+        if cache._lock.broken is None:
+            if isinstance(error, Exception):
+                return  # a later attempt succeeded
+            raise
+        cache._damage.num_failed += 1
+        why = _DEAD.format(error=type(error).__name__)
+        if cache._damage.num_failed >= MAX_FAILED_REPAIRS:
+            cache._lock.death = why
+        raise IntegrityError(why) from error
+
+
+_DEAD = (
+    "the cache is dead: an error interrupted a call and the cache's state could not be repaired ({error}); "
+    "no call is done any more: replace the cache by a new PrefixCache"
+)
+
+
+def _try_to_mend(cache: PrefixCache) -> None:
+    """Mend, several times if need be. Raises what the last failed attempt raised, also if a later one succeeded."""
+    try:
+        _mend(cache)
+        _whole(cache)
+    except BaseException:
+        _mend_again(cache, ATTEMPTS - 1)
+        raise
+
+
+def _mend_again(cache: PrefixCache, attempts: int) -> None:
+    try:
+        gc.collect()
+        _mend(cache)
+        _whole(cache)
+    except BaseException:
+        if attempts > 1:
+            _mend_again(cache, attempts - 1)
+        raise
+
+
+def _whole(cache: PrefixCache) -> None:
+    cache._damage.clear()
+    cache._damage.num_failed = 0
+    cache._lock.broken = None
+
+
+def _was_refused(cache: PrefixCache) -> bool:
+    """Whether the call was refused before it changed anything. Then there is nothing to mend."""
+    if not isinstance(cache._damage.error, REFUSALS):
+        return False
+    cache._lock.broken = None
+    cache._damage.error = None
+    return True
+
+
+def _mend(cache: PrefixCache) -> None:
+    damage = cache._damage
+    if not damage.is_known:
+        damage.sequences = tuple(cache._sequences)
+        for lease in cache._leases:
+            lease._is_open = False
+        cache._leases.clear()
+    if isinstance(damage.sequences, SequenceState):
+        _close(cache, damage.sequences)
+    elif damage.sequences is not None:
+        for sequence in damage.sequences:
+            _close(cache, sequence)
+    for sequence in damage.others:
+        _close(cache, sequence)
+    if damage.lease is not None:
+        damage.lease._is_open = False
+        cache._leases.discard(damage.lease)
+    cache._recorder.start_over()
+    cache._pool.lent.difference_update(unpack(bytes(damage.lent)).tolist())
+    _Books(cache).rebuild()
+    cache._progress.notify_all()
+
+
+def _close(cache: PrefixCache, sequence: SequenceState) -> None:
+    sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
+    sequence._lent = None
+    cache._sequences.discard(sequence)
+
+
+class _Books:
+    """What is certain of a cache, and all that follows from it."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+        self.tenants = list(cache._tenants.values())
+        self.nodes: list[Node] = []  # of all trees, parents before children
+        self.home = np.full(cache._pool.num_blocks, -1, np.int64)  # which of them has the block
+        self.private_to = np.full(cache._pool.num_blocks, -1, np.int64)  # which of the tenants
+        self.num_private: Counter[TenantState] = Counter()
+
+    def rebuild(self) -> None:
+        """Set right whatever follows from what is certain."""
+        self._settle_bases()
+        trees = self._trees()
+        for tree in trees:
+            self._relink(tree)
+        self._close_what_lost_its_node()
+        self._keep_lent()
+        self.cache._pins.settle()
+        self._share_blocks()
+        self._count_uses()
+        self._forget_what_was_cleared(trees)
+        self._hold_for_copies()
+        self._count()
+        self._refill_pool()
+        self._tell_journal(trees)
+
+    # --- bases
+
+    def _settle_bases(self) -> None:
+        """Who may read what follows from the published ones; what stands behind others is cleared, and holds them."""
+        bases = self.cache._bases
+        for tenant in self.tenants:
+            tenant.settle_trees()
+        behind = {tree for tenant in self.tenants for tree in tenant.trees.values() if tree.base is not None}
+        for tree in behind:
+            assert tree.base is not None
+            if bases.published.get(tree.base.base_id) is not tree.base or not tree.base.is_for(tree):
+                tree.tenant.detach(tree)
+        behind |= {sequence._tree for sequence in self.cache._sequences}
+        behind |= {cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node}
+        found: dict[Base, set[NamespaceTree]] = {base: set() for base in bases.published.values()}
+        for tree in behind:
+            if tree.base is not None:
+                found.setdefault(tree.base, set()).add(tree)
+        for base, trees in found.items():
+            base.is_over = bases.published.get(base.base_id) is not base
+            base.trees, base.is_held = trees, True
+        bases.ended = {base for base in found if base.is_over}
+        for tenant in self.tenants:
+            tenant.bases = bases.readable_by(tenant.tenant_id)
+
+    def _lease_bases(self) -> None:
+        """A base holds its blocks while it is published, or somebody runs behind it."""
+        used = {sequence._tree for sequence in self.cache._sequences}
+        used |= {cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node}
+        for base in self.cache._bases.held():
+            base.is_held = not base.is_over or not used.isdisjoint(base.trees)
+            base.node.uses += base.is_held
+
+    # --- trees
+
+    def _trees(self) -> list[NamespaceTree]:
+        """All trees, also one that is on its way from being reachable to being detached."""
+        cache = self.cache
+        found = [tree for tenant in self.tenants for tree in (*tenant.trees.values(), *tenant.detached)]
+        found += [sequence._tree for sequence in cache._sequences]
+        found += [cast(NamespaceTree, lease._node.tree) for lease in cache._leases if lease._node is not None]
+        found += [base.tree for base in cache._bases.held()]
+        return list(dict.fromkeys(found))
+
+    def _relink(self, tree: NamespaceTree) -> None:
+        first = len(self.nodes)
+        tree.root.uses = 0
+        pending = [tree.root]
+        while pending:
+            above = pending.pop()
+            for node in above.child_nodes():
+                _finish(node, above, tree.block_bytes)
+                self.home[unpack(node.block_ids)] = len(self.nodes)
+                self.nodes.append(node)
+                pending.append(node)
+        tree._trimmed = None  # all labels fit
+        tree.num_nodes = len(self.nodes) - first
+        tree.num_blocks = sum(node.num_blocks for node in self.nodes[first:])
+
+    def _forget_what_was_cleared(self, trees: list[NamespaceTree]) -> None:
+        """A cleared tree keeps what is in use; a tree with nothing in it goes."""
+        for tree in trees:
+            tree.detached = tree.tenant.trees.get(tree.place) is not tree
+        for node in reversed(self.nodes):
+            tree = cast(NamespaceTree, node.tree)
+            if tree.detached and not node.uses:
+                self.home[unpack(node.block_ids)] = -1
+                tree.remove(node)
+        self.nodes = [node for node in self.nodes if node.uses or not cast(NamespaceTree, node.tree).detached]
+        for tree in trees:
+            if tree.detached:
+                tree.tenant.detached.add(tree)
+            tree.tenant.drop_if_empty(tree)
+
+    # --- who holds what
+
+    def _close_what_lost_its_node(self) -> None:
+        """Close whose leased path isn't what it was. No step of any call makes that happen; if it did, it ends here."""
+        cache, linked = self.cache, set(self.nodes)
+        linked.update(sequence._tree.root for sequence in cache._sequences)
+        linked.update(lease._node.tree.root for lease in cache._leases if lease._node is not None)
+        for sequence in list(cache._sequences):
+            depth = sequence._num_committed // cache._config.block_size
+            if sequence._node not in linked or sequence._node.depth != depth:
+                _close(cache, sequence)
+        for lease in list(cache._leases):
+            if lease._node is not None and lease._node not in linked:
+                lease._is_open = False
+                cache._leases.discard(lease)
+
+    def _keep_lent(self) -> None:
+        """Blocks lent to the device stay their tenant's while all sequences are there for which they were lent."""
+        cache = self.cache
+        for beams in list(cache._lendings):
+            if cache._sequences.issuperset(beams.sequences):
+                self.private_to[unpack(bytes(beams.block_ids))] = self.tenants.index(beams.tenant)
+                self.num_private[beams.tenant] += len(beams.block_ids) // ID_BYTES
+                continue
+            for sequence in beams.sequences:
+                _close(cache, sequence)
+            cache._lendings.discard(beams)
+            beams.end()
+
+    def _share_blocks(self) -> None:
+        """Make the runs of all sequences anew: the edges of the tree that their sorted tables are."""
+        number: dict[NamespaceTree, int] = {}
+        for sequence in self.cache._sequences:
+            number.setdefault(sequence._tree, len(number))
+        running = sorted(self.cache._sequences, key=lambda each: (number[each._tree], bytes(each._table)))
+        common = [_num_common(one, other) for one, other in pairwise(running)]
+        pending: list[tuple[int, int, int, Run | None]] = [(0, len(running), 0, None)]
+        while pending:
+            low, high, at, run = pending.pop()
+            if high - low < 2:
+                if high > low:
+                    self._settle(running[low], at, run)
+                continue
+            stop = min(common[low : high - 1])
+            for start, end in self._stretches(running[low:high], at, stop):
+                run = self._new_run(
+                    run, start, running[low]._table[start * ID_BYTES : end * ID_BYTES], running[low]
+                )
+            cuts = [index + 1 for index in range(low, high - 1) if common[index] == stop]
+            bounds = [low, *cuts, high]
+            pending += [(begin, end, stop, run) for begin, end in pairwise(bounds)]
+
+    def _settle(self, sequence: SequenceState, at: int, run: Run | None) -> None:
+        """What a sequence shares with nobody, from position ``at`` on: its own blocks at the end, runs before."""
+        own = size = sequence.num_blocks
+        for start, stop in self._stretches([sequence], at, size):
+            block_ids = sequence._table[start * ID_BYTES : stop * ID_BYTES]
+            if stop == size and self._node_of(block_ids) is None:
+                own = start
+                self._own(block_ids, sequence)
+            else:
+                run = self._new_run(run, start, block_ids, sequence)
+        if run is not None:
+            run.owners += 1
+        sequence._run, sequence._own = run, own
+
+    def _stretches(self, family: list[SequenceState], at: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Positions ``[at, stop)`` less those on everybody's leased path, cut where residency begins or ends."""
+        table = unpack(bytes(family[0]._table))[at:stop]
+        is_resident = self.home[table] >= 0
+        depth = min(sequence._node.depth for sequence in family)
+        is_leased = is_resident & (np.arange(at, stop) < depth)
+        kind = is_resident * 2 + is_leased
+        cuts = (np.flatnonzero(np.diff(kind)) + 1).tolist()
+        for start, end in zip([0, *cuts], [*cuts, len(table)], strict=True):
+            if start < end and not is_leased[start]:
+                yield at + start, at + end
+
+    def _new_run(self, parent: Run | None, start: int, block_ids: bytearray, sequence: SequenceState) -> Run:
+        run = Run(parent, start, block_ids)
+        run.owners = 0
+        run.node = self._node_of(block_ids)
+        if run.node is None:
+            self._own(block_ids, sequence)
+        else:
+            run.node.uses += 1
+        if parent is not None:
+            parent.owners += 1
+        return run
+
+    def _node_of(self, block_ids: bytearray) -> Node | None:
+        """The node that has the last of these blocks; None if they are private."""
+        index = int(self.home[unpack(bytes(block_ids))[-1]])
+        return self.nodes[index] if index >= 0 else None
+
+    def _own(self, block_ids: bytearray, sequence: SequenceState) -> None:
+        self.private_to[unpack(bytes(block_ids))] = self.tenants.index(sequence._tree.tenant)
+        self.num_private[sequence._tree.tenant] += len(block_ids) // ID_BYTES
+
+    def _count_uses(self) -> None:
+        """Leases of runs are counted already."""
+        for sequence in self.cache._sequences:
+            sequence._node.uses += 1
+        for lease in self.cache._leases:
+            if lease._node is not None:
+                lease._node.uses += 1
+        self._lease_bases()
+        for node in reversed(self.nodes):
+            if node.uses:
+                assert node.parent is not None
+                node.parent.uses += 1
+
+    # --- copies that wait
+
+    def _hold_for_copies(self) -> None:
+        """A copy that waits is not made if nobody owns its target; its source is held if nobody owns that."""
+        pool, is_owned = self.cache._pool, (self.home >= 0) | (self.private_to >= 0)
+        targets = list(pool.copies.targets)
+        pool.copies = pool.copies.without({target for target in targets if not is_owned[target]})
+        sources = list(pool.copies.readers)
+        pool.exposed = {block_id for block_id in (*sources, *targets) if self.home[block_id] >= 0}
+        held = [source for source in sources if not is_owned[source]]
+        pool.held = bytearray(np.array(held, np.int32).tobytes())
+
+    # --- tenants
+
+    def _count(self) -> None:
+        nodes: dict[TenantState, list[Node]] = {tenant: [] for tenant in self.tenants}
+        for node in self.nodes:
+            nodes[cast(NamespaceTree, node.tree).tenant].append(node)
+        for tenant, its_nodes in nodes.items():
+            evictable = [node for node in its_nodes if not node.uses]
+            num_used = sum(node.num_blocks for node in its_nodes)
+            num_used += self.num_private[tenant]
+            tenant.evictable_blocks = sum(node.num_blocks for node in evictable)
+            tenant.protected_blocks = num_used - tenant.evictable_blocks
+            tenant.ranked_blocks, tenant.rank_entry = UNRANKED, UNRANKED
+            policy = self.cache._registry.new_policy(tenant.settings)
+            most = self.cache._config.num_blocks
+            tenant.follow(taken_over(policy, tenant.policy, its_nodes, evictable, most))
+        evictor = self.cache._evictor
+        evictor.evictable_blocks = sum(tenant.evictable_blocks for tenant in self.tenants)
+        evictor._ranking = Ranking(self.cache._tenants)
+        evictor.settle_promises(list(self.cache._tenants.values()))
+
+    # --- the pool and the journal
+
+    def _refill_pool(self) -> None:
+        """What nobody owns, and no copy that waits needs, is free."""
+        pool = self.cache._pool
+        is_owned = (self.private_to >= 0) | (self.home >= 0)
+        is_owned[unpack(bytes(pool.held))] = True
+        pool.lent = {block_id for block_id in pool.lent if not is_owned[block_id]}
+        is_owned[list(pool.lent)] = True
+        pool._free = _packed(~is_owned)
+
+    def _tell_journal(self, trees: list[NamespaceTree]) -> None:
+        journal, evictor = self.cache._journal, self.cache._evictor
+        if journal is None:
+            return
+        for namespace in dict.fromkeys(tree.namespace for tree in trees):
+            journal.cleared(namespace)
+        for node in self.nodes:
+            tree = cast(NamespaceTree, node.tree)
+            start = node.depth - node.num_blocks
+            if evictor.reports(tree, start, node.depth):
+                evictor.report_stored(tree, tree.key_of(node), start, node.depth)
+
+
+def _finish(node: Node, above: Node, block_bytes: int) -> None:
+    """Finish what a split or a growth may have left half done, and make all that follows from the node's place.
+
+    A split links the upper half before it cuts the lower: then both begin with the same blocks. A growth changes the
+    label and the block ids one after the other: the shorter one counts.
+    """
+    label, block_ids = node.label, node.block_ids
+    if above.block_ids and block_ids.startswith(above.block_ids):
+        block_ids = block_ids[len(above.block_ids) :]
+        if len(label) // block_bytes > len(block_ids) // ID_BYTES:
+            label = label[above.num_blocks * block_bytes :]
+    num_blocks = min(len(label) // block_bytes, len(block_ids) // ID_BYTES)
+    node.label, node.block_ids = label[: num_blocks * block_bytes], block_ids[: num_blocks * ID_BYTES]
+    node.parent, node.depth, node.uses = above, above.depth + num_blocks, 0
+
+
+def taken_over(policy: Policy, old: Policy, nodes: list[Node], evictable: list[Node], most: int) -> Policy:
+    """``policy``, new, with a tenant's nodes, parents first, in the order that the old one had, ``most`` of them."""
+    for node in nodes:
+        parent = node.parent if node.parent is not None and node.parent.parent is not None else None
+        policy.inserted(node, node.num_blocks, node.depth, parent=parent)
+    for node in _in_order(evictable, _drained(old, most)):
+        policy.unleased(node)
+    return policy
+
+
+def _in_order(nodes: list[Node], order: list[Node]) -> list[Node]:
+    """Evictable nodes, given parents first, in the order that they had, the missing last, a child before its parent."""
+    place = dict.fromkeys(nodes, len(order))
+    place.update((node, at) for at, node in enumerate(order) if node in place)
+    children_first = nodes[::-1]
+    for node in children_first:
+        if node.parent in place:
+            place[node.parent] = max(place[node.parent], place[node])
+    return sorted(children_first, key=place.__getitem__)
+
+
+def _drained(policy: Policy, most: int) -> list[Node]:
+    """Its victims, one after the other, as far as it can still tell them."""
+    found: list[Node] = []
+    try:
+        while len(found) < most and (node := policy.victim()) is not None:
+            found.append(cast(Node, node))
+            policy.removed(node)
+    except Exception:  # noqa: BLE001 - it was interrupted too: what it can't tell is missing
+        return found
+    return found
+
+
+def _num_common(one: SequenceState, other: SequenceState) -> int:
+    """In how many blocks two tables agree before they differ or one ends; none in different trees."""
+    if one._tree is not other._tree:  # they may begin with the same base, and share nothing of their own
+        return 0
+    size = min(one.num_blocks, other.num_blocks)
+    differs = unpack(bytes(one._table))[:size] != unpack(bytes(other._table))[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _packed(mask: NDArray[np.bool_]) -> bytearray:
+    """The block ids of a mask."""
+    return bytearray(np.flatnonzero(mask).astype(np.int32).tobytes())

@@ -1,0 +1,169 @@
+"""Registry: who is known to a cache, with which settings, policy and trees; and where a request belongs.
+
+A tenant's state and a tree are made before anybody knows whether there is room for what they are to hold, and
+registered once that is certain: so a refusal leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from radixkv.clock import Clock, monotonic
+from radixkv.config import resolve
+from radixkv.errors import ArgumentError, NamespaceError
+from radixkv.index.bases import Bases, longest
+from radixkv.index.tenants import NamespaceTree, TenantState
+from radixkv_policies import Policy
+
+if TYPE_CHECKING:
+    from radixkv.config import CacheConfig, Namespace, Tenant
+    from radixkv.index.eviction import Evictor
+    from radixkv.index.maintenance import Upkeep
+    from radixkv.index.scrubbing import Scrubber
+
+
+class Registry:
+    """The tenants of one cache, ``tenants`` by id. Under its lock.
+
+    ``upkeep``: is started for policies that learn.
+    """
+
+    __slots__ = ("_bases", "_block_bytes", "_clock", "_config", "_evictor", "_scrubber", "_upkeep", "tenants")
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        clock: Clock,
+        tenants: dict[str, TenantState],
+        evictor: Evictor,
+        bases: Bases,
+        scrubber: Scrubber | None,
+        upkeep: Upkeep,
+        block_bytes: int,
+    ) -> None:
+        self._config, self._clock, self.tenants = config, clock, tenants
+        self._evictor, self._bases, self._scrubber = evictor, bases, scrubber
+        self._upkeep, self._block_bytes = upkeep, block_bytes
+
+    # --- trees
+
+    def tree(self, namespace: Namespace) -> NamespaceTree | None:
+        """The tree of a namespace, if it has one."""
+        tenant = self.tenants.get(namespace.tenant)
+        return None if tenant is None else tenant.trees.get(namespace)
+
+    def resident_tree(self, namespace: Namespace, key: bytes, stop: int) -> NamespaceTree | None:
+        """Where most of ``key[:stop]`` is resident; None if nothing is, or its tenant has had no request yet.
+
+        The tree may not be registered.
+        """
+        tree, tenant = self.tree(namespace), self.tenants.get(namespace.tenant)
+        if tenant is None or tenant.bases is None or not self.admits(namespace.tenant):
+            return tree
+        return self.tree_for(namespace, tree, key, stop)
+
+    def tree_for(
+        self, namespace: Namespace, own: NamespaceTree | None, key: bytes, stop: int
+    ) -> NamespaceTree:
+        """Where a request for ``key`` belongs: most of ``key[:stop]`` is resident there. It may not be registered."""
+        tenant = self.tenants.get(namespace.tenant) if own is None else own.tenant
+        if tenant is None or not self.admits(namespace.tenant):
+            own = self.new_tree(namespace)  # or a refusal
+            tenant = own.tenant
+        if tenant.bases is not None:
+            own = longest(tenant, namespace, own, key, stop, self._block_bytes)
+        return own or NamespaceTree(namespace, tenant, self._block_bytes)
+
+    def new_tree(self, namespace: Namespace) -> NamespaceTree:
+        """An empty tree that is not registered yet, so that a refusal leaves nothing behind."""
+        tenant, default = self.tenants.get(namespace.tenant), self._config.default_tenant
+        if not self.admits(namespace.tenant):
+            raise NamespaceError(
+                f"tenant {namespace.tenant!r} is not known: allowed are those that were added"
+            )
+        if tenant is None:
+            assert default is not None
+            tenant = self.new_state(replace(default, id=namespace.tenant))
+        return NamespaceTree(namespace, tenant, self._block_bytes)
+
+    def register(self, tree: NamespaceTree) -> None:
+        """Make a tree reachable, for it is about to hold something."""
+        self.tenants.setdefault(tree.namespace.tenant, tree.tenant)
+        if tree.base is not None:
+            tree.base.trees.add(tree)
+        tree.tenant.register(tree)
+
+    # --- tenants
+
+    def admits(self, tenant_id: str) -> bool:
+        """Whether a tenant may have requests: it was added, or those that weren't may."""
+        tenant = self.tenants.get(tenant_id)
+        return self._config.default_tenant is not None or (tenant is not None and tenant.is_added)
+
+    def pin_budget(self, tenant_id: str) -> int:
+        """Blocks that a tenant may pin: what it is promised; of tenants that nobody added, unless told otherwise, half
+        of what each may use.
+        """
+        tenant = self.tenants.get(tenant_id)
+        if tenant is None:
+            return 0
+        settings = tenant.settings
+        if tenant.is_added or settings.max_pinned_blocks is not None:
+            return settings.pin_budget
+        return (settings.limit or self._config.num_blocks) // 2
+
+    def pin_limit(self, tenant_id: str) -> int:
+        """How many pins a tenant may have."""
+        tenant = self.tenants.get(tenant_id)
+        return 0 if tenant is None else tenant.settings.max_pins
+
+    def new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
+        """What a tenant is to have, with nothing in it yet. Raises like ``new_policy``."""
+        label = self.new_label(settings)
+        state = TenantState(settings, self.new_policy(settings), is_added=is_added, label=label)
+        state.bases = self._bases.readable_by(settings.id)
+        return state
+
+    def new_label(self, settings: Tenant) -> int:
+        """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
+        return 0 if self._scrubber is None else self._scrubber.new_label(is_strict=settings.mode == "strict")
+
+    def new_policy(self, settings: Tenant) -> Policy:
+        """A policy for a tenant, of its own kind or of the cache's. Raises ArgumentError for what makes none."""
+        config, wanted = self._config, settings.policy
+        named = wanted is None or isinstance(wanted, str)
+        factory: Any = resolve("policy", wanted or config.policy) if named else wanted
+        policy = factory(
+            config.num_blocks,
+            self._clock,
+            config.seed,
+            block_size=config.block_size,
+            segment_blocks=config.segment_blocks,
+        )
+        if not isinstance(policy, Policy):
+            raise ArgumentError(
+                "policy", wanted, "a name, or what makes a Policy of the arguments that Policy takes"
+            )
+        if self._clock is monotonic and type(policy).maintain is not Policy.maintain:
+            self._upkeep.start()
+        return policy
+
+    def require_promise(self, tenant: Tenant, state: TenantState) -> None:
+        """Raise ArgumentError unless a guarantee can be met beside all others, and its limit kept. O(tenants)."""
+        others = [each for each in self.tenants.values() if each is not state]
+        left = self._config.num_blocks - sum(each.guaranteed_blocks for each in others)
+        wanted = tenant.guaranteed_blocks
+        if wanted > left:
+            allowed = f"at most {left}: the guarantees would exceed the pool by {wanted - left} blocks"
+            raise ArgumentError("guaranteed_blocks", wanted, allowed)
+        held = state.protected_blocks
+        counted = max(held, state.guaranteed_blocks) if tenant.id in self.tenants else 0
+        if tenant.limit is not None and held > tenant.limit:
+            raise ArgumentError(
+                "max_blocks", tenant.limit, f"at least {held}, which its sequences and pins hold"
+            )
+        short = max(wanted, held) - counted - self._evictor.spare_blocks
+        if short > 0:
+            allowed = f"{short} fewer while running sequences, pins and bases hold the rest of the pool"
+            raise ArgumentError("guaranteed_blocks", wanted, allowed)

@@ -1,0 +1,119 @@
+"""Checks of arguments off a request's path. Each raises ArgumentError, if nothing else is said.
+
+Their types, as those see them who call: ``arguments``.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+
+from radixkv.config import TENANT_ID_ALLOWED, CacheConfig, Namespace, is_tenant_id, resolve
+from radixkv.errors import ArgumentError, ConfigError
+from radixkv.index.bases import MAX_BASE_ID_BYTES
+from radixkv.storage.plan import BlockIds
+
+_MAX_TIMEOUT_S: Final = 366 * 86_400.0
+"""Who would wait longer waits as long as it takes: no system's clock takes any number of seconds."""
+
+
+def require_tenant_id(tenant: object) -> None:
+    """Refuse what can't be a tenant's id. A tenant of that id need not exist."""
+    if not is_tenant_id(tenant):
+        raise ArgumentError("tenant", tenant, TENANT_ID_ALLOWED)
+
+
+def require_parts(config: object, clock: object, journal: Any) -> None:
+    """Refuse what a cache can't be made of. Raises ConfigError for the configuration."""
+    if not isinstance(config, CacheConfig):
+        raise ConfigError("config", config, "a CacheConfig")
+    if not callable(clock):
+        raise ArgumentError("clock", clock, "a function that returns seconds")
+    if journal is not None:
+        grain = getattr(journal, "grain_tokens", None)
+        if not isinstance(grain, int) or grain < 1 or grain % config.block_size:
+            raise ArgumentError(
+                "journal.grain_tokens", grain, f"a multiple of block_size {config.block_size}"
+            )
+
+
+def require_policy(policy: object) -> None:
+    """Refuse a name that no policy has; import the policy of one that isn't built in, before any lock is taken."""
+    if isinstance(policy, str):
+        try:
+            resolve("policy", policy)
+        except ConfigError as error:
+            raise ArgumentError("policy", policy, error.allowed) from None
+
+
+def deadline_of(on_pending: Any, timeout_s: Any) -> float | None:
+    """When a wait for a pending block ends, on the monotonic clock; None for never."""
+    if not isinstance(on_pending, str) or on_pending not in ("raise", "wait"):
+        raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+        raise ArgumentError("timeout_s", timeout_s, "seconds ≥ 0, or None to wait as long as it takes")
+    return time.monotonic() + float(timeout_s) if timeout_s < _MAX_TIMEOUT_S else None
+
+
+def require_base_id(base_id: Any) -> str:
+    """The id of a base, as it was given."""
+    if not isinstance(base_id, str) or not 0 < _num_utf8_bytes(base_id) <= MAX_BASE_ID_BYTES:
+        raise ArgumentError("base_id", base_id, f"a string of 1 to {MAX_BASE_ID_BYTES} bytes of UTF-8")
+    return base_id
+
+
+def _num_utf8_bytes(text: str) -> int:
+    """0 for what has no UTF-8 form."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return 0
+
+
+def require_between(argument: str, value: Any, low: int, high: int | None) -> int:
+    """An integer of any type but bool, from ``low`` to ``high``; None for no end."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = low - 1
+    if number < low or (high is not None and number > high) or isinstance(value, bool):
+        allowed = f"an integer ≥ {low}" if high is None else f"an integer from {low} to {high}"
+        raise ArgumentError(argument, value, allowed)
+    return number
+
+
+def list_of(argument: str, values: Any) -> list[Any]:
+    """A list of Python values, from any iterable or from an array or tensor with ``tolist``."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(plain, Iterable):
+        raise ArgumentError(argument, values, "an iterable")
+    return list(plain)
+
+
+def block_ids_of(values: Any) -> BlockIds:
+    """Block ids, int32 ``[n]``, of any one-dimensional integers."""
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        raise ArgumentError("block_ids", values, "a one-dimensional array of integers") from None
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ArgumentError("block_ids", values, "a one-dimensional array of integers")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**31 - 1):
+        raise ArgumentError("block_ids", values, "block ids from 0 to 2³¹ − 1")
+    return ids.astype(np.int32)
+
+
+def readers_of(readers: Any, namespace: Namespace) -> frozenset[str]:
+    """Ids of tenants other than the publisher. Raises NamespaceError for one that can't be."""
+    if isinstance(readers, (str, bytes)):
+        raise ArgumentError("readers", readers, "ids of tenants, in an iterable")
+    named = [Namespace(reader, namespace.model).tenant for reader in list_of("readers", readers)]
+    if namespace.tenant in named:
+        raise ArgumentError("readers", namespace.tenant, "tenants other than the one that publishes")
+    return frozenset(named)

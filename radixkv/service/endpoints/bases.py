@@ -1,0 +1,173 @@
+"""Bases over HTTP: the operator publishes a prefix on this replica, for tenants to read.
+
+The blocks are those of an account that no key can name (``ACCOUNT``), so no tenant pays for a base and none can reach
+it but as its reader. A base is computed by the model's thread, in a lane of the operator's own; a client that hangs up
+gives it up. Nothing here is told to a tenant: who reads a base notices by its hits alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from starlette.responses import Response
+
+from radixkv.errors import ArgumentError
+from radixkv.index.bases import BaseInfo
+from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
+from radixkv.service.problems import ApiError, invalid, not_found
+from radixkv.service.schemas.bases import (
+    BaseReply,
+    BasesReply,
+    PublishedReply,
+    PublishRequest,
+    ReadersRequest,
+)
+from radixkv.service.worker import Work, finished
+
+if TYPE_CHECKING:
+    from radixkv.engines.hf import Prefill
+    from radixkv.service.core import Service
+
+ACCOUNT: Final = "\x00operator"
+"""Who publishes. Names of tenants are printable."""
+
+
+async def publish(call: Call) -> Response:
+    """Publish a prefix; answer when it is readable."""
+    call.query()
+    reading = await call.read(PublishRequest)
+    service, body, prefix = call.service, reading.body, reading.prompts[0]
+    readers = _known(service, body.readers)
+    if not len(prefix.ids):
+        message = "the prefix has no whole block"
+        raise invalid(
+            message, "prompt", prefix.left_out, f"at least {service.rules.block_size} stable tokens"
+        )
+    namespace = service.namespace(ACCOUNT, "", body.adapter)
+
+    def compute(work: Work[Prefill]) -> Prefill:
+        def on_chunk(done: int, total: int) -> None:
+            work.num_prefill_tokens = total - done
+            if done < total:
+                work.turn()
+                work.check()
+
+        return service.engine.publish(
+            body.id, namespace, prefix.ids, readers, on_chunk=on_chunk, on_no_room=work.wait_for_room
+        )
+
+    work = service.worker.submit(ACCOUNT, compute, len(prefix.ids))
+    try:
+        done = await until_disconnect(call.request, finished(work))
+    except ArgumentError as error:
+        raise ApiError(
+            409, "conflict", str(error), field=_FIELDS.get(error.argument), allowed=error.allowed
+        ) from None
+    finally:
+        work.cancel()
+    shown = _shown(_found(service, body.id)).model_dump()
+    return reply(
+        PublishedReply(
+            **shown,
+            computed=done.num_computed_tokens,
+            left_out=prefix.left_out,
+            seconds=service.clock() - call.started_at,
+        ),
+        201,
+    )
+
+
+_FIELDS = {"base_id": "id", "ids": "prompt"}
+
+
+async def list_bases(call: Call) -> Response:
+    """All bases of this replica."""
+    call.query()
+    return reply(BasesReply(bases=[_shown(base) for base in call.service.cache.bases()]))
+
+
+async def set_readers(call: Call) -> Response:
+    """These tenants read a base from now on, and no others."""
+    call.query()
+    service, base_id = call.service, call.request.path_params["base"]
+    readers = _known(service, (await call.read(ReadersRequest)).body.readers)
+    await _on_a_base(service, lambda: service.cache.set_readers(base_id, readers))
+    return reply(_shown(_found(service, base_id)))
+
+
+async def unpublish(call: Call) -> Response:
+    """Nobody reads a base from now on."""
+    call.query()
+    service, base_id = call.service, call.request.path_params["base"]
+    await _on_a_base(service, lambda: service.cache.unpublish(base_id))
+    return Response(status_code=204)
+
+
+async def _on_a_base(service: Service, change: Callable[[], None]) -> None:
+    try:
+        await service.threads.administer(change)
+    except ArgumentError:
+        raise not_found("base") from None
+
+
+def _known(service: Service, readers: list[str]) -> list[str]:
+    known = service.keyring.settings
+    for at, reader in enumerate(readers):
+        if reader not in known:
+            raise invalid(f"readers[{at}] is no tenant", f"readers[{at}]", reader, "tenants that there are")
+    return readers
+
+
+def _found(service: Service, base_id: str) -> BaseInfo:
+    for base in service.cache.bases():
+        if base.base_id == base_id:
+            return base
+    raise not_found("base")
+
+
+def _shown(base: BaseInfo) -> BaseReply:
+    return BaseReply(
+        id=base.base_id,
+        readers=list(base.readers),
+        adapter=base.namespace.adapter,
+        tokens=base.num_tokens,
+        blocks=base.num_blocks,
+        state="readable" if base.is_readable else "computing",
+    )
+
+
+ENDPOINTS = (
+    Endpoint(
+        "GET", "/v1/bases", list_bases, "Bases of this replica", "operator", {200: BasesReply}, errors=(422,)
+    ),
+    Endpoint(
+        "POST",
+        "/v1/bases",
+        publish,
+        "Publish a prefix for tenants to read",
+        "operator",
+        {201: PublishedReply},
+        body=PublishRequest,
+        errors=(409, 429, 503),
+    ),
+    Endpoint(
+        "PUT",
+        "/v1/bases/{base}/readers",
+        set_readers,
+        "Say who reads a base",
+        "operator",
+        {200: BaseReply},
+        body=ReadersRequest,
+        errors=(404,),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/bases/{base}",
+        unpublish,
+        "Unpublish a base",
+        "operator",
+        {204: None},
+        errors=(404, 422),
+    ),
+)

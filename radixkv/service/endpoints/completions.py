@@ -1,0 +1,430 @@
+"""``POST /v1/completions``: OpenAI's shape over the engine, whole or as a stream of server-sent events.
+
+    event loop:  validate ─▶ submit ─▶ wait, or forward pieces ─▶ reply
+    model thread:              generate ─▶ each step: ids → text, stop strings ─▶ pieces to the loop, then other tenants
+
+A client that hangs up cancels the work: the generation ends at its next step and releases what it holds. A
+stream begins once the first token is there, so that a refusal is still an HTTP status.
+
+A stream that isn't read is suspended after MAX_STEPS_AHEAD steps, and goes on once it is read. If another request needs
+its place first, or its time is over, it is ended.
+
+Temperatures below 0.001 are greedy (dividing logits by less overflows fp32). Greedy completions of one prompt
+are equal, so ``n`` of them cost one. Beam search takes no temperature, top_p or top_k and isn't streamed:
+no beam is final before the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from radixkv.config import Namespace
+from radixkv.index.cache import RequestHints
+from radixkv.service.endpoint import Call, reply, until_disconnect
+from radixkv.service.problems import ApiError, Json, invalid, refused, timed_out
+from radixkv.service.prompts import Prefix
+from radixkv.service.recording import COMPLETION, Recorder
+from radixkv.service.schemas.completions import (
+    Choice,
+    CompletionReply,
+    CompletionRequest,
+    Hints,
+    PromptTokensDetails,
+    StreamOptions,
+    Timings,
+    Usage,
+)
+from radixkv.service.textstream import Stop, TextStream
+from radixkv.service.worker import Work, finished
+
+if TYPE_CHECKING:
+    from radixkv.engines.hf import Generation
+    from radixkv.service.core import Service
+
+MAX_ROWS = 64
+MAX_STEPS_AHEAD = 16
+"""Steps that the model makes for a stream before the event loop has taken the text of the first of them."""
+_TEXT_SLICE = 64
+"""Tokens whose text is made before other tenants have a turn, once the generation is over."""
+MAX_ECHOED_CHARS = 2**20
+"""Characters of prompts that an answer repeats: it is written on the event loop."""
+_GREEDY_BELOW = 1e-3
+_READING_S = 5.0
+"""What a stream's reader has beyond the time of the answer, to read how it ended."""
+FinishReason = Literal["stop", "length"]
+
+
+async def completions(call: Call) -> Response:
+    """Answer one completion request."""
+    reading = await call.read(CompletionRequest)
+    body, prompts = reading.body, reading.prompts
+    _check_options(call.service, body)
+    _check_room(call.service, body, prompts)
+    run = Run(call, body, prompts)
+    return await (run.streamed() if body.stream else run.whole())
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of some work, which is cancelled when the response ends, even if it never began.
+
+    A client that reads too slowly to be done in ``timeout_s`` finds its connection closed.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        work: Work[Any],
+        headers: dict[str, str],
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._work, self._timeout_s = work, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as timeout:
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+        finally:
+            self._work.cancel()
+
+
+class Progress:
+    """Steps that were made for a stream and not yet taken by it. The model's thread writes, the event loop reads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._lock = threading.Lock()
+        self._num_ahead = 0
+
+    def made(self) -> None:
+        """A step was made."""
+        with self._lock:
+            self._num_ahead += 1
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake the stream, from any thread."""
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    def is_full(self) -> bool:
+        """Whether the model is so far ahead that it has to wait."""
+        return self._num_ahead >= MAX_STEPS_AHEAD
+
+    def taken(self) -> None:
+        """The stream takes all text that there is."""
+        with self._lock:
+            self._num_ahead = 0
+
+    async def wait(self) -> None:
+        """Wait until something has happened since the last wait."""
+        await self._changed.wait()
+        self._changed.clear()
+
+
+class Run:
+    """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
+
+    def __init__(self, call: Call, body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
+        self.call, self.body, self.prompts = call, body, prompts
+        self.service = call.service
+        self.id = f"cmpl-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.greedy = _is_greedy(body)
+        self.copies = body.n if self.greedy else 1
+        given = body.hints or Hints()
+        self.hints = RequestHints({"type": COMPLETION, **given.labels}, given.priority, given.duration_s)
+        rows = body.n // self.copies
+        stops = [Stop(each) for each in dict.fromkeys(body.stops)]
+        self.progress: Progress | None = None
+        self.texts = [
+            TextStream(self.service.tokenizer, prompt.ids[-16:].tolist(), stops)
+            for prompt in prompts
+            for _ in range(rows)
+        ]
+        self.began_at = call.started_at
+
+    async def whole(self) -> Response:
+        """The reply as one JSON body."""
+        work = self._submit()
+        try:
+            generation = await until_disconnect(self.call.request, finished(work))
+        finally:
+            work.cancel()
+        self._count(generation)
+        texts = [self._echo(row) + text.take() for row, text in enumerate(self.texts)]
+        choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(texts)]
+        return reply(self._reply(choices, self._usage(generation), self._timings(generation)))
+
+    async def streamed(self) -> Response:
+        """The reply as server-sent events, begun once the first step is done."""
+        self.progress = progress = Progress()
+        work = self._submit()
+        work.future.add_done_callback(lambda _: progress.tell())
+        try:
+            await until_disconnect(self.call.request, progress.wait())
+            if work.future.done():
+                await finished(work)
+        except BaseException:
+            work.cancel()
+            raise
+        headers = {"X-Accel-Buffering": "no"}
+        return EventStream(self._events(work, progress), work, headers, self._time_left() + _READING_S)
+
+    def _time_left(self) -> float:
+        return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
+
+    async def _events(self, work: Work[Generation], progress: Progress) -> AsyncIterator[bytes]:
+        try:
+            if self.body.echo:
+                yield self._chunk(
+                    [self._choice(row, self._echo(row), None) for row in range(len(self.texts))]
+                )
+            while not work.future.done():
+                progress.taken()
+                work.resume()
+                if pieces := self._pieces():
+                    yield self._chunk(pieces)
+                await self._next(progress)
+            generation = await finished(work)
+            self._count(generation)
+            for event in self._last_events(generation):
+                yield event
+        except Exception as error:  # noqa: BLE001 too late for a status: the stream says it
+            yield _event({"error": self.service.problem(error).body})
+
+    async def _next(self, progress: Progress) -> None:
+        """Wait for a step. Raises ApiError when the answer's time is over."""
+        try:
+            await asyncio.wait_for(progress.wait(), self._time_left())
+        except TimeoutError:
+            raise timed_out(self.service.limits.timeout_s) from None
+
+    def _last_events(self, generation: Generation) -> list[bytes]:
+        rest = [text.take() for text in self.texts]
+        choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(rest)]
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        timings = self._timings(generation)
+        usage = self._usage(generation)
+        events = [self._chunk(choices, timings=None if with_usage else timings)]
+        if with_usage:
+            events.append(_event(self._reply([], usage, timings).model_dump()))
+        return [*events, b"data: [DONE]\n\n"]
+
+    def _submit(self) -> Work[Generation]:
+        namespace = self.service.namespace(self.call.tenant, self.body.salt, self.body.adapter)
+        cache = self.service.cache
+        lacking = [len(each.ids) - cache.match(namespace, each.ids).num_tokens for each in self.prompts]
+        return self.service.worker.submit(
+            self.call.tenant, lambda work: self._generate(namespace, work), sum(lacking)
+        )
+
+    def _generate(self, namespace: Namespace, work: Work[Generation]) -> Generation:
+        """In the model's thread."""
+        self.began_at = self.service.clock()
+        progress = self.progress
+        if self.body.use_beam_search:  # no step of beams is told: their prefill would seem to last to the end
+            work.num_prefill_tokens = 0
+
+        def on_step(new_ids: Sequence[Sequence[int]]) -> None:
+            work.num_prefill_tokens = 0
+            for text, ids in zip(self.texts, new_ids, strict=True):
+                text.push(ids)
+            if progress is not None:
+                progress.made()
+
+        def is_over() -> bool:
+            if not all(text.stopped for text in self.texts):
+                work.turn(None if progress is None else progress.is_full)
+                return work.stopping
+            return True
+
+        generation = self.service.engine.generate(
+            namespace,
+            [prompt.ids.tolist() for prompt in self.prompts],
+            self.body.max_tokens,
+            on_step=None if self.body.use_beam_search else on_step,
+            stop=is_over,
+            on_no_room=work.wait_for_room,
+            hints=self.hints,
+            **self._sampling(),
+        )
+        self._complete(generation, work)
+        if self.service.recorder is not None:
+            self._record(self.service.recorder, namespace, generation)
+        return generation
+
+    def _complete(self, generation: Generation, work: Work[Generation]) -> None:
+        """Bring the texts up to the last token, which a beam's steps don't tell. Raises Cancelled."""
+        for text, ids in zip(self.texts, generation.token_ids, strict=True):
+            while not text.stopped and text.num_tokens < len(ids):
+                text.push(ids[text.num_tokens : text.num_tokens + _TEXT_SLICE])
+                work.turn()
+                work.check()
+            text.close()
+        work.check()
+
+    def _record(self, recorder: Recorder, namespace: Namespace, generation: Generation) -> None:
+        rows = len(generation.token_ids) // len(self.prompts)
+        seconds = self.service.clock() - self.began_at
+        for number, prompt in enumerate(self.prompts):
+            recorder.record(namespace, prompt.ids, generation.token_ids[number * rows], seconds, self.hints)
+
+    def _sampling(self) -> dict[str, Any]:
+        body = self.body
+        options: dict[str, Any] = {"eos_token_id": -1} if body.ignore_eos else {}
+        if body.use_beam_search:
+            return options | {"num_beams": body.best_of or body.n, "num_return_sequences": body.n}
+        if self.greedy:
+            return options
+        top_p = body.top_p if body.top_p < 1 else None
+        return options | {
+            "do_sample": True,
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": top_p,
+            "seed": body.seed,
+            "num_return_sequences": body.n,
+        }
+
+    def _count(self, generation: Generation) -> None:
+        usage, timings = self._usage(generation), self._timings(generation)
+        self.service.metrics.completed(
+            self.call.tenant,
+            prompt=usage.prompt_tokens,
+            cached=sum(generation.num_cached_tokens),
+            generated=usage.completion_tokens,
+            first_token_s=timings.time_to_first_token_s,
+        )
+
+    def _pieces(self) -> list[Choice]:
+        taken = [(row, text.take()) for row, text in enumerate(self.texts)]
+        return [self._choice(row, piece, None) for row, piece in taken if piece]
+
+    def _choice(self, row: int, text: str, reason: FinishReason | None) -> Choice:
+        return Choice(index=row * self.copies, text=text, finish_reason=reason)
+
+    def _reason(self, generation: Generation, row: int) -> FinishReason:
+        return "stop" if self.texts[row].stopped or generation.finish_reasons[row] == "stop" else "length"
+
+    def _echo(self, row: int) -> str:
+        return self.prompts[row * len(self.prompts) // len(self.texts)].text if self.body.echo else ""
+
+    def _usage(self, generation: Generation) -> Usage:
+        details = PromptTokensDetails(cached_tokens=sum(generation.num_cached_tokens))
+        return self._usage_so_far().model_copy(update={"prompt_tokens_details": details})
+
+    def _usage_so_far(self) -> Usage:
+        """The same while it is generated; what was cached is told at the end."""
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        generated = self.copies * sum(text.num_tokens for text in self.texts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=None,
+        )
+
+    def _timings(self, generation: Generation) -> Timings:
+        queued = self.began_at - self.call.started_at
+        return Timings(
+            queued_s=queued,
+            time_to_first_token_s=queued + generation.time_to_first_token_s,
+            total_s=self.service.clock() - self.call.started_at,
+        )
+
+    def _reply(self, choices: list[Choice], usage: Usage | None, timings: Timings | None) -> CompletionReply:
+        copied = [
+            choice.model_copy(update={"index": choice.index + copy})
+            for choice in choices
+            for copy in range(self.copies)
+        ]
+        return CompletionReply(
+            id=self.id,
+            created=self.created,
+            model=self.service.model_name,
+            choices=copied,
+            usage=usage,
+            timings=timings,
+        )
+
+    def _chunk(self, choices: list[Choice], timings: Timings | None = None) -> bytes:
+        options = self.body.stream_options or StreamOptions()
+        unset = set() if options.include_usage else {"usage"}
+        if timings is None:
+            unset |= {"timings"}
+        usage = self._usage_so_far() if options.continuous_usage_stats else None
+        return _event(self._reply(choices, usage, timings).model_dump(exclude=unset))
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + bytes(Json(document).body) + b"\n"
+
+
+def _is_greedy(body: CompletionRequest) -> bool:
+    return body.temperature < _GREEDY_BELOW and not body.use_beam_search
+
+
+def _check_options(service: Service, body: CompletionRequest) -> None:
+    """Combinations that can't be honoured. Raises ApiError 404 (model) or 422."""
+    if body.model is not None and body.model != service.model_name:
+        message = "no such model"
+        raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=service.model_name)
+    if body.stream_options is not None and not body.stream:
+        problem = "stream_options is not allowed without stream; allowed: stream: true with it"
+        raise invalid(problem, "stream_options", None, "stream: true with it")
+    hints = body.hints
+    if hints is not None and hints.duration_s is not None and hints.priority is None:
+        reason = "it says how long hints.priority holds, which is not set"
+        raise refused("hints.duration_s", hints.duration_s, reason, "hints.priority with it")
+    if not body.use_beam_search:
+        if body.best_of not in (None, body.n):
+            raise refused("best_of", body.best_of, "it differs from n", f"{body.n}, or use_beam_search")
+        return
+    if body.stream:
+        raise refused("stream", True, "beam search can't be streamed", "false with use_beam_search")
+    draws_nothing = "beam search draws nothing"
+    if "temperature" in body.model_fields_set and body.temperature != 0:
+        raise refused("temperature", body.temperature, draws_nothing, "0 with use_beam_search")
+    for field, neutral in (("top_p", 1.0), ("top_k", None)):
+        if getattr(body, field) != neutral:
+            raise refused(field, getattr(body, field), draws_nothing, "left out with use_beam_search")
+    if body.best_of is not None and body.best_of < body.n:
+        raise refused("best_of", body.best_of, "it is less than n", f"at least {body.n}")
+
+
+def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
+    """What could not be served even by an empty server. Raises ApiError 422."""
+    if len(prompts) * body.n > MAX_ROWS:
+        reason = f"with {len(prompts)} prompts these are {len(prompts) * body.n} completions"
+        raise refused("n", body.n, reason, f"at most {MAX_ROWS} completions, prompts × n")
+    echoed = body.n * sum(len(prompt.text) for prompt in prompts)
+    if echoed > MAX_ECHOED_CHARS:
+        reason = f"it would repeat {echoed} characters in the answer"
+        raise refused("echo", True, reason, f"at most {MAX_ECHOED_CHARS} characters, prompts × n")
+    limit = service.engine.max_model_len
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if longest + body.max_tokens > limit:
+        reason = f"a prompt of {longest} tokens leaves room for {limit - longest}"
+        raise refused("max_tokens", body.max_tokens, reason, f"prompt and max_tokens within {limit} tokens")
+    config = service.cache.config
+    width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
+    shared = sum(len(prompt.ids) // config.block_size for prompt in prompts)
+    tails = [len(prompt.ids) % config.block_size + body.max_tokens for prompt in prompts]
+    private = sum(width * int(np.ceil(tail / config.block_size)) for tail in tails)
+    if shared + private > config.num_blocks:
+        allowed = f"prompts and completions that fit into {config.num_blocks * config.block_size} tokens"
+        raise refused("max_tokens", body.max_tokens, "the completions don't fit into the cache", allowed)

@@ -1,0 +1,176 @@
+"""Pins over HTTP: a tenant keeps prefixes of its own resident, sees which, and lets them go.
+
+A pin on this replica alone takes what ``/v1/warm`` would have computed, and takes microseconds: it runs on the event
+loop, like a lookup. One on several replicas is ``keeping``'s: each of them computes what it lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from starlette.responses import Response
+
+from radixkv.coordination.store.wire import is_pin_id
+from radixkv.coordination.values import FleetPin
+from radixkv.index.pins import Pin
+from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
+from radixkv.service.endpoints.prefixes import ordered
+from radixkv.service.fleet.peers import PIN_PATH
+from radixkv.service.fleet.pins import Kept
+from radixkv.service.problems import invalid, not_found
+from radixkv.service.schemas.pins import PinOrder, PinPart, PinReply, PinRequest, PinsReply
+
+MAX_LISTED: Final = 1_024
+"""Pins of one answer."""
+_LOCAL_ID = re.compile(r"0|[1-9][0-9]{0,15}")
+_LIMIT = re.compile(r"[1-9][0-9]{0,3}")
+
+
+async def pin(call: Call) -> Response:
+    """Keep a prefix resident for some time; pinned again, its time begins anew.
+
+    On this replica alone it has to be resident: warm it first. Several replicas compute what they lack.
+    """
+    reading = await call.read(PinRequest)
+    service, body, prefix = call.service, reading.body, reading.prompts[0]
+    if not len(prefix.ids):
+        allowed = f"at least a block of {service.rules.block_size} tokens up to its last stable boundary"
+        raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
+    namespace = service.namespace(call.tenant, body.salt, body.adapter)
+    if body.replicas == "self":
+        return reply(_shown(service.cache.pin(namespace, prefix.ids, body.ttl_s)), 201)
+    keeper = service.keeper
+    pin_id = await keeper.start(namespace, prefix.ids, body.ttl_s, body.replicas)
+    if body.wait:
+        return reply(
+            _shown_fleet(call, *await until_disconnect(call.request, keeper.settled(call.tenant, pin_id))),
+            201,
+        )
+    found = {fact.id: (fact, mine) for fact, mine in await keeper.told(call.tenant)}.get(pin_id)
+    if found is None:
+        raise not_found("pin")
+    return reply(_shown_fleet(call, *found), 201)
+
+
+async def pin_for_replica(call: Call) -> Response:
+    """Take part in a pin for a tenant that another replica's signed request names; asks nobody further."""
+    body, namespace, ids = await ordered(call, PinOrder)
+    await call.service.keeper.receive(namespace, ids, body.pin)
+    return Response(status_code=202)
+
+
+async def list_pins(call: Call) -> Response:
+    """The caller's pins that hold: those of this replica, the oldest first, then those of the fleet, by id.
+
+    At most `limit` at once; where there are more, the header `Link` has the address of the next part.
+    """
+    query = call.query("limit", "after")
+    limit, after = _limit(query.get("limit")), query.get("after", "0")
+    is_fleet = is_pin_id(after)
+    if not is_fleet and not _LOCAL_ID.fullmatch(after):
+        raise invalid("after is no id of a pin", "after", after, "the id of the last pin of the part before")
+    keeper, tenant = call.service.keeper, call.tenant
+    pins = [] if is_fleet else [_shown(pin) for pin in keeper.local(tenant, int(after), limit + 1)]
+    if len(pins) <= limit:
+        fleet = sorted(await keeper.told(tenant), key=lambda each: each[0].id)
+        pins += [_shown_fleet(call, *each) for each in fleet if not is_fleet or each[0].id > after]
+    answer = reply(PinsReply(pins=pins[:limit]))
+    if len(pins) > limit:
+        answer.headers["link"] = f'</v1/pins?after={pins[limit - 1].id}&limit={limit}>; rel="next"'
+    return answer
+
+
+def _limit(text: str | None) -> int:
+    """How many pins an answer may list. Raises ApiError."""
+    if text is None:
+        return MAX_LISTED
+    if not _LIMIT.fullmatch(text) or int(text) > MAX_LISTED:
+        raise invalid("limit is out of range", "limit", text, f"an integer from 1 to {MAX_LISTED}")
+    return int(text)
+
+
+async def unpin(call: Call) -> Response:
+    """End a pin of the caller's before its time; what it held is evicted when its turn comes.
+
+    One of the fleet ends here at once, and on every other replica within a second or so of its hearing from the store.
+    """
+    call.query()
+    keeper, wanted = call.service.keeper, call.request.path_params["pin"]
+    local = keeper.local(call.tenant, max(int(wanted) - 1, 0), 1) if _LOCAL_ID.fullmatch(wanted) else []
+    if local and str(local[0].id) == wanted:
+        call.service.cache.unpin(local[0])
+        return Response(status_code=204)
+    if not is_pin_id(wanted):
+        raise not_found("pin")
+    await keeper.end(call.tenant, wanted)
+    return Response(status_code=204)
+
+
+def _shown(pin: Pin) -> PinReply:
+    return PinReply(
+        id=str(pin.id),
+        salt=pin.namespace.salt,
+        adapter=pin.namespace.adapter,
+        tokens=pin.num_tokens,
+        blocks=pin.num_blocks,
+        ttl_s=pin.ttl_s,
+        replicas=None,
+    )
+
+
+def _shown_fleet(call: Call, fact: FleetPin, mine: Kept | None) -> PinReply:
+    return PinReply(
+        id=fact.id,
+        salt=None if mine is None else mine.namespace.salt,
+        adapter=None if mine is None else mine.namespace.adapter,
+        tokens=fact.num_tokens,
+        blocks=fact.num_tokens // call.service.rules.block_size,
+        ttl_s=fact.remaining_s,
+        replicas=[
+            PinPart(
+                replica=part.replica_id,
+                state="failed" if part.state == "lost" else part.state,
+                error="left" if part.state == "lost" else part.error or None,
+            )
+            for part in fact.parts
+        ],
+    )
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/pins",
+        pin,
+        "Pin a prefix",
+        "tenant",
+        {201: PinReply},
+        body=PinRequest,
+        errors=(404, 409, 429, 503),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/pins",
+        list_pins,
+        "Pins",
+        "tenant",
+        {200: PinsReply},
+        query={
+            "limit": f"most pins of an answer, 1 to {MAX_LISTED}",
+            "after": "only pins that come after this id",
+        },
+        errors=(422, 503),
+    ),
+    Endpoint("DELETE", "/v1/pins/{pin}", unpin, "End a pin", "tenant", {204: None}, errors=(404, 422, 503)),
+    Endpoint(
+        "POST",
+        PIN_PATH,
+        pin_for_replica,
+        "Keep resident for another replica",
+        "replica",
+        {202: None},
+        body=PinOrder,
+        internal=True,
+    ),
+)

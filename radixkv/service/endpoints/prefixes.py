@@ -1,0 +1,209 @@
+"""What the endpoints of prefixes and counts do, and what answers where there is none. In the order of a prefix's life.
+
+Lookups run on the event loop: a match takes microseconds and never waits for the model's thread.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from radixkv.coordination.store.wire import Raised
+from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
+from radixkv.service.endpoint import Call, reply, until_disconnect
+from radixkv.service.fleet.warm_jobs import Order
+from radixkv.service.problems import ApiError, internal, invalid, not_found, store_unavailable
+from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
+from radixkv.service.schemas.pins import PinOrder
+from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
+from radixkv.service.schemas.tenants import OperatorStatsReply, TenantSettings, TenantStatsReply
+from radixkv.service.schemas.warming import JobAccepted, OrderRequest, WarmReply, WarmRequest
+from radixkv.service.warming import Warmed
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.service.core import Service
+    from radixkv.service.prompts import Ids
+
+Ordered = TypeVar("Ordered", OrderRequest, PinOrder)
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+async def warm(call: Call) -> Response:
+    """Compute a prefix, or join one under way; answer when it is resident, or with a job.
+
+    On several replicas it always is a job, whether or not it is waited for: it goes on if the client hangs up. With
+    an `Idempotency-Key` of up to 255 visible ASCII characters it is one, too: repeated with the same key, at any
+    replica, it is the same job, for as long as that is kept.
+    """
+    service = call.service
+    key = _idempotency_key(call)
+    reading = await call.read(WarmRequest)
+    body, prefix = reading.body, reading.prompts[0]
+    namespace = service.namespace(call.tenant, body.salt, body.adapter)
+    if body.wait and body.replicas == "self" and key is None:
+        with service.warmer.join(namespace, prefix.ids) as warming:
+            warmed = await until_disconnect(call.request, warming.result())
+        return reply(_warm_reply(warmed, prefix.left_out, service.clock() - call.started_at))
+    job = await service.orders.start(Order(namespace, prefix.ids, prefix.left_out, body.replicas, key))
+    if not body.wait:
+        return reply(JobAccepted(job=job), 202)
+    result = await until_disconnect(call.request, service.orders.result(call.tenant, job))
+    return reply(result.model_copy(update={"seconds": round(service.clock() - call.started_at, 6)}))
+
+
+def _idempotency_key(call: Call) -> str | None:
+    keys = call.request.headers.getlist("idempotency-key")
+    if not keys:
+        return None
+    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
+        shown = keys[0] if len(keys) == 1 else f"{len(keys)} keys"
+        raise invalid("not a key", "Idempotency-Key", shown, "one key of 1 to 255 visible ASCII characters")
+    return keys[0]
+
+
+def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
+    return WarmReply(
+        tokens=warmed.num_tokens,
+        cached_before=warmed.num_cached,
+        computed=warmed.num_computed,
+        left_out=left_out,
+        blocks=warmed.num_blocks,
+        seconds=seconds,
+    )
+
+
+async def warm_for_replica(call: Call) -> Response:
+    """Take part in a job for a tenant that another replica's signed request names; never asks further replicas."""
+    body, namespace, ids = await ordered(call, OrderRequest)
+    try:
+        await call.service.orders.receive(namespace, ids, body)
+    except StoreUnavailable:
+        raise store_unavailable("the store of jobs can't be reached") from None
+    return reply(JobAccepted(job=body.job), 202)
+
+
+async def ordered(call: Call, schema: type[Ordered]) -> tuple[Ordered, Namespace, Ids]:
+    """What another replica's signed request orders for a tenant: the body, where and what. Raises ApiError."""
+    service, tenant = call.service, call.signed_tenant
+    if tenant not in service.keyring.tenants:
+        raise not_found("tenant")
+    reading = await call.read(schema)
+    body = reading.body
+    return body, service.namespace(tenant, body.salt, body.adapter), reading.prompts[0].ids
+
+
+async def purge_for_replica(call: Call) -> Response:
+    """Forget a tenant as another replica's signed request says, whatever the store says; then obey the store too."""
+    service, tenant, told = call.service, call.signed_tenant, (await call.read(ToldPurge)).body
+    coordinator, ask = service.fleet.coordinator, service.threads.administer
+    service.warmer.forget_tenant(tenant)
+    try:
+        if told.generation:
+            await ask(partial(coordinator.obey, tenant, Raised(**told.model_dump())))
+        else:
+            await ask(partial(service.cache.purge, tenant))
+            service.jobs.forget(tenant)
+        await ask(coordinator.heed)
+    except ArgumentError as error:
+        raise invalid(str(error), "proof", None, error.allowed) from None
+    except CoordinationError:
+        await ask(partial(service.cache.purge, tenant))
+        service.jobs.forget(tenant)
+        raise store_unavailable("purged here; the store can't be reached") from None
+    finally:
+        service.warmer.forget_tenant(tenant)
+        service.jobs.sweep()
+    return Response(status_code=204)
+
+
+async def prove(call: Call) -> Response:
+    """Show another replica that this is the registration which it means, before it sends anything of a tenant."""
+    body = (await call.read(Challenge)).body
+    return reply(ProofReply(proof=call.service.fleet.prove(body.challenge)))
+
+
+async def warm_job(call: Call) -> Response:
+    """State, progress and results of a job of the caller's, whichever replica took it."""
+    found = await call.service.orders.reply(call.tenant, call.request.path_params["job"])
+    if found is None:
+        raise not_found("job")
+    return reply(found)
+
+
+async def lookup(call: Call) -> Response:
+    """How much of a prompt is resident for the caller; it is cut where warm cuts it. Counts and touches nothing."""
+    reading = await call.read(LookupRequest)
+    service, body, prefix = call.service, reading.body, reading.prompts[0]
+    match = service.cache.match(service.namespace(call.tenant, body.salt, body.adapter), prefix.ids)
+    return reply(LookupReply(matched_tokens=match.num_tokens, matched_blocks=match.num_blocks))
+
+
+async def clear(call: Call) -> Response:
+    """Forget the caller's namespaces: all, or those with the salt and the adapter in the query."""
+    wanted = call.query("salt", "adapter")
+    service = call.service
+    found = [
+        namespace
+        for namespace in service.cache.namespaces(call.tenant)
+        if wanted.get("salt", namespace.salt) == namespace.salt
+        and wanted.get("adapter", namespace.adapter) == namespace.adapter
+    ]
+    if wanted and not found:
+        raise not_found("namespace")
+    num_blocks = 0
+    cleared = set(found)
+    service.warmer.forget(cleared)
+    service.keeper.cleared(call.tenant, cleared)
+    for namespace in found:
+        num_blocks += await service.threads.run(call.tenant, partial(service.cache.clear, namespace))
+    return reply(ClearReply(namespaces=len(found), blocks=num_blocks))
+
+
+async def stats(call: Call) -> Response:
+    """The caller's own counts; everybody's for the operator."""
+    call.query()
+    service = call.service
+    assert call.principal is not None
+    if call.principal.tenant is not None:
+        return reply(_tenant_stats(service, call.principal.tenant))
+
+    def everybody() -> OperatorStatsReply:
+        tenants = [_tenant_stats(service, tenant) for tenant in service.keyring.tenants]
+        # The cache also counts the account of bases, and tenants that were removed.
+        cache = {**asdict(service.cache.stats()), "num_tenants": len(tenants)}
+        return OperatorStatsReply(cache=cache, tenants=tenants)
+
+    return reply(await service.threads.administer(everybody))
+
+
+def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
+    mode = service.keyring.settings.get(tenant, TenantSettings()).mode
+    return TenantStatsReply(mode=mode, **asdict(service.cache.tenant_stats(tenant)))
+
+
+async def unknown_path(request: Request, error: Exception) -> Response:
+    """404 for a path that there isn't, in the shape of all errors."""
+    return not_found("path").response()
+
+
+async def wrong_method(request: Request, error: Exception) -> Response:
+    """405, in the shape of all errors, with the methods that there are."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
+    problem = ApiError(
+        405, "method_not_allowed", "this path has no such method", field="method", value=request.method,
+        allowed=allowed, headers={"Allow": allowed},
+    )  # fmt: skip
+    return problem.response()
+
+
+async def crashed(request: Request, error: Exception) -> Response:
+    """500 for what is a bug of ours; nothing of it is told."""
+    return internal().response()

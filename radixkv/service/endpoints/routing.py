@@ -1,0 +1,181 @@
+"""Where a prompt should go, and what is known of the replicas: the endpoints of replicas and of routers alike.
+
+A tenant's matches come from that tenant's namespaces alone. Loads are those of whole replicas, so only the operator is
+shown them; a tenant gets the order that they lead to, and a strict tenant one in which they don't count.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from starlette.responses import Response
+
+from radixkv.service.endpoint import Call, Endpoint, reply
+from radixkv.service.metrics import CONTENT_TYPE
+from radixkv.service.problems import no_replica, refused
+from radixkv.service.schemas.replicas import (
+    CandidateReply,
+    HealthReply,
+    LoadReply,
+    ReplicaReply,
+    ReplicasReply,
+    RouteReply,
+    RouteRequest,
+)
+
+if TYPE_CHECKING:
+    from radixkv.coordination import Candidate, Load, ReplicaInfo
+    from radixkv.coordination.routing.replica_sources import Member
+
+_LOOP_TOKENS = 2**16
+"""Prompts of so many tokens are ranked on the event loop, in a millisecond or two; longer ones in a thread."""
+
+
+async def route(call: Call) -> Response:
+    """Rank the replicas for a prompt; the first is taken to get it, unless ``predict`` is false."""
+    reading = await call.read(RouteRequest)
+    body, ids, router = reading.body, reading.prompts[0].ids, call.host.router
+    namespace = call.host.routed_to(call.tenant, body)
+    own = call.host.keyring.settings.get(call.tenant)
+
+    def rank() -> list[Candidate]:
+        ranked = router.rank(
+            namespace,
+            ids,
+            cost=body.cost,
+            temperature=body.temperature,
+            limit=body.limit,
+            ignore_load=own is not None and own.mode == "strict",
+        )
+        if ranked and body.predict:
+            router.routed(namespace, ids, ranked[0].replica.id)
+        return ranked
+
+    found = rank() if len(ids) <= _LOOP_TOKENS else await call.host.threads.run(call.tenant, rank)
+    if not found:
+        raise no_replica("no replica that serves this model is known to live")
+    return reply(
+        RouteReply(
+            prompt_tokens=len(ids),
+            model=namespace.model,
+            by_load=router.is_blind,
+            candidates=[_candidate(each, len(ids)) for each in found],
+        )
+    )
+
+
+def _candidate(candidate: Candidate, num_tokens: int) -> CandidateReply:
+    name, held = candidate.why.partition(":")[0], dict(candidate.matched_tokens)
+    predicted = held.pop("predicted", 0)
+    why = f"{name}: holds {sum(held.values())} of {num_tokens} tokens, {predicted} more predicted"
+    return CandidateReply(
+        replica=candidate.replica.id,
+        address=candidate.replica.address,
+        matched_tokens=candidate.matched_tokens,
+        why=why,
+    )
+
+
+def _load(load: Load) -> LoadReply:
+    return LoadReply(
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        decode_blocks=load.decode_blocks,
+        resident_blocks=load.resident_blocks,
+    )
+
+
+async def replicas(call: Call) -> Response:
+    """The replicas that this process knows, itself first if it is one; their load is the operator's to see."""
+    wanted = call.query("all").get("all", "false")
+    if wanted not in ("true", "false"):
+        raise refused("all", wanted, None, "true or false")
+    assert call.principal is not None
+    source = call.host.router.source
+    members, now = {each.info.id: each for each in source.members()}, source.clock()
+    known = [each for each in call.host.replicas() if wanted == "true" or each.live or each.is_self]
+    to_operator = call.principal.is_operator
+    rows = [_replica(info, members.get(info.id), now, to_operator) for info in known]
+    return reply(ReplicasReply(replicas=rows))
+
+
+def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: bool) -> ReplicaReply:
+    followed = to_operator and member is not None and (member.log is not None or info.is_self)
+    return ReplicaReply(
+        id=info.id,
+        is_self=info.is_self,
+        live=info.live,
+        reachable=info.reachable,
+        address=info.address if info.proven or info.is_self else None,
+        epoch=info.epoch,
+        last_seq=info.last_seq if to_operator else None,
+        lease_remaining_s=info.lease_remaining_s,
+        lag_entries=member.num_behind if member is not None and followed else None,
+        lag_s=member.lag_s(now) if member is not None and followed else None,
+        staleness_s=None if member is None else member.staleness_s(now),
+        load=_load(info.load) if to_operator else None,
+        model=info.fingerprint,
+        block_size=info.block_size,
+        incompatible=info.incompatible,
+    )
+
+
+async def metrics(call: Call) -> Response:
+    """Everything that is counted, for Prometheus."""
+    return Response(call.host.metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def healthz(call: Call) -> Response:
+    """Whether this process is well."""
+    return _health(call, "unhealthy", call.host.sickness())
+
+
+async def readyz(call: Call) -> Response:
+    """Whether requests may be sent here."""
+    return _health(call, "not_ready", call.host.unreadiness())
+
+
+def _health(call: Call, otherwise: Literal["unhealthy", "not_ready"], reasons: list[str]) -> Response:
+    status = otherwise if reasons else "ok"
+    told = HealthReply(status=status, reasons=reasons, coordination=call.host.coordination())
+    return reply(told, 503 if reasons else 200)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/route",
+        route,
+        "Rank the replicas for a prompt",
+        "tenant",
+        {200: RouteReply},
+        body=RouteRequest,
+        errors=(503,),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/replicas",
+        replicas,
+        "Replicas",
+        "either",
+        {200: ReplicasReply},
+        query={"all": "true: those whose lease ran out too"},
+        errors=(422,),
+    ),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics", "operator", {200: CONTENT_TYPE}),
+    Endpoint(
+        "GET",
+        "/healthz",
+        healthz,
+        "Is it well",
+        "anyone",
+        {200: HealthReply, 503: HealthReply},
+    ),
+    Endpoint(
+        "GET",
+        "/readyz",
+        readyz,
+        "Is it ready",
+        "anyone",
+        {200: HealthReply, 503: HealthReply},
+    ),
+)

@@ -1,0 +1,1 @@
+"""What this replica does together with the others."""

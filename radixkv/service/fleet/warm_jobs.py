@@ -1,0 +1,530 @@
+"""Warming on several replicas: one job, a part for each, and always somebody who sees to it.
+
+    asked here ──▶ record in the store ──▶ told to each replica (signed); one knows ──▶ 202, or wait for the end
+                                                │
+                          every replica that was asked: compute, state its own part, watch the job
+                          the owner: ask another in the place of a part that failed, where so many were wanted
+                          an owner whose lease is over: who knows the prompt takes the job; one of all who try
+
+What is to be warmed never stands in the store, so a job lives as long as a replica that was told of it. Where a
+number of replicas was wanted, one more is told than has to, if only one knows: it becomes the owner. Parts are
+absolute and stated again until the store has them. A prompt that cost three replicas their lives is sent to no more.
+
+Without the store a job is this process's own: it warms here, and what it was to do elsewhere has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from radixkv.coordination.keys import mac
+from radixkv.coordination.values import NOBODY, JobPart, WarmJob, Writer
+from radixkv.errors import ArgumentError, StoreUnavailable
+from radixkv.service.fleet.job_table import Job, Stated
+from radixkv.service.problems import RETRY_AFTER_S, ApiError, cleared, invalid, not_found, store_unavailable
+from radixkv.service.schemas.errors import ErrorDetail
+from radixkv.service.schemas.warming import FleetWarmReply, JobReply, OrderRequest, Progress, ReplicaOutcome
+from radixkv.service.worker import Busy, Closed
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.coordination.values import ReplicaInfo
+    from radixkv.service.core import Service
+    from radixkv.service.prompts import Ids
+
+T = TypeVar("T")
+
+MAX_LOST = 3
+"""Parts lost with their replicas, after which nobody stands in any more."""
+_PAUSES_S = (0.02, 1.0)
+_ANSWER_WITHIN_S = 0.2
+_PROGRESS_EVERY_S = 0.5
+_KNOWN_WITHIN_S = 2.0
+"""An answer with a job waits for so long until another replica knows of it."""
+_STORE_THREADS = 8
+"""Calls of the store at once: an outage must not hold up the threads that requests need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A warm as a client asked for it. ``key``: repeated with the same one, it is the same job."""
+
+    namespace: Namespace
+    ids: Ids
+    num_left_out: int
+    where: str | int | list[str]
+    key: str | None = None
+
+
+class Orders:
+    """See the module's docstring. To be used from the event loop's thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._fleet, self._coordinator = service.fleet, service.fleet.coordinator
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    async def call(self, function: Callable[..., T], *args: object, **named: object) -> T:
+        """A call that may ask the store, off the event loop."""
+        self._limiter = self._limiter or anyio.CapacityLimiter(_STORE_THREADS)
+        return await anyio.to_thread.run_sync(partial(function, *args, **named), limiter=self._limiter)
+
+    # ---- what a client asks
+
+    async def start(self, order: Order) -> str:
+        """Begin a job, or find the one that this order began before; its id.
+
+        Raises ApiError, Busy, Closed and what can't be computed at once.
+        """
+        tenant, job_id = order.namespace.tenant, self._id_of(order)
+        self._service.require_purged(tenant)
+        known = self._service.jobs.get(tenant, job_id)
+        if known is not None:
+            _require_same(known.request, self._digest(order))
+            return job_id
+        if self._coordinator.unavailable is None:
+            with suppress(StoreUnavailable):
+                return await self._recorded(order, job_id)
+        return self._unrecorded(order)
+
+    async def reply(self, tenant: str, job_id: str) -> JobReply | None:
+        """State, progress and results of a tenant's job, whichever replica took it; None if there is none.
+
+        Raises ApiError if it isn't known here and the store can't be asked.
+        """
+        self._service.require_purged(tenant)
+        job = self._service.jobs.get(tenant, job_id)
+        if job is not None and job.record is None:
+            return self._reply(job, self._as_known(job))
+        try:
+            record = await self.call(self._coordinator.job, job_id, tenant)
+        except StoreUnavailable:
+            if job is None:
+                raise store_unavailable("the store of jobs can't be reached; ask again") from None
+            record = None
+        if record is None and job is not None:
+            record = self._as_known(job)
+        return None if record is None else self._reply(job, record)
+
+    async def result(self, tenant: str, job_id: str) -> FleetWarmReply:
+        """The result of a job, when it has ended. Raises ApiError."""
+        began_at, era = self._service.clock(), self._service.era(tenant)
+        while True:
+            reply = await self.reply(tenant, job_id)
+            if reply is None:
+                raise not_found("job") if era == self._service.era(tenant) else cleared()
+            job = self._service.jobs.get(tenant, job_id)
+            if reply.result is not None:
+                return reply.result
+            if reply.error is not None:
+                raise job.error if job is not None and job.error is not None else _failed(reply.error)
+            await asyncio.sleep(min(self._pause_s(began_at), _ANSWER_WITHIN_S))
+
+    def _id_of(self, order: Order) -> str:
+        if order.key is None:
+            return secrets.token_hex(16)
+        owner = self._coordinator.job_owner(order.namespace.tenant)
+        return mac(self._fleet.secret, "job", owner, order.key).hex()[:32]
+
+    def _digest(self, order: Order) -> str:
+        owner = self._coordinator.job_owner(order.namespace.tenant)
+        fields = owner, order.namespace.framed(), order.ids.tobytes(), json.dumps(order.where)
+        return mac(self._fleet.secret, "warm", *fields).hex()
+
+    async def _recorded(self, order: Order, job_id: str) -> str:
+        tenant, digest = order.namespace.tenant, self._digest(order)
+        if order.key is not None:
+            earlier = await self.call(self._coordinator.job, job_id, tenant)
+            if earlier is not None:
+                _require_same(earlier.request, digest)
+                return job_id
+        names = self.asked(order.namespace, order.ids, order.where)
+        job = self._new(order, job_id)
+        with ExitStack() as undo:
+            undo.callback(self._service.jobs.drop, tenant, job)
+            held = undo.enter_context(self._begin(job)) if self._name in names else None
+            wanted = order.where if isinstance(order.where, int) else 0
+            record = await self._saved(job, names, wanted)
+            _require_same(record.request, digest)
+            if record.owner != self._me:  # somebody was faster, with the same key
+                return job_id
+            undo.pop_all()
+        job.record, job.is_mine = record, True
+        job.is_followed = record.num_wanted > 0 or names != [self._name]
+        if held is not None:
+            self._work(job, held)
+        self._service.jobs.run(job, self._watch(job))
+        if job.is_followed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_KNOWN_WITHIN_S):
+                    await job.is_known.wait()
+        return job_id
+
+    async def _saved(self, job: Job, names: list[str], wanted: int) -> WarmJob:
+        try:
+            return await self.call(
+                self._coordinator.create_job, job.namespace, job.num_tokens, names, job_id=job.id,
+                num_wanted=wanted, num_left_out=job.num_left_out, request=job.request,
+            )  # fmt: skip
+        except ArgumentError as error:
+            raise invalid("no such live replica", "replicas", error.value, error.allowed) from None
+
+    def _unrecorded(self, order: Order) -> str:
+        """A job of this process alone, as the store is lost."""
+        if order.key is not None or (isinstance(order.where, list) and self._name not in order.where):
+            raise store_unavailable("the store of jobs can't be reached; nothing was begun")
+        job = self._new(order, secrets.token_hex(16))  # the other id may stand in the store, after all
+        with ExitStack() as undo:
+            undo.callback(self._service.jobs.drop, order.namespace.tenant, job)
+            held = undo.enter_context(self._begin(job))
+            undo.pop_all()
+        if order.where == "all":
+            job.delivered = {peer.writer for peer in self._coordinator.peers()}
+        elif isinstance(order.where, list):
+            job.delivered = {Writer(name, 0, "") for name in order.where if name != self._name}
+        self._work(job, held)
+        self._service.jobs.run(job, self._watch(job))
+        return job.id
+
+    def _new(self, order: Order, job_id: str) -> Job:
+        job = Job(job_id, order.namespace, order.ids, order.num_left_out)
+        job.request = self._digest(order)
+        self._service.jobs.keep(order.namespace.tenant, job)
+        return job
+
+    # ---- who is asked
+
+    @property
+    def _name(self) -> str:
+        return self._coordinator.replica_id
+
+    @property
+    def _me(self) -> Writer:
+        return self._coordinator.info().writer
+
+    def asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
+        """The replicas that ``where`` means now."""
+        if where == "self" or not len(ids):
+            return [self._name]
+        if where == "all":
+            return [self._name, *(peer.id for peer in self._coordinator.peers())]
+        if isinstance(where, int):
+            return self.best(namespace, ids)[:where]
+        return list(dict.fromkeys(where)) if isinstance(where, list) else [where]
+
+    def best(self, namespace: Namespace, ids: Ids) -> list[str]:
+        """Replicas that could hold the prefix, the best first: as prompts are routed."""
+        reachable = {self._name, *(peer.id for peer in self._coordinator.peers())}
+        ranked = [each.replica.id for each in self._service.router.rank(namespace, ids)]
+        return [name for name in ranked if name in reachable]
+
+    # ---- what another replica asks
+
+    async def receive(self, namespace: Namespace, ids: Ids, body: OrderRequest) -> None:
+        """Take part in a job, or know it, as another replica asks. Raises ApiError 404, Busy, StoreUnavailable."""
+        tenant, jobs = namespace.tenant, self._service.jobs
+        record = await self.call(self._coordinator.job, body.job, tenant)
+        if record is None:  # unless it was asked for after a purge that wasn't heard of here yet
+            await self.call(self._coordinator.heed)
+            record = await self.call(self._coordinator.job, body.job, tenant)
+        if record is None:
+            raise not_found("job")
+        known = jobs.get(tenant, body.job)
+        if known is not None and known.ended_at is None:
+            known.changed.set()
+            return
+        job = Job(body.job, namespace, ids, body.left_out)
+        job.record, job.request, job.is_followed = record, record.request, True
+        jobs.keep(tenant, job)
+        jobs.run(job, self._watch(job))
+
+    # ---- this replica's part
+
+    def _begin(self, job: Job) -> ExitStack:
+        """A share in computing the job's prefix. Raises Busy or Closed."""
+        assert job.ids is not None
+        held = ExitStack()
+        job.warming = held.enter_context(self._service.warmer.join(job.namespace, job.ids))
+        return held
+
+    def _begin_late(self, job: Job) -> None:
+        """The same for a part that another replica gave this one."""
+        try:
+            self._work(job, self._begin(job))
+        except (Busy, Closed) as error:
+            job.error = self._service.problem(error)
+            job.changed.set()
+
+    def _work(self, job: Job, held: ExitStack) -> None:
+        """Wait for the prefix, in a task."""
+
+        async def work() -> None:
+            began_at, warming = self._service.clock(), job.warming
+            assert warming is not None
+            with held:
+                try:
+                    job.warmed = await warming.result()
+                except Exception as error:  # noqa: BLE001 no request is there to answer: the job carries it
+                    job.error = self._service.problem(error)
+                finally:
+                    job.took_s = self._service.clock() - began_at
+                    job.changed.set()
+
+        self._service.jobs.run(job, work())
+
+    async def _state(self, job: Job) -> None:
+        """Let the store have this replica's part as it is now. Raises StoreUnavailable."""
+        part, now = job.part(), self._service.clock()
+        if job.record is None or not job.has_part or part == job.stated:
+            return
+        is_progress = job.stated is not None and part.state == job.stated.state
+        if is_progress and now - job.stated_at < _PROGRESS_EVERY_S:
+            return
+        job.stated_at = now
+        numbers = {"num_tokens_cached": part.num_cached, "ms": part.ms}
+        report = self._coordinator.report_job
+        await self.call(report, job.id, part.state, part.num_done, part.error, **numbers)
+        job.stated = part
+
+    # ---- seeing to a job
+
+    async def _watch(self, job: Job) -> None:
+        """Until the job has ended: state this replica's part, and take care of the others'."""
+        began_at = self._service.clock()
+        try:
+            while not await self._has_settled(job):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s(began_at)):
+                        await job.changed.wait()
+                job.changed.clear()
+        except Exception as error:  # noqa: BLE001 a bug of ours, which must not leave a job unfinished for ever
+            problem = self._service.problem(error)
+            job.error = job.error or problem
+        job.is_known.set()
+        self._service.jobs.end(job)
+
+    def _pause_s(self, began_at: float) -> float:
+        """An eighth of the time that it took so far."""
+        least, most = _PAUSES_S
+        return min(max(least, (self._service.clock() - began_at) / 8), most)
+
+    async def _has_settled(self, job: Job) -> bool:
+        try:
+            await self._state(job)
+            if job.is_followed:
+                return await self._is_seen_to(job)
+            return job.is_worked and (job.record is None or job.stated == job.part())
+        except (StoreUnavailable, ArgumentError):  # an outage, or a replica that has just left
+            return False
+
+    async def _is_seen_to(self, job: Job) -> bool:
+        """Do what there is to do now; whether the job has ended. Raises StoreUnavailable, ArgumentError."""
+        record = await self.call(self._coordinator.job, job.id, job.namespace.tenant)
+        is_idle = job.is_worked or not job.has_part
+        if record is None:
+            return is_idle
+        job.record = record
+        mine = next((part for part in record.parts if part.replica_id == self._name), None)
+        if mine is not None and not job.has_part:
+            if mine.is_open and mine.writer == self._me:
+                self._begin_late(job)
+                return False
+        elif mine is not None and job.stated is not None and self._differs(mine, job.stated):
+            job.stated = None  # the store has lost it, or somebody thought that it couldn't be delivered
+            return False
+        if record.is_ended:
+            return is_idle
+        if await self._owns(job, record):
+            await self._see_to(job, record)
+        return False
+
+    def _differs(self, part: JobPart, stated: Stated) -> bool:
+        return (part.writer, part.state) != (self._me, stated.state)
+
+    async def _owns(self, job: Job, record: WarmJob) -> bool:
+        """Whether this replica sees to the job, be it from now on."""
+        if record.owner == self._me:
+            return True
+        if any(each.writer == record.owner and each.live for each in self._coordinator.replicas()):
+            return False
+        return await self.call(self._coordinator.take_job, job.id, job.namespace.tenant) is not None
+
+    async def _see_to(self, job: Job, record: WarmJob) -> None:
+        """Ask those that weren't asked yet, and others in the place of those that failed."""
+        self._deliver(job, record)
+        if record.num_missing:
+            spare = self._spare(job, record)
+            if not spare:
+                if record.is_over:
+                    await self.call(self._coordinator.end_job, job.id)
+                return
+            for name in spare[: record.num_missing]:
+                await self.call(self._coordinator.extend_job, job.id, name)
+            extended = await self.call(self._coordinator.job, job.id, job.namespace.tenant)
+            if extended is not None:
+                self._deliver(job, extended)
+            return
+        await self._share(job, record)
+        if not job.num_telling:
+            job.is_known.set()
+
+    def _spare(self, job: Job, record: WarmJob) -> list[str]:
+        """Who could stand in for parts that failed, the best first; nobody where the tenant was purged meanwhile."""
+        num_lost = sum(part.state == "lost" for part in record.parts)
+        if job.ids is None or num_lost >= MAX_LOST or any(part.error == "conflict" for part in record.parts):
+            return []
+        asked = {part.replica_id for part in record.parts}
+        return [name for name in self.best(job.namespace, job.ids) if name not in asked]
+
+    def _deliver(self, job: Job, record: WarmJob) -> None:
+        """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""
+        for part in record.parts:
+            to = part.writer
+            if part.state == "queued" and part.replica_id != self._name and to not in job.delivered:
+                job.delivered.add(to)
+                job.num_telling += 1
+                self._service.jobs.run(job, self._deliver_part(job, part))
+
+    async def _deliver_part(self, job: Job, part: JobPart) -> None:
+        to = part.writer
+        peer = next((peer for peer in self._coordinator.peers() if peer.writer == to), None)
+        error = "left" if peer is None else await self._told(job, peer)
+        job.num_telling -= 1
+        if error is None or not job.num_telling:
+            job.is_known.set()
+        if error is not None:
+            try:
+                await self.call(self._coordinator.give_up, job.id, part, error)
+            except StoreUnavailable:
+                job.delivered.discard(to)
+        job.changed.set()
+
+    async def _told(self, job: Job, peer: ReplicaInfo) -> str | None:
+        """Tell a replica of the job: None, or why it doesn't know of it now."""
+        if peer.fingerprint != job.namespace.model:
+            return "other_model"
+        if job.ids is None:
+            return "left"
+        namespace = job.namespace
+        document = {
+            "job": job.id,
+            "token_ids": job.ids.tolist(),
+            "salt": namespace.salt,
+            "adapter": namespace.adapter,
+            "left_out": job.num_left_out,
+        }
+        return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())
+
+    async def _share(self, job: Job, record: WarmJob) -> None:
+        """Where somebody may have to stand in, let another replica see to a job that only this one knows."""
+        knowing = {part.writer for part in record.parts if part.is_open or part.state == "done"}
+        if not record.num_wanted or record.owner != self._me or knowing - {self._me}:
+            return
+        for peer in self._coordinator.peers():
+            if await self._told(job, peer) is None:
+                await self.call(self._coordinator.hand_job, job.id, peer)
+                return
+
+    # ---- what is said of a job
+
+    def _reply(self, job: Job | None, record: WarmJob) -> JobReply:
+        own = job.error.body if job is not None and job.error is not None else None
+        return reply_of(record, self._service.cache.config.block_size, own)
+
+    def _as_known(self, job: Job) -> WarmJob:
+        """A job without the store: this replica's part as it is, others' as last heard until their leases are over."""
+        record, living = job.record, {each.writer for each in self._coordinator.peers()}
+        if record is None:
+            others = [JobPart(*each, "failed", error="store_unavailable") for each in sorted(job.delivered)]
+            record = WarmJob(job.id, b"", b"", job.num_tokens, tuple(others), num_left_out=job.num_left_out)
+        parts = [
+            replace(part, state="lost") if part.is_open and part.writer not in living else part
+            for part in record.parts
+            if not job.has_part or part.replica_id != self._name
+        ]
+        if job.has_part:
+            own = job.part()
+            parts.append(JobPart(*self._me, own.state, own.num_done, own.error, own.num_cached, own.ms))
+        known = replace(record, parts=tuple(sorted(parts, key=lambda part: part.replica_id)))
+        return replace(known, owner=NOBODY) if known.is_over else known
+
+
+def reply_of(record: WarmJob, block_size: int, own_error: Mapping[str, Any] | None = None) -> JobReply:
+    """What a tenant is told of a job; ``own_error`` says more of a failure than its code."""
+    outcomes = [_outcome(part) for part in record.parts]
+    done = [each for each in outcomes if each.state == "done"]
+    hopeful = [each for each in outcomes if each.state != "failed"]
+    progress = Progress(
+        computed=sum(each.tokens for each in hopeful),
+        total=record.num_tokens * max(len(hopeful), record.num_wanted, 1),
+    )
+    result = error = None
+    state: Literal["queued", "running", "done", "failed"]
+    if not record.is_ended:
+        state = "queued" if all(each.state == "queued" for each in outcomes) else "running"
+    elif done:
+        state, result = "done", _result(record, done[0], outcomes, block_size)
+        progress = Progress(computed=progress.computed, total=sum(each.tokens for each in done))
+    else:
+        state, error = "failed", _error(outcomes, own_error)
+    return JobReply(
+        job=record.id, state=state, progress=progress, replicas=outcomes, result=result, error=error
+    )
+
+
+def _outcome(part: JobPart) -> ReplicaOutcome:
+    is_done = part.state == "done"
+    return ReplicaOutcome(
+        replica=part.replica_id,
+        state="failed" if part.state == "lost" else part.state,
+        tokens=part.num_tokens_done,
+        cached_before=part.num_tokens_cached,
+        computed=part.num_tokens_done - part.num_tokens_cached if is_done else 0,
+        seconds=part.ms / 1000,
+        error="left" if part.state == "lost" else part.error or None,
+    )
+
+
+def _result(
+    record: WarmJob, first: ReplicaOutcome, outcomes: list[ReplicaOutcome], block_size: int
+) -> FleetWarmReply:
+    return FleetWarmReply(
+        tokens=first.tokens,
+        cached_before=first.cached_before,
+        computed=first.computed,
+        left_out=record.num_left_out,
+        blocks=first.tokens // block_size,
+        seconds=max(each.seconds for each in outcomes),
+        replicas=outcomes,
+    )
+
+
+def _error(outcomes: list[ReplicaOutcome], own_error: Mapping[str, Any] | None) -> ErrorDetail:
+    if own_error is not None:
+        return ErrorDetail.model_validate(own_error)
+    codes = sorted({each.error for each in outcomes if each.error})
+    message = "no replica could warm it: " + (", ".join(codes) or "none was there to")
+    kind = codes[0] if len(codes) == 1 else "failed"
+    return ErrorDetail(type=kind, message=message, field=None, value=None, allowed=None)
+
+
+def _failed(error: ErrorDetail) -> ApiError:
+    return ApiError(503, error.type, error.message, retry_after_s=RETRY_AFTER_S)
+
+
+def _require_same(known: str, asked: str) -> None:
+    if known != asked:
+        message = "this Idempotency-Key was sent with another request"
+        raise ApiError(
+            409, "conflict", message, field="Idempotency-Key", allowed="a key of its own, or that request"
+        )

@@ -1,0 +1,168 @@
+"""Counters and gauges for Prometheus, by its own client library, in a registry of their own.
+
+Counts of the cache, its tenants and the fleet are read when scraped, so they cost nothing in between and can't
+drift from the truth; what happens once (a request, a first token) is counted when it happens. Everything
+here is for the operator: the tenant is a label, and no token id, prompt or key is anywhere.
+"""
+
+from __future__ import annotations
+
+from radixkv.errors import require_extra
+
+require_extra("radixkv.service.metrics", "http")
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from radixkv.coordination.values import Coordinator
+    from radixkv.index.cache import PrefixCache
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_COUNTERS = frozenset(
+    {
+        "requests",
+        "hit_tokens",
+        "missed_tokens",
+        "evicted_blocks",
+        "declined_blocks",
+        "copied_blocks",
+        "scrubbed_blocks",
+    }
+)
+"""Counts of the cache that only grow; all others are levels."""
+
+_TEXTS = {
+    "num_blocks": "Capacity, in blocks",
+    "free_blocks": "Blocks that nobody owns",
+    "resident_blocks": "Blocks owned by trees and matchable",
+    "sequence_blocks": "Blocks private to running sequences",
+    "quarantined_blocks": "Blocks of cleared namespaces that sequences hold, and of copies that wait",
+    "lent_blocks": "Blocks lent to the engine",
+    "evictable_blocks": "Blocks owned by trees and protected by no lease",
+    "used_blocks": "Blocks owned by the tenant's trees and sequences",
+    "num_nodes": "Nodes of all trees",
+    "num_sequences": "Running sequences",
+    "num_namespaces": "Namespaces that hold something",
+    "num_tenants": "Tenants that there are",
+    "requests": "Sequences opened",
+    "hit_tokens": "Prompt tokens whose KV was found",
+    "missed_tokens": "Prompt tokens whose KV had to be computed",
+    "evicted_blocks": "Blocks evicted by policy",
+    "copied_blocks": "Copies that copy-on-write decided on",
+    "scrubbed_blocks": "Blocks zeroed before another tenant could read them",
+    "declined_blocks": "Blocks given up at the end of their use, not admitted by the policy",
+    "pinned_blocks": "Blocks kept by pins",
+    "num_pins": "Pins that hold",
+    "device_blocks": "Blocks lent to the device for beam steps, beside those that the sequences had",
+    "num_bases": "Bases that are published or computed",
+    "base_blocks": "Blocks that bases hold; resident ones",
+}
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+Level = tuple[str, str, Callable[[], float]]
+"""A gauge: its name, its text, and what reads it."""
+
+
+class RequestMetrics:
+    """What any HTTP process counts. ``levels`` are read when scraped."""
+
+    def __init__(self, levels: Sequence[Level] = ()) -> None:
+        self.registry = CollectorRegistry()
+        for name, text, read in levels:
+            Gauge(f"radixkv_{name}", text, registry=self.registry).set_function(read)
+        self._requests = Counter(
+            "radixkv_http_requests", "Requests answered", ("method", "path", "status"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "radixkv_http_seconds", "Time to the answer", ("path",), registry=self.registry, buckets=_SECONDS
+        )
+
+    def answered(self, method: str, path: str, status: int, seconds: float) -> None:
+        """A request was answered; ``path`` is the endpoint's, never the client's text."""
+        self._requests.labels(method, path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def render(self) -> bytes:
+        """The registry as Prometheus' text format. O(series)."""
+        return generate_latest(self.registry)
+
+
+class Metrics(RequestMetrics):
+    """What one process of the service counts. ``tenants`` tells which there are, when scraped."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tenants: Callable[[], Sequence[str]],
+        coordinator: Coordinator,
+        levels: Sequence[Level] = (),
+    ) -> None:
+        super().__init__(levels)
+        self.registry.register(_CacheCollector(cache, tenants))
+        self.registry.register(_FleetCollector(coordinator))
+        self._first_token = Histogram(
+            "radixkv_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            ("tenant",),
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+        self._tokens = Counter(
+            "radixkv_completion_tokens", "Tokens of completions, by where they come from", ("tenant", "kind"),
+            registry=self.registry,
+        )  # fmt: skip
+
+    def completed(
+        self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float
+    ) -> None:
+        """A completion ended."""
+        self._first_token.labels(tenant).observe(first_token_s)
+        for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
+            self._tokens.labels(tenant, kind).inc(max(count, 0))
+
+
+class _CacheCollector(Collector):
+    def __init__(self, cache: PrefixCache, tenants: Callable[[], Sequence[str]]) -> None:
+        self._cache, self._tenants = cache, tenants
+
+    def collect(self) -> Iterable[Metric]:
+        tenants = self._tenants()
+        for name, value in {**asdict(self._cache.stats()), "num_tenants": len(tenants)}.items():
+            yield _family(f"radixkv_cache_{name}", name, [], [([], value)])
+        rows = [asdict(self._cache.tenant_stats(tenant)) for tenant in tenants]
+        for name in rows[0] if rows else ():
+            if name != "tenant":
+                samples = [([row["tenant"]], row[name]) for row in rows]
+                yield _family(f"radixkv_tenant_{name}", name, ["tenant"], samples)
+
+
+class _FleetCollector(Collector):
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def collect(self) -> Iterable[Metric]:
+        health = asdict(self._coordinator.health())
+        yield GaugeMetricFamily(
+            "radixkv_replica_ok", "1 if registered and heard", value=health.pop("state") == "ok"
+        )
+        del health["reason"]
+        for name, value in health.items():
+            yield GaugeMetricFamily(f"radixkv_replica_{name}", f"{name} of the coordinator", value=value)
+
+
+def _family(full_name: str, name: str, labels: list[str], samples: list[tuple[list[str], int]]) -> Metric:
+    kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+    family = kind(full_name, _TEXTS[name], labels=labels)
+    for label_values, value in samples:
+        family.add_metric(label_values, value)
+    return family

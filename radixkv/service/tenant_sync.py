@@ -1,0 +1,109 @@
+"""Where keys become tenants: the one place in which a keyring is told to the cache and the fleet.
+
+The cache knows the tenants of the keys and nobody else. A keyring is taken whole or not at all: promises that
+shrink come first, those that grow last, and if one can't be made, what was changed is changed back.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from radixkv.config import Tenant
+from radixkv.errors import ArgumentError
+from radixkv.service.auth import Keyring
+
+if TYPE_CHECKING:
+    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.index.cache import PrefixCache
+    from radixkv.service.schemas.tenants import TenantSettings
+
+
+class Tenancy:
+    """The tenants that the cache was told. Thread-safe."""
+
+    def __init__(self, cache: PrefixCache, coordinator: BaseCoordinator) -> None:
+        self._cache, self._coordinator = cache, coordinator
+        self._told: dict[str, Tenant] = {}
+        self._settings: dict[str, TenantSettings] = {}
+        self._granted: dict[str, int] = {}
+        self._removals: dict[str, int] = {}
+        self._unpurged: set[str] = set()
+        self._lock = threading.Lock()
+
+    def num_removals(self, tenant: str) -> int:
+        """How often a tenant of this name was removed here: tells it from the one before."""
+        return self._removals.get(tenant, 0)
+
+    @property
+    def unpurged(self) -> frozenset[str]:
+        """Names that were removed here and weren't purged in the fleet since."""
+        return frozenset(self._unpurged)
+
+    def purged(self, tenant: str) -> None:
+        """A removed tenant was purged in the fleet."""
+        self._unpurged.discard(tenant)
+
+    def granted(self, tenant: str) -> int | None:
+        """This replica's share of a tenant's quota, in force; None if it has none, or none was granted yet."""
+        return self._granted.get(tenant)
+
+    def grant(self, tenant: str, blocks: int | None) -> None:
+        """Hold a tenant to this share of its quota; None: to none. Raises ArgumentError if that can't be kept."""
+        with self._lock:
+            settings = self._settings.get(tenant)
+            if settings is not None and self._granted.get(tenant) != blocks:
+                held = settings.tenant(tenant, blocks)
+                self._tell([held])
+                self._told[tenant] = held
+                if blocks is None:
+                    del self._granted[tenant]
+                else:
+                    self._granted[tenant] = blocks
+
+    def take(self, ring: Keyring) -> None:
+        """Add, change and remove tenants until they are the ring's. Raises ArgumentError, and changes nothing."""
+        with self._lock:
+            self._take(ring)
+
+    def _take(self, ring: Keyring) -> None:
+        self._granted = {name: blocks for name, blocks in self._granted.items() if name in ring.settings}
+        wanted = {
+            name: settings.tenant(name, self._granted.get(name)) for name, settings in ring.settings.items()
+        }
+        gone = [Tenant(name) for name in self._told if name not in wanted]
+        self._tell([*gone, *(each for each in wanted.values() if self._told.get(each.id) != each)])
+        for each in gone:
+            self._strike(each.id)
+            self._cache.remove_tenant(each.id)
+            self._removals[each.id] = self.num_removals(each.id) + 1
+            self._unpurged.add(each.id)
+        self._told, self._settings = wanted, dict(ring.settings)
+        self._coordinator.tenants.meet(wanted)
+
+    def _strike(self, tenant: str) -> None:
+        """Off the lists of bases: a tenant that is called so one day is another one."""
+        for base in self._cache.bases():
+            if tenant in base.readers:
+                self._cache.set_readers(base.base_id, [each for each in base.readers if each != tenant])
+
+    def _tell(self, changed: list[Tenant]) -> None:
+        before = {each.id: self._told.get(each.id) for each in changed}
+
+        def growth(each: Tenant) -> int:
+            old = before[each.id]
+            return each.guaranteed_blocks - (0 if old is None else old.guaranteed_blocks)
+
+        done: list[Tenant] = []
+        try:
+            for each in sorted(changed, key=growth):
+                self._cache.add_tenant(each)
+                done.append(each)
+        except ArgumentError:
+            for each in reversed(done):
+                old = before[each.id]
+                if old is None:
+                    self._cache.remove_tenant(each.id)
+                else:
+                    self._cache.add_tenant(old)
+            raise
