@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Registry:
     """The tenants of one cache, ``tenants`` by id. Under its lock.
 
-    ``upkeep``: is started for policies that learn.
+    ``maintenance``: is started for policies that learn.
     """
 
     __slots__ = ("_bases", "_block_bytes", "_clock", "_config", "_evictor", "_scrubber", "_upkeep", "tenants")

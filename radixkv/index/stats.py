@@ -1,4 +1,4 @@
-"""What the cache says of itself: counts for people and metrics. Snapshots for the audit: ``gathering``.
+"""What the cache says of itself: counts for people and metrics. Snapshots for the audit: ``snapshot``.
 
 Functions over the cache's parts, called under its lock. Counts are summed here, when somebody asks, so that
 requests don't pay for them.

@@ -206,22 +206,22 @@ def test_many_tenants_are_recorded_and_let_go_in_slices(monkeypatch: pytest.Monk
         with cache.open(Namespace(f"t{at}", "m"), [at]) as sequence:
             sequence.commit(1)
     changed: list[int] = []
-    begin, end = snapshot_module.Recorder.begin, snapshot_module.Recorder.end
+    begin, end = changes.Recorder.begin, changes.Recorder.end
 
-    def counted_begin(self: Any, changes: Any, tenants: Any) -> None:
+    def counted_begin(self: Any, told: Any, tenants: Any) -> None:
         changed.append(len(tenants))
-        begin(self, changes, tenants)
+        begin(self, told, tenants)
 
-    def counted_end(self: Any, changes: Any) -> bool:
+    def counted_end(self: Any, told: Any) -> bool:
         before = len(self._recorded)
-        done = end(self, changes)
+        done = end(self, told)
         changed.append(before - len(self._recorded))
         return done
 
-    monkeypatch.setattr(snapshot_module.Recorder, "begin", counted_begin)
-    monkeypatch.setattr(snapshot_module.Recorder, "end", counted_end)
+    monkeypatch.setattr(changes.Recorder, "begin", counted_begin)
+    monkeypatch.setattr(changes.Recorder, "end", counted_end)
     assert plain(cache.snapshot_in_slices()) == plain(cache.snapshot())
-    assert max(changed) == snapshot_module.SLICE_TENANTS and 2 * (500 - 64) <= sum(changed) <= 2 * 500
+    assert max(changed) == changes.SLICE_TENANTS and 2 * (500 - 64) <= sum(changed) <= 2 * 500
     assert all(hooks_are_the_policys(state) for state in cache._tenants.values())
 
 

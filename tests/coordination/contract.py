@@ -542,7 +542,7 @@ class CoordinatorContract:
 
     def test_jobs_are_bounded_and_the_oldest_go(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         for store in ("memory", "redis"):
-            monkeypatch.setattr(f"radixkv.coordination.{store}.MAX_JOBS", 5)
+            monkeypatch.setattr(f"radixkv.coordination.store.{store}.MAX_JOBS", 5)
         a = fleet.join("a")
         jobs = []
         for _ in range(8):
@@ -558,7 +558,7 @@ class CoordinatorContract:
     ) -> None:
         """Replicas whose names don't come back must not fill a tenant's key; those that are listed count on."""
         for store in ("memory", "redis"):
-            monkeypatch.setattr(f"radixkv.coordination.{store}.MAX_CONFIRMED", 8)
+            monkeypatch.setattr(f"radixkv.coordination.store.{store}.MAX_CONFIRMED", 8)
         a, b = Purged(fleet, "a"), Purged(fleet, "b")
         a.replica.purge("acme")
         fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))

@@ -65,7 +65,7 @@ def public(owner):
 
 found = {"COMPILED": radixkv.COMPILED}
 for build in BUILDS:
-    for module in (importlib.import_module(f"{build.package}.{name}") for name in build.compiled):
+    for module in (importlib.import_module(f"{build.package}.{name}".replace("/", ".")) for name in build.compiled):
         found[module.__name__] = inspect.getdoc(module)
         for name in public(module):
             made = getattr(module, name)
@@ -113,12 +113,14 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
     assert f"-{python}-{python}-linux_" in wheel.name
     files = files_of(wheel)
     for package, prefix, some in (
-        ("radixkv", "index_", {"blocks", "cache", "eviction", "tree"}),
+        ("radixkv/index", "index_", {"blocks", "cache", "eviction", "tree"}),
         ("radixkv_policies", "policies_", {"learned", "leaves", "lru", "policy"}),
-        ("radixkv/coordination", "publisher_", {"holdings", "keys", "publisher"}),
+        ("radixkv/coordination", "publisher_", {"store/holdings", "keys", "publisher"}),
     ):
         native = {
-            Path(name).name.partition(".")[0] for name in files if name.startswith(f"{package}/_native/")
+            name.removeprefix(f"{package}/_native/").partition(".")[0]
+            for name in files
+            if name.startswith(f"{package}/_native/")
         }
         (library,) = {name for name in native if name.startswith(prefix)}
         assert some <= native - {library}
@@ -207,10 +209,10 @@ def test_without_a_compiler_that_works_one_line_says_so(tree: Path, compiler: st
 
 
 def test_what_does_not_compile_leaves_what_was_there(tree: Path) -> None:
-    native = tree / "radixkv" / "_native"
+    native = tree / "radixkv" / "index" / "_native"
     native.mkdir()
     (native / f"tree{EXTENSION_SUFFIXES[0]}").touch()
-    with (tree / "radixkv" / "tree.py").open("a") as source:
+    with (tree / "radixkv" / "index" / "tree.py").open("a") as source:
         source.write("\nWRONG: int = 'text'\n")
     done = compile_in(tree, RADIXKV_COMPILE="1")
     assert done.returncode != 0 and "Incompatible types in assignment" in done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from radixkv import ArgumentError, CacheConfig, ConfigError, Namespace, PrefixCache, Tenant, audit, policies
+from radixkv import ArgumentError, CacheConfig, ConfigError, Namespace, PrefixCache, Tenant, audit, config
 from radixkv.cli.main import commands
 from radixkv.service.auth import Keyring
 from radixkv.service.schemas.tenants import TenantSettings
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "raising_policies.py").write_text("1 / 0\n")
     (tmp_path / "canary_policies.py").write_text(CANARY.format(path=str(tmp_path / "imported")))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(policies, "_loaded", {})
+    monkeypatch.setattr(config, "_loaded", {})
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
@@ -60,14 +60,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def register(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
     """Entry points of a distribution called ``others-policies``."""
-    found = [importlib.metadata.EntryPoint(name, value, policies.GROUP) for name, value in entries.items()]
+    found = [importlib.metadata.EntryPoint(name, value, config.GROUP) for name, value in entries.items()]
 
     class Dist:
         name = "others-policies"
 
     for each in found:
         vars(each).update(dist=Dist())
-    monkeypatch.setattr(policies, "entry_points", lambda group: found if group == policies.GROUP else [])
+    monkeypatch.setattr(config, "entry_points", lambda group: found if group == config.GROUP else [])
 
 
 def test_the_example_of_the_readme(folder: Path) -> None:
@@ -121,11 +121,11 @@ def test_an_entry_point_is_loaded_when_it_is_asked_for(folder: Path, monkeypatch
     CacheConfig(8, policy="lru")
     assert not (folder / "imported").exists() and "my_policies" not in sys.modules
     with pytest.raises(ArgumentError):
-        policies.require_loaded("policy", "deepest")
+        config.require_loaded("policy", "deepest")
     cache = PrefixCache(CacheConfig(8, policy="deepest"))
     compute(cache, [1, 2], NS)
     assert type(cache._tenants["a"].policy).__name__ == "DeepestFirst"
-    policies.require_loaded("policy", "deepest")
+    config.require_loaded("policy", "deepest")
     assert not (folder / "imported").exists()
     with pytest.raises(ConfigError, match=r"lru, .*deepest, canary, or package\.module:Class"):
         CacheConfig(8, policy="nothing")
@@ -145,9 +145,9 @@ def test_a_broken_entry_point_names_its_distribution(
             CacheConfig(8, policy=name)
         assert "others-policies" in caught.value.allowed and caught.value.value == name
     with caplog.at_level(logging.WARNING, logger="radixkv.config"):
-        policies.load_registered()
+        config.load_registered()
     assert caplog.text.count("others-policies") == 2
-    assert policies.loaded_names()[-1] == "fine"
+    assert config.loaded_names()[-1] == "fine"
 
 
 def test_names_from_outside_import_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_names_from_outside_import_nothing(folder: Path, monkeypatch: pytest.Mon
             Keyring.from_document(document, "keys.json").settings["acme"].tenant("acme")
         assert "policy" in str(caught.value)
     assert not (folder / "imported").exists() and "canary_policies" not in sys.modules
-    policies.load_registered()
+    config.load_registered()
     assert TenantSettings(policy="canary").tenant("acme").policy == "canary"
 
 

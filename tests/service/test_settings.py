@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from radixkv.cli.main import main as cli
+from radixkv.cli import main as cli
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
 from radixkv.service.auth import Keyring
