@@ -14,8 +14,7 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, OutOfBlocks, PrefixCache, Tenant, audit
 from radixkv.audit import invariants, properties
-from radixkv.index import recovery
-from radixkv.index import changes
+from radixkv.index import changes, recovery
 from radixkv.index import snapshot as snapshot_module
 from radixkv.index.snapshot import Gathering, Snapshot
 from radixkv_policies import POLICIES

@@ -73,9 +73,9 @@ def register(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
 def test_the_example_of_the_readme(folder: Path) -> None:
     """It evicts the deepest leaf, whichever was inserted first, as the policy of a cache and of a tenant."""
     tenant = Tenant("a", policy="my_policies:DeepestFirst")
-    for config in (CacheConfig(8, 1, policy="my_policies:DeepestFirst"), CacheConfig(8, 1)):
-        cache = PrefixCache(config)
-        if config.policy == "lru":
+    for made in (CacheConfig(8, 1, policy="my_policies:DeepestFirst"), CacheConfig(8, 1)):
+        cache = PrefixCache(made)
+        if made.policy == "lru":
             cache.add_tenant(tenant)
         compute(cache, [1, 2], NS)
         compute(cache, [3, 4, 5], NS)
