@@ -49,7 +49,7 @@ def one(data: bytes) -> None:
             assert set(document["error"]) == {"type", "message", "field", "value", "allowed"}, content
     if choice & 8:
         assert status == 401, "answered without a key"
-    assert not service.has_broken_laws
+    assert not service.failures.has_broken_laws
 
 
 async def _ask(app: Any, path: str, headers: list[tuple[bytes, bytes]], body: bytes) -> tuple[int, bytes]:

@@ -21,30 +21,16 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.service.core import Service
-from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, Host, has_encoded_slash, serve
-from radixkv.service.endpoints import admin, bases, pins, prefixes, routing
-from radixkv.service.endpoints.completions import completions
-from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
+from radixkv.service.endpoint import ENCODED_SLASH, Call, Endpoint, H, has_encoded_slash, serve
+from radixkv.service.endpoints import admin, bases, completions, pins, prefixes, routing
 from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
-from radixkv.service.problems import Json
+from radixkv.service.problems import ApiError, Json, internal, not_found
 from radixkv.service.prompts import PromptRules
-from radixkv.service.schemas.completions import CompletionReply, CompletionRequest
-from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
-from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
-from radixkv.service.schemas.tenants import OperatorStatsReply, TenantStatsReply
-from radixkv.service.schemas.warming import (
-    FleetWarmReply,
-    JobAccepted,
-    JobReply,
-    OrderRequest,
-    WarmReply,
-    WarmRequest,
-)
 
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
@@ -66,100 +52,13 @@ register_url_convertor("segment", _Segment())
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
-ENDPOINTS: Sequence[Endpoint] = (
-    Endpoint(
-        "POST",
-        "/v1/warm",
-        prefixes.warm,
-        "Warm a prefix",
-        "tenant",
-        {200: WarmReply | FleetWarmReply, 202: JobAccepted},
-        body=WarmRequest,
-        headers={"Idempotency-Key": "repeated with the same one, a warm is the same job"},
-        errors=(409, 429, 503),
-    ),
-    Endpoint(
-        "GET",
-        "/v1/warm/{job}",
-        prefixes.warm_job,
-        "State of a warm job",
-        "tenant",
-        {200: JobReply},
-        errors=(404, 503),
-    ),
-    Endpoint(
-        "POST",
-        "/v1/lookup",
-        prefixes.lookup,
-        "Look a prefix up",
-        "tenant",
-        {200: LookupReply},
-        body=LookupRequest,
-        errors=(503,),
-    ),
-    Endpoint(
-        "POST",
-        "/v1/completions",
-        completions,
-        "Complete prompts",
-        "tenant",
-        {200: {"application/json": CompletionReply, "text/event-stream": "events"}},
-        body=CompletionRequest,
-        errors=(404, 409, 429, 503),
-    ),
-    Endpoint(
-        "DELETE",
-        "/v1/cache",
-        prefixes.clear,
-        "Forget namespaces",
-        "tenant",
-        {200: ClearReply},
-        query={"salt": "only namespaces with this salt", "adapter": "only namespaces of this adapter"},
-        errors=(404, 422),
-    ),
-    Endpoint(
-        "GET",
-        "/v1/stats",
-        prefixes.stats,
-        "Counts",
-        "either",
-        {200: TenantStatsReply | OperatorStatsReply},
-        errors=(422,),
-    ),
+ENDPOINTS: Sequence[Endpoint[Service]] = (
+    *prefixes.ENDPOINTS,
+    *completions.ENDPOINTS,
     *pins.ENDPOINTS,
     *routing.ENDPOINTS,
     *admin.ENDPOINTS,
     *bases.ENDPOINTS,
-    Endpoint(
-        "POST",
-        WARM_PATH,
-        prefixes.warm_for_replica,
-        "Warm for another replica",
-        "replica",
-        {202: JobAccepted},
-        body=OrderRequest,
-        internal=True,
-    ),
-    Endpoint(
-        "POST",
-        PURGE_PATH,
-        prefixes.purge_for_replica,
-        "Hear of a purge",
-        "replica",
-        {204: None},
-        body=ToldPurge,
-        internal=True,
-    ),
-    Endpoint(
-        "POST",
-        PROVE_PATH,
-        prefixes.prove,
-        "Answer a challenge",
-        "replica",
-        {200: ProofReply},
-        body=Challenge,
-        internal=True,
-    ),
 )
 
 
@@ -180,7 +79,7 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
 
 
 def make_app(
-    host: Host, endpoints: Sequence[Endpoint], version: str, lifespan: Lifespan | None = None
+    host: H, endpoints: Sequence[Endpoint[H]], version: str, lifespan: Lifespan | None = None
 ) -> Starlette:
     """An application of some endpoints, and ``/openapi.json`` about them.
 
@@ -194,15 +93,36 @@ def make_app(
             _route(host, endpoint) for endpoint in [*endpoints, _openapi(endpoints, version, host.rules)]
         ],
         exception_handlers={
-            404: prefixes.unknown_path,
-            405: prefixes.wrong_method,
-            Exception: prefixes.crashed,
+            404: _unknown_path,
+            405: _wrong_method,
+            Exception: _crashed,
         },
         middleware=[Middleware(SecurityHeaders), Middleware(Framing), Middleware(EncodedSlashes)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     return app
+
+
+async def _unknown_path(request: Request, error: Exception) -> Response:
+    """404 for a path that there isn't, in the shape of all errors."""
+    return not_found("path").response()
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    """405, in the shape of all errors, with the methods that there are."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
+    problem = ApiError(
+        405, "method_not_allowed", "this path has no such method", field="method", value=request.method,
+        allowed=allowed, headers={"Allow": allowed},
+    )  # fmt: skip
+    return problem.response()
+
+
+async def _crashed(request: Request, error: Exception) -> Response:
+    """500 for what is a bug of ours; nothing of it is told."""
+    return internal().response()
 
 
 class SecurityHeaders:
@@ -245,7 +165,7 @@ class EncodedSlashes:
         await self._app(scope, receive, send)
 
 
-def _route(host: Host, endpoint: Endpoint) -> Route:
+def _route(host: H, endpoint: Endpoint[H]) -> Route:
     async def answer(request: Request) -> Response:
         return await serve(host, endpoint, request)
 
@@ -253,10 +173,10 @@ def _route(host: Host, endpoint: Endpoint) -> Route:
     return Route(path, answer, methods=[endpoint.method], name=endpoint.handler.__name__)
 
 
-def _openapi(endpoints: Sequence[Endpoint], version: str, rules: PromptRules) -> Endpoint:
+def _openapi(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> Endpoint[H]:
     described: list[dict[str, Any]] = []
 
-    async def openapi(call: Call) -> Response:
+    async def openapi(call: Call[H]) -> Response:
         """This document."""
         return Json(described[0])
 

@@ -32,6 +32,9 @@ from radixkv.service.schemas.tenants import TenantSettings
 DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
 """Keys of the two demo tenants. Public knowledge: served on loopback only."""
 DEMO_OPERATOR_KEY = "demo-operator"
+OPERATOR_ACCOUNT = "\x00operator"
+"""The operator where tenants are told apart by name: its lanes, and the bases that it publishes. No tenant can have it,
+as names of tenants are printable."""
 DEMO_PINNED_BLOCKS = 1024
 """How many blocks each demo tenant may pin: a quarter of the default pool."""
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from radixkv.config import CacheConfig, Tenant, load_registered
 from radixkv.coordination import connect
 from radixkv.errors import ArgumentError, ConfigError
+from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
-from radixkv.service.endpoints.bases import ACCOUNT
 from radixkv.service.fleet.peers import Fleet
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
 from radixkv.service.options import ServeSettings
 from radixkv.service.recording import Recorder
-from radixkv.service.tenant_sync import Tenancy
+from radixkv.service.tenant_sync import TenantSync
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         default_tenant=None,
     )
     cache = PrefixCache(config, journal=coordinator.journal)
-    cache.add_tenant(Tenant(ACCOUNT))
+    cache.add_tenant(Tenant(OPERATOR_ACCOUNT))
     coordinator.attach(cache, partial(_purge, cache))
     load_registered()
-    tenancy = Tenancy(cache, coordinator)
-    keys.on_change = tenancy.take
+    tenant_sync = TenantSync(cache, coordinator)
+    keys.on_change = tenant_sync.take
     try:
         keys.on_change(keys.ring)
     except ArgumentError as error:
@@ -85,7 +85,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         tokenizer,
         keys,
         fleet,
-        tenancy,
+        tenant_sync,
         model_name=model_name(settings),
         limits=limits or settings.limits,
         recorder=recorder,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -20,34 +19,33 @@ from radixkv.coordination.routing.replica_sources import Beside
 from radixkv.errors import CapacityError, CoordinationError, IntegrityError
 from radixkv.service.auth import Keyring
 from radixkv.service.draining import Drain
-from radixkv.service.endpoint import log_unforeseen, problem_of
-from radixkv.service.fleet.job_table import Job, JobTable
+from radixkv.service.failures import Failures
 from radixkv.service.fleet.peers import Fleet
-from radixkv.service.fleet.pins import Keeper
+from radixkv.service.fleet.pins import FleetPins
+from radixkv.service.fleet.placement import Placement
+from radixkv.service.fleet.purges import TenantPurges
 from radixkv.service.fleet.quotas import Quotas
-from radixkv.service.fleet.warm_jobs import Orders
+from radixkv.service.fleet.warm_jobs import WarmJobs
 from radixkv.service.intake import Intake
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.metrics import Metrics
-from radixkv.service.problems import ApiError, generation_unconfirmed, store_unavailable
+from radixkv.service.problems import generation_unconfirmed
 from radixkv.service.prompts import PromptRules
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas.replicas import RouteRequest
-from radixkv.service.tenant_sync import Tenancy
+from radixkv.service.tenant_sync import TenantSync
 from radixkv.service.threads import Threads
 from radixkv.service.warming import Warmer
 from radixkv.service.worker import ModelWorker
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.coordination.purges import Purge
     from radixkv.engines.hf import HFEngine
     from radixkv.index.cache import PrefixCache
     from radixkv.tokenizer import Tokenizer
 
 _UPKEEP_EVERY_S = 1.0
-_PURGE_AGAIN_S = 5.0
 
 
 class Service:
@@ -59,7 +57,7 @@ class Service:
         tokenizer: Tokenizer,
         keys: KeyStore,
         fleet: Fleet,
-        tenancy: Tenancy,
+        tenant_sync: TenantSync,
         *,
         model_name: str,
         limits: Limits | None = None,
@@ -71,30 +69,52 @@ class Service:
         self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
-        self.quotas = Quotas(self.cache, fleet.coordinator, lambda: self.keyring, tenancy)
+        self.failures, self.threads, self.drain = Failures(), Threads(), Drain()
+        self.quotas = Quotas(self.cache, fleet.coordinator, lambda: self.keyring, tenant_sync)
         self.gate = Gate(self.limits.max_concurrent, clock)
         self.rules = self._rules()
         self.intake = Intake(tokenizer, self.rules, tokenizer_path)
-        self.threads = Threads()
-        self.has_broken_laws = False
-        self.worker = ModelWorker(self.limits.max_queued, self._note)
+        self.worker = ModelWorker(self.limits.max_queued, self.failures.note)
         self.recorder = recorder
         self.warmer = Warmer(engine, self.worker, recorder)
-        self.tenancy = tenancy
-        self.jobs = JobTable(
+        self.tenant_sync = tenant_sync
+        self.router = Router(Beside(fleet.coordinator, self._resident))
+        placement = Placement(fleet.coordinator, self.router)
+        self.warm_jobs = WarmJobs(
+            fleet,
+            placement,
+            self.threads,
+            tenant_sync,
+            self.warmer,
+            self.drain,
+            self.failures,
+            self.limits,
             clock,
-            self._left,
-            ttl_s=self.limits.job_ttl_s,
-            max_jobs=self.limits.max_jobs,
-            era_of=self.era,
+        )
+        self.fleet_pins = FleetPins(
+            fleet,
+            placement,
+            self.threads,
+            tenant_sync,
+            self.cache,
+            self.warmer,
+            keys,
+            self.quotas,
+            self.failures,
+            clock,
+        )
+        self.purges = TenantPurges(
+            fleet,
+            self.cache,
+            self.threads,
+            tenant_sync,
+            self.gate,
+            self.warmer,
+            self.warm_jobs.table,
+            self.fleet_pins,
+            clock,
         )
         self.metrics = Metrics(self.cache, lambda: keys.ring.tenants, fleet.coordinator, self._levels())
-        self.router = Router(Beside(fleet.coordinator, self._resident))
-        self.orders = Orders(self)
-        self.keeper = Keeper(self)
-        self._forgetting: set[asyncio.Task[None]] = set()
-        self._purge_again_at = float("-inf")
-        self.drain = Drain()
 
     @property
     def cache(self) -> PrefixCache:
@@ -131,28 +151,14 @@ class Service:
     def _resident(self, namespace: Namespace, key: bytes) -> int:
         return self.cache.match(namespace, key).num_tokens
 
-    def problem(self, error: Exception) -> ApiError:
-        """The answer to an error; remembers broken laws, which make this process unhealthy."""
-        self._note(error)
-        return problem_of(error)
-
-    def unforeseen(self, error: Exception) -> None:
-        """An error that nobody waits for: told to the log."""
-        self._note(error)
-        log_unforeseen(error)
-
-    def _note(self, error: Exception) -> None:
-        if isinstance(error, IntegrityError):
-            self.has_broken_laws = True
-
     def sickness(self) -> list[str]:
         """Why this process ought to be replaced; empty if it is well."""
         if self.cache.is_broken:
             try:
                 self.cache.require_alive()  # repairs it, if that can be done
             except IntegrityError as error:
-                self._note(error)
-        reasons = ["integrity: a law of the cache was found broken"] if self.has_broken_laws else []
+                self.failures.note(error)
+        reasons = ["integrity: a law of the cache was found broken"] if self.failures.has_broken_laws else []
         health = self.fleet.coordinator.health()
         if health.state in ("fenced", "failed"):
             reasons.append(f"coordination: {health.state}")
@@ -174,53 +180,6 @@ class Service:
             reasons.append("coordination: not registered yet")
         return reasons
 
-    def era(self, tenant: str) -> tuple[int, bytes]:
-        """A value that differs after a tenant was purged, anywhere, or removed here. Local."""
-        return self.tenancy.num_removals(tenant), self.fleet.coordinator.job_owner(tenant)
-
-    def require_purged(self, tenant: str) -> None:
-        """Raise ApiError 503 while the fleet may have records of a removed tenant of this name."""
-        if tenant in self.tenancy.unpurged:
-            message = (
-                "a tenant of this name was removed, and its records aren't purged everywhere yet; try again"
-            )
-            raise store_unavailable(message)
-
-    async def purge(self, tenant: str) -> tuple[int, Purge]:
-        """Forget all that a tenant has, here and on all replicas: how many blocks went here, and how far it has come.
-
-        Raises CoordinationError if the store can't be reached: then it is forgotten here, and where that could be told.
-        """
-        coordinator, administer = self.fleet.coordinator, self.threads.administer
-        num_blocks = await administer(partial(self.cache.purge, tenant))
-        self.warmer.forget_tenant(tenant)
-        self.jobs.forget(tenant)
-        try:
-            pins = await administer(partial(coordinator.fleet_pins, tenant))
-            purge = await administer(partial(coordinator.purge, tenant))
-            self.jobs.sweep()
-            await self.keeper.purged(tenant, pins)
-            await self.fleet.spread_purge(tenant, coordinator.tenants.raised(tenant))
-            if not purge.is_complete:
-                purge = await administer(partial(coordinator.purge_report, tenant))
-        except CoordinationError:
-            await self.fleet.spread_purge(tenant)
-            raise
-        return num_blocks, purge
-
-    async def purge_removed(self) -> None:
-        """Purge the tenants that were removed, as by an edit of the keys file; after a failure not before 5 seconds."""
-        if not self.tenancy.unpurged or self.clock() < self._purge_again_at:
-            return
-        for tenant in self.tenancy.unpurged:
-            self.gate.forget(tenant)
-            self.jobs.forget(tenant)
-            self.keeper.removed(tenant)
-            self._purge_again_at = self.clock() + _PURGE_AGAIN_S
-            await self.purge(tenant)
-            self._purge_again_at = float("-inf")
-            self.tenancy.purged(tenant)
-
     async def upkeep(self) -> None:
         """Again and again, until cancelled: tell the coordinator the load, and keep to quotas and pins of the fleet."""
         while True:
@@ -229,14 +188,14 @@ class Service:
             except (CoordinationError, CapacityError):
                 pass  # an outage, or no room: the next time
             except Exception as error:  # noqa: BLE001 a bug of ours, which must not end upkeep for good
-                self.unforeseen(error)
+                self.failures.log(error)
             await asyncio.sleep(_UPKEEP_EVERY_S)
 
     async def _look_after(self) -> None:
-        self.keeper.tick()
-        self.jobs.sweep()
+        self.fleet_pins.tick()
+        self.warm_jobs.table.sweep()
         with suppress(CoordinationError):  # the next time
-            await self.purge_removed()
+            await self.purges.purge_removed()
         stats = self.cache.stats()
         load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
         self.fleet.coordinator.report_load(load)
@@ -245,23 +204,12 @@ class Service:
     async def close(self) -> None:
         """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""
         self.intake.close()
-        await self.jobs.close()
-        await self.keeper.close()
+        await self.warm_jobs.table.close()
+        await self.fleet_pins.close()
         await anyio.to_thread.run_sync(self.worker.close)
         await self.fleet.close()
         if self.recorder is not None:
             self.recorder.close()
-
-    def _left(self, job: Job) -> None:
-        """A job left the table: if it was asked for here, nobody will ask for it any more."""
-        if job.is_mine and not self.drain.is_stopping:
-            task = asyncio.create_task(self._forget(job.id))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
-
-    async def _forget(self, job_id: str) -> None:
-        with suppress(CoordinationError):  # the store forgets it within an hour
-            await self.orders.call(self.fleet.coordinator.forget_job, job_id)
 
     def _levels(self) -> list[tuple[str, str, Callable[[], float]]]:
         return [
@@ -270,16 +218,20 @@ class Service:
                 "Pieces of work that wait for the model or run",
                 lambda: self.worker.num_unfinished,
             ),
-            ("warm_jobs_unfinished", "Warm jobs queued or running", lambda: self.jobs.num_unfinished),
+            (
+                "warm_jobs_unfinished",
+                "Warm jobs queued or running",
+                lambda: self.warm_jobs.table.num_unfinished,
+            ),
             (
                 "warm_jobs_kept",
                 "Warm jobs that this process knows of, at most max_jobs a tenant",
-                lambda: self.jobs.num_kept,
+                lambda: self.warm_jobs.table.num_kept,
             ),
             (
                 "fleet_pin_bytes",
                 "What the prompts of the fleet's pins take, at most 4 bytes a token of the pool for each tenant",
-                lambda: self.keeper.num_bytes,
+                lambda: self.fleet_pins.num_bytes,
             ),
             (
                 "bodies_waiting",
@@ -299,7 +251,7 @@ class Service:
             (
                 "has_broken_laws",
                 "1 once a law of the cache was found broken: a bug",
-                lambda: self.has_broken_laws,
+                lambda: self.failures.has_broken_laws,
             ),
         ]
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -29,24 +28,23 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from radixkv.coordination.signing import SIGNED_HEADERS, SignedHead
-from radixkv.errors import IntegrityError, RadixKVError, UnverifiedRequest
+from radixkv.errors import UnverifiedRequest
 from radixkv.service import problems
-from radixkv.service.auth import Principal
+from radixkv.service.auth import OPERATOR_ACCOUNT, Principal
 from radixkv.service.draining import Ended
 from radixkv.service.fleet.peers import unsigned
-from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError, Json
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.tenants import TenantSettings
-from radixkv.service.worker import Busy, Cancelled, Closed, Stalled
 
 if TYPE_CHECKING:
     from radixkv.clock import Clock
     from radixkv.config import Namespace
     from radixkv.coordination import ReplicaInfo, Router
     from radixkv.service.auth import Keyring
-    from radixkv.service.core import Service
     from radixkv.service.draining import Drain
+    from radixkv.service.failures import Failures
+    from radixkv.service.fleet.peers import Fleet
     from radixkv.service.intake import Intake
     from radixkv.service.limits import Gate, Limits
     from radixkv.service.metrics import RequestMetrics
@@ -60,8 +58,6 @@ B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
 
 ENCODED_SLASH = "%2F"
-OPERATOR_LANE = "\x00operator"
-"""No tenant can be called so."""
 MAX_QUERY_BYTES = 8 * 1024
 
 log = logging.getLogger("radixkv.service")
@@ -103,8 +99,13 @@ class Host(Protocol):
     def router(self) -> Router:
         """Ranks replicas."""
 
-    def problem(self, error: Exception) -> ApiError:
-        """The answer to an error."""
+    @property
+    def failures(self) -> Failures:
+        """Turns errors into answers."""
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """Verifies requests of other replicas; None where there are no endpoints for them."""
 
     def replicas(self) -> list[ReplicaInfo]:
         """All replicas that are known here."""
@@ -134,24 +135,24 @@ class Host(Protocol):
         """Why this process ought to be replaced."""
 
 
+H = TypeVar("H", bound=Host)
+H_co = TypeVar("H_co", bound=Host, covariant=True)
+H_contra = TypeVar("H_contra", bound=Host, contravariant=True)
+
+
 @dataclass(slots=True)
-class Call:
+class Call(Generic[H_co]):
     """One request on its way through a handler."""
 
-    host: Host
+    host: H_co
     request: Request
-    endpoint: Endpoint
+    endpoint: Endpoint[H_co]
     started_at: float
     principal: Principal | None = None
     signed: SignedHead | None = None
     body: bytes = b""
     receiving: AsyncExitStack = field(default_factory=AsyncExitStack)
     """Held while a long body is received, and until it is read."""
-
-    @property
-    def service(self) -> Service:
-        """The host of an endpoint that only replicas have."""
-        return cast("Service", self.host)
 
     @property
     def tenant(self) -> str:
@@ -176,7 +177,7 @@ class Call:
         if self.signed is not None:
             return self.signed.tenant
         assert self.principal is not None
-        return OPERATOR_LANE if self.principal.tenant is None else self.principal.tenant
+        return OPERATOR_ACCOUNT if self.principal.tenant is None else self.principal.tenant
 
     async def read(self, model: type[B]) -> Reading[B]:
         """The body as ``model``, and its prompts. Raises ApiError 400, 415 or 422, Busy or Closed.
@@ -228,16 +229,13 @@ class Call:
         return found
 
 
-Handler = Callable[[Call], Awaitable[Response]]
-
-
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A path, a method, who may call it, what goes in and what comes out."""
+class Endpoint(Generic[H_contra]):
+    """A path, a method, who may call it, what goes in and what comes out; for hosts of a kind."""
 
     method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
-    handler: Handler
+    handler: Callable[[Call[H_contra]], Awaitable[Response]]
     summary: str
     who: Who
     replies: Mapping[int, Any]
@@ -249,7 +247,7 @@ class Endpoint:
     internal: bool = False
 
 
-async def serve(host: Host, endpoint: Endpoint, request: Request) -> Response:
+async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
     """Answer one request; whatever goes wrong becomes an answer too, except a bug of ours."""
     call = Call(host, request, endpoint, host.clock())
     response: Response | None = None
@@ -263,7 +261,7 @@ async def serve(host: Host, endpoint: Endpoint, request: Request) -> Response:
         response = Response(status_code=499)
         return response
     except Exception as error:  # noqa: BLE001 the one place where errors become answers
-        response = host.problem(error).response()
+        response = host.failures.answer(error).response()
         return response
     finally:
         status = response.status_code if response is not None else 499
@@ -272,7 +270,7 @@ async def serve(host: Host, endpoint: Endpoint, request: Request) -> Response:
         log.debug("%s %s: %d after %.6f s", endpoint.method, endpoint.path, status, seconds)
 
 
-async def _answer(call: Call) -> Response:
+async def _answer(call: Call[Host]) -> Response:
     if call.endpoint.who in ("tenant", "operator", "either"):
         call.principal = _authenticated(call)
     if call.endpoint.who == "replica":
@@ -284,9 +282,10 @@ async def _answer(call: Call) -> Response:
             return await _in_time(call)
 
 
-async def _answer_replica(call: Call) -> Response:
+async def _answer_replica(call: Call[Host]) -> Response:
     """Verify the headers, then read the body and compare it with the signed digest. Raises ApiError 401."""
-    fleet, limits, query = call.service.fleet, call.host.limits, call.request.url.query
+    fleet, limits, query = call.host.fleet, call.host.limits, call.request.url.query
+    assert fleet is not None
     path = call.endpoint.path + (f"?{query}" if query else "")
     headers = {name: value for name in SIGNED_HEADERS if (value := call.header(name)) is not None}
     call.signed = fleet.verified(headers, call.endpoint.method, path)
@@ -301,7 +300,7 @@ async def _answer_replica(call: Call) -> Response:
 
 
 @contextmanager
-def _admitted(call: Call) -> Iterator[int]:
+def _admitted(call: Call[Host]) -> Iterator[int]:
     """Pass the gate, if a tenant calls; the most bytes that its body may have. Raises TooFast or Busy."""
     limits, principal = call.host.limits, call.principal
     if principal is None or principal.tenant is None:
@@ -313,7 +312,7 @@ def _admitted(call: Call) -> Iterator[int]:
         yield own.max_body_bytes or limits.max_body_bytes
 
 
-async def _received(call: Call, model: type[RequestBody], max_bytes: int) -> bytes:
+async def _received(call: Call[Host], model: type[RequestBody], max_bytes: int) -> bytes:
     """The bytes of the body. A long one waits until its tenant has room for it."""
     max_bytes = min(max_bytes, call.host.intake.max_bytes(model) or max_bytes)
     stated = call.request.headers.get("content-length", "")
@@ -329,7 +328,7 @@ async def _received(call: Call, model: type[RequestBody], max_bytes: int) -> byt
     return await _body_in_time(call, max_bytes)
 
 
-async def _body_in_time(call: Call, max_bytes: int) -> bytes:
+async def _body_in_time(call: Call[Host], max_bytes: int) -> bytes:
     timeout_s = call.host.limits.body_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
@@ -338,7 +337,7 @@ async def _body_in_time(call: Call, max_bytes: int) -> bytes:
         raise problems.body_timed_out(timeout_s) from None
 
 
-async def _in_time(call: Call) -> Response:
+async def _in_time(call: Call[Host]) -> Response:
     timeout_s = call.host.limits.timeout_s
     try:
         async with asyncio.timeout(timeout_s) as timeout:
@@ -349,7 +348,7 @@ async def _in_time(call: Call) -> Response:
         raise
 
 
-def _authenticated(call: Call) -> Principal:
+def _authenticated(call: Call[Host]) -> Principal:
     principal = call.host.keyring.authenticate(call.header("authorization"))
     if principal is None:
         headers = {"WWW-Authenticate": 'Bearer realm="radixkv"'}
@@ -362,7 +361,7 @@ def _authenticated(call: Call) -> Principal:
     return principal
 
 
-async def _bounded_body(call: Call, max_bytes: int) -> bytes:
+async def _bounded_body(call: Call[Host], max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in call.request.stream():
@@ -384,40 +383,6 @@ def _too_large(max_bytes: int, stated: int | None) -> ApiError:
         value=stated,
         allowed=f"at most {max_bytes} bytes",
     )
-
-
-def problem_of(error: Exception) -> ApiError:
-    """The answer to an error; what we didn't foresee is logged and answered with 500."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, Busy):
-        return problems.busy()
-    if isinstance(error, TooFast):
-        return problems.too_fast(error.wait_s, str(error))
-    if isinstance(error, Stalled):
-        return problems.stalled()
-    if isinstance(error, Closed | Cancelled | Ended):
-        return problems.shutting_down()
-    answer = problems.of_library(error) if isinstance(error, RadixKVError) else problems.internal()
-    if answer.status >= 500 and answer.status != 503:
-        log_unforeseen(error)
-    return answer
-
-
-def log_unforeseen(error: Exception) -> None:
-    """Tell the log of a bug of ours: what it is and where, but not what it says."""
-    is_ours = isinstance(error, IntegrityError)
-    kind = f"a law of the cache is broken: {error}" if is_ours else "unforeseen error"
-    log.error("%s\n%s", kind, _places(error))
-
-
-def _places(error: BaseException | None) -> str:
-    """Types of an error and of those before it, and where they were raised; not what they say."""
-    lines: list[str] = []
-    while error is not None:
-        lines += [f"{type(error).__qualname__}:\n", *traceback.format_tb(error.__traceback__)]
-        error = error.__cause__ or error.__context__
-    return "".join(lines)
 
 
 def reply(body: BaseModel, status: int = 200) -> Json:

@@ -27,9 +27,8 @@ from typing import TypeVar
 from radixkv.clock import Clock, monotonic
 from radixkv.service.budgets import budget_of
 from radixkv.service.prompts import PromptRules
-from radixkv.service.reading import Reader, Reading, unpacked
+from radixkv.service.reading import Reader, Reading, name_of, unpacked
 from radixkv.service.reading_pool import ReadingPool, Specification
-from radixkv.service.reading_process import name_of
 from radixkv.service.schemas.base import RequestBody
 from radixkv.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
-from radixkv.service.endpoint import Endpoint
+from radixkv.service.endpoint import Endpoint, H
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.errors import ErrorReply
@@ -56,7 +56,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 """What parameters may be, where that isn't any text."""
 
 
-def document(endpoints: Sequence[Endpoint], version: str, rules: PromptRules) -> dict[str, Any]:
+def document(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> dict[str, Any]:
     """The OpenAPI document of the public endpoints, for prompts of these rules. Made once at start."""
     public = [endpoint for endpoint in endpoints if not endpoint.internal]
     paths: dict[str, dict[str, Any]] = {}
@@ -73,7 +73,7 @@ def document(endpoints: Sequence[Endpoint], version: str, rules: PromptRules) ->
     }
 
 
-def _operation(endpoint: Endpoint) -> dict[str, Any]:
+def _operation(endpoint: Endpoint[H]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": endpoint.handler.__name__,
         "summary": endpoint.summary,
@@ -95,7 +95,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     return operation
 
 
-def _error_statuses(endpoint: Endpoint) -> list[int]:
+def _error_statuses(endpoint: Endpoint[H]) -> list[int]:
     statuses = {*endpoint.errors, 504}
     if endpoint.who != "anyone":
         statuses.add(401)
@@ -165,7 +165,7 @@ def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
     }
 
 
-def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+def _schemas(endpoints: Sequence[Endpoint[H]]) -> dict[str, Any]:
     inputs = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
     outputs = {
         model for endpoint in endpoints for reply in endpoint.replies.values() for model in _models(reply)

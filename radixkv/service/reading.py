@@ -80,6 +80,11 @@ def _number(text: str) -> int | float:
     return int(value) if abs(value) < 2**63 and value.is_integer() else value
 
 
+def name_of(model: type[RequestBody]) -> bytes:
+    """What a message to a process calls a schema."""
+    return f"{model.__module__}:{model.__qualname__}".encode()
+
+
 def packed(reading: Reading[Any]) -> list[bytes]:
     """A reading as parts to send: a JSON header, then the ids of each prompt, then its text."""
     header = {

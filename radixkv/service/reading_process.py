@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from radixkv.service.endpoint import log_unforeseen
+from radixkv.service.failures import log_unforeseen
 from radixkv.service.frames import receive, send
 from radixkv.service.problems import ApiError, internal
 from radixkv.service.prompts import PromptRules
@@ -49,8 +49,3 @@ def answer(reader: Reader, parts: Sequence[memoryview]) -> list[bytes]:
     except Exception as error:  # noqa: BLE001 a bug of ours, which must not end the process
         log_unforeseen(error)
         return packed_problem(internal())
-
-
-def name_of(model: type[RequestBody]) -> bytes:
-    """What a message calls a schema."""
-    return f"{model.__module__}:{model.__qualname__}".encode()

@@ -18,14 +18,14 @@ from radixkv.coordination.routing.replica_sources import Member, Observer
 from radixkv.service.app import make_app
 from radixkv.service.auth import Keyring
 from radixkv.service.draining import Drain
-from radixkv.service.endpoint import problem_of
 from radixkv.service.endpoints import routing
+from radixkv.service.failures import Failures
 from radixkv.service.intake import Intake
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Gate, Limits
 from radixkv.service.metrics import RequestMetrics
 from radixkv.service.options import RouteSettings
-from radixkv.service.problems import ApiError, invalid, no_replica
+from radixkv.service.problems import invalid, no_replica
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.replicas import RouteRequest
 from radixkv.service.server import Listener, base_url, bind
@@ -57,6 +57,7 @@ class RouterHost:
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
         self.limits = limits or Limits()
         self.gate = Gate(self.limits.max_concurrent, clock)
+        self.failures, self.fleet = Failures(), None
         self.drain, self.rules = Drain(), replace(_RULES, roles=tokenizer.roles)
         self.intake, self.threads = Intake(tokenizer, self.rules, tokenizer_path), Threads()
         view = source.view
@@ -82,10 +83,6 @@ class RouterHost:
         """Close the router."""
         self.intake.close()
         self.router.close()
-
-    def problem(self, error: Exception) -> ApiError:
-        """The answer to an error."""
-        return problem_of(error)
 
     def replicas(self) -> list[ReplicaInfo]:
         """All replicas that are known here, by id."""

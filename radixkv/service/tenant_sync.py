@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from radixkv.config import Tenant
 from radixkv.errors import ArgumentError
 from radixkv.service.auth import Keyring
+from radixkv.service.problems import store_unavailable
 
 if TYPE_CHECKING:
     from radixkv.coordination.coordinator import BaseCoordinator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from radixkv.service.schemas.tenants import TenantSettings
 
 
-class Tenancy:
+class TenantSync:
     """The tenants that the cache was told. Thread-safe."""
 
     def __init__(self, cache: PrefixCache, coordinator: BaseCoordinator) -> None:
@@ -34,6 +35,18 @@ class Tenancy:
     def num_removals(self, tenant: str) -> int:
         """How often a tenant of this name was removed here: tells it from the one before."""
         return self._removals.get(tenant, 0)
+
+    def era(self, tenant: str) -> tuple[int, bytes]:
+        """A value that differs after a tenant was purged, anywhere, or removed here. Local."""
+        return self.num_removals(tenant), self._coordinator.job_owner(tenant)
+
+    def require_purged(self, tenant: str) -> None:
+        """Raise ApiError 503 while the fleet may have records of a removed tenant of this name."""
+        if tenant in self._unpurged:
+            message = (
+                "a tenant of this name was removed, and its records aren't purged everywhere yet; try again"
+            )
+            raise store_unavailable(message)
 
     @property
     def unpurged(self) -> frozenset[str]:

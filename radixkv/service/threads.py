@@ -1,12 +1,18 @@
-"""Threads for calls that block, fair between tenants; the operator has threads of its own.
+"""Threads for calls that block: the only place where the event loop hands such a call to a thread.
 
-A tenant has at most TENANT_THREADS calls in threads at once, however many requests it makes; its others wait behind
-each other. All tenants together have ALL_TENANTS_THREADS. No call of a tenant ever takes one of the operator's.
+| calls | threads |
+|---|---|
+| of the operator and of maintenance, of the store too | OPERATOR_THREADS, which no call of a tenant takes |
+| of the store for a tenant's jobs and pins | STORE_THREADS, so that an outage of the store holds up nothing else |
+| of a tenant | TENANT_THREADS at once, however many requests it makes; ALL_TENANTS_THREADS for all tenants together |
+
+Only leaving the fleet, when the process ends, takes a thread of its own: it waits behind no other call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -15,6 +21,7 @@ import anyio.to_thread
 T = TypeVar("T")
 
 OPERATOR_THREADS = 8
+STORE_THREADS = 8
 TENANT_THREADS = 2
 ALL_TENANTS_THREADS = 32
 
@@ -24,6 +31,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._operator: anyio.CapacityLimiter | None = None
+        self._store: anyio.CapacityLimiter | None = None
         self._tenants: anyio.CapacityLimiter | None = None
         self._own: dict[str, anyio.CapacityLimiter] = {}
 
@@ -31,6 +39,11 @@ class Threads:
         """``call()`` in a thread of the operator's. A cancelled wait leaves a call that runs alone."""
         self._operator = self._operator or anyio.CapacityLimiter(OPERATOR_THREADS)
         return await anyio.to_thread.run_sync(call, limiter=self._operator)
+
+    async def ask_store(self, function: Callable[..., T], *args: object, **named: object) -> T:
+        """A call of the store for a tenant's job or pin."""
+        self._store = self._store or anyio.CapacityLimiter(STORE_THREADS)
+        return await anyio.to_thread.run_sync(partial(function, *args, **named), limiter=self._store)
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
         """``call()`` in a thread, in the tenant's turn."""

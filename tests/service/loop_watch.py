@@ -37,15 +37,15 @@ class LoopWatch:
 @contextmanager
 def loop_watched(service: Service) -> Iterator[LoopWatch]:
     """Watch the loop of a running service as long as the ``with`` lasts."""
-    watch, tick, found = LoopWatch(), service.keeper.tick, []
+    watch, tick, found = LoopWatch(), service.fleet_pins.tick, []
 
     def begin(*_: Any) -> None:
-        service.keeper.tick = tick  # type: ignore[method-assign]
+        service.fleet_pins.tick = tick  # type: ignore[method-assign]
         found.append(asyncio.get_running_loop())
         watch.task = asyncio.create_task(watch.tick())
         tick()
 
-    service.keeper.tick = begin  # type: ignore[method-assign]
+    service.fleet_pins.tick = begin  # type: ignore[method-assign]
     eventually(lambda: watch.task, "the watch")
     try:
         yield watch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv import audit
-from radixkv.service.endpoints.bases import ACCOUNT
+from radixkv.service.auth import OPERATOR_ACCOUNT
 from tests.service.running import Running, eventually, model_held, sent, service_in_thread
 from tests.service.test_refusals import refusal
 
@@ -111,7 +111,7 @@ def test_it_is_nobodys_and_told_to_the_operator_alone(live: Running) -> None:
     assert {each["tenant"] for each in stats["tenants"]} == {"acme", "globex"}
     metrics = live.operator.get("/metrics").text
     assert "radixkv_cache_num_bases 1.0" in metrics and "radixkv_cache_base_blocks 4.0" in metrics
-    assert ACCOUNT not in metrics and live.acme.get("/metrics").status_code == 403
+    assert OPERATOR_ACCOUNT not in metrics and live.acme.get("/metrics").status_code == 403
     for method, path in (("GET", ""), ("POST", ""), ("PUT", "/base/readers"), ("DELETE", "/base")):
         answers = [who.request(method, f"/v1/bases{path}", json={}) for who in (live.acme, live.nobody)]
         assert [answer.status_code for answer in answers] == [403, 401]

@@ -23,7 +23,7 @@ from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.api_client import Client
 from radixkv.service.app import SECURITY_HEADERS
 from radixkv.service.connection import Noise
-from radixkv.service.endpoint import problem_of
+from radixkv.service.failures import answer_to
 from radixkv.service.options import RouteSettings, ServeSettings
 from radixkv.service.worker import Work
 from tests.service.running import DEADLINE_S, KEYS, Running, client, eventually, served, service_in_thread
@@ -227,7 +227,7 @@ def test_an_error_of_ours_is_logged_by_its_place_and_not_by_its_text(caplog: Any
             crash(IDS)
 
         error = live.service.worker.submit("acme", work).future.exception(DEADLINE_S)
-        assert isinstance(error, RuntimeError) and problem_of(error).status == 500
+        assert isinstance(error, RuntimeError) and answer_to(error).status == 500
     assert "RuntimeError" in caplog.text and "in crash" in caplog.text, "it says what and where"
     assert "emerald" not in caplog.text and str(IDS[0]) not in caplog.text
 

@@ -24,9 +24,9 @@ from radixkv.service.budgets import budget_of
 from radixkv.service.intake import RECEIVING_BYTES, Allowance, Intake
 from radixkv.service.problems import ApiError
 from radixkv.service.prompts import PromptRules
-from radixkv.service.reading import Reader, unpacked
+from radixkv.service.reading import Reader, name_of, unpacked
 from radixkv.service.reading_pool import Died, ReadingPool, ReadingProcess, Specification
-from radixkv.service.reading_process import answer, name_of
+from radixkv.service.reading_process import answer
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.bases import PublishRequest, ReadersRequest
 from radixkv.service.schemas.completions import CompletionRequest

@@ -20,7 +20,7 @@ from radixkv.errors import ArgumentError, ConfigError, NamespaceError
 from radixkv.service.auth import Keyring, Principal
 from radixkv.service.key_store import LOOK_EVERY_S, MAX_KEYS, KeyStore, UnknownKey
 from radixkv.service.schemas.tenants import TenantSettings
-from radixkv.service.tenant_sync import Tenancy
+from radixkv.service.tenant_sync import TenantSync
 from tests.service.running import Running, client, service_in_thread
 from tests.service.test_refusals import refusal
 
@@ -323,22 +323,22 @@ def test_a_file_whose_promises_cannot_be_kept_is_refused(keys_file: Path) -> Non
 
 def test_promises_change_hands_at_once() -> None:
     cache = PrefixCache(CacheConfig(num_blocks=10, block_size=4, default_tenant=None))
-    tenancy = Tenancy(
+    tenant_sync = TenantSync(
         cache, connect(None, replica_id="a", fleet_secret=b"0" * 16, fingerprint="f", block_size=4)
     )
 
     def ring(**guarantees: int) -> Keyring:
         return Keyring([], {name: TenantSettings(guaranteed_blocks=g) for name, g in guarantees.items()})
 
-    tenancy.take(ring(a=7, b=3))
-    tenancy.take(ring(a=2, b=8))
-    tenancy.take(ring(c=10))
+    tenant_sync.take(ring(a=7, b=3))
+    tenant_sync.take(ring(a=2, b=8))
+    tenant_sync.take(ring(c=10))
     assert cache.tenant("c") == Tenant("c", guaranteed_blocks=10)
-    tenancy.take(ring(a=2, b=8))
+    tenant_sync.take(ring(a=2, b=8))
     with pytest.raises(ArgumentError):
-        tenancy.take(ring(a=1, b=8, c=1, d=1))
+        tenant_sync.take(ring(a=1, b=8, c=1, d=1))
     assert [cache.tenant(name).guaranteed_blocks for name in ("a", "b")] == [2, 8]  # type: ignore[union-attr]
-    tenancy.take(ring(a=2, b=8))
+    tenant_sync.take(ring(a=2, b=8))
     audit.check(cache)
 
 

@@ -75,7 +75,7 @@ def warm(live: Running, key: str | None = None, **fields: Any) -> Any:
 
 def purged(live: Running) -> None:
     """What is left for upkeep is done."""
-    eventually(lambda: not live.service.tenancy.unpurged)
+    eventually(lambda: not live.service.tenant_sync.unpurged)
 
 
 def test_it_meets_no_job_and_no_key_of_a_request(
@@ -85,7 +85,7 @@ def test_it_meets_no_job_and_no_key_of_a_request(
     eventually(lambda: live.acme.get(f"/v1/warm/{done}").json()["state"] == "done")
     with model_held(live.service, "globex"):
         running = warm(live, wait=False, salt="s").json()["job"]
-        (job,) = [job for job in live.service.jobs._tenants["acme"].values() if job.id == running]
+        (job,) = [job for job in live.service.warm_jobs.table._tenants["acme"].values() if job.id == running]
         make_again(live, keys)
         purged(live)
         eventually(lambda: not job.tasks, "what ran is cancelled")
@@ -94,7 +94,7 @@ def test_it_meets_no_job_and_no_key_of_a_request(
     for each in (done, running):
         answer = live.acme.get(f"/v1/warm/{each}")
         assert answer.status_code == 404 and answer.content == never.content
-    assert live.service.jobs.num_kept == 0
+    assert live.service.warm_jobs.table.num_kept == 0
     again = warm(live, "once", wait=False)
     assert again.status_code == 202 and again.json()["job"] != done
     other = live.acme.post("/v1/warm", json={**PROMPT, "salt": "other"}, headers={"Idempotency-Key": "twice"})
@@ -117,7 +117,7 @@ def test_it_meets_no_pin_no_count_and_no_block(
     assert live.acme.post("/v1/lookup", json=PROMPT).json()["matched_tokens"] == 0
     assert live.acme.get("/v1/stats").json() == fresh, "requests and hits are the old one's"
     assert live.service.cache._tenants["acme"].policy is not policy, "and so is what was learned"
-    assert not live.service.keeper._tenants
+    assert not live.service.fleet_pins._tenants
 
 
 def test_it_reads_no_base(live: Running, keys: Path, make_again: Callable[[Running, Path], None]) -> None:
@@ -146,7 +146,7 @@ def test_a_purge_drops_the_jobs(live: Running) -> None:
 def test_a_purge_cancels_what_runs(live: Running) -> None:
     with model_held(live.service, "globex"):
         job = warm(live, wait=False, salt="running").json()["job"]
-        found = live.service.jobs._tenants["acme"][job]
+        found = live.service.warm_jobs.table._tenants["acme"][job]
         assert live.operator.post("/v1/tenants/acme/purge").status_code == 200
         assert live.acme.get(f"/v1/warm/{job}").status_code == 404
         eventually(lambda: not found.tasks)
@@ -165,7 +165,7 @@ def test_without_the_store_it_waits_for_the_purge(
     with monkeypatch.context() as patch:
         patch.setattr(type(coordinator), "purge", away)
         by_the_file(live, keys)
-        assert live.service.tenancy.unpurged == {"acme"}
+        assert live.service.tenant_sync.unpurged == {"acme"}
         for answer in (
             live.acme.get("/v1/pins"),
             live.acme.get(f"/v1/warm/{NEVER}"),

@@ -16,7 +16,7 @@ from radixkv.service.auth import Keyring
 from radixkv.service.fleet.quotas import Quotas
 from radixkv.service.key_store import KeyStore
 from radixkv.service.schemas.tenants import TenantSettings
-from radixkv.service.tenant_sync import Tenancy
+from radixkv.service.tenant_sync import TenantSync
 
 NUM_BLOCKS = 64
 
@@ -28,11 +28,11 @@ class Replica:
         settings = Settings(name, b"the secret of the fleet", "fp", 16, f"http://{name}", background=False)
         self.coordinator = MemoryCoordinator(settings, store)
         self.cache = PrefixCache(CacheConfig(num_blocks=NUM_BLOCKS, block_size=16, default_tenant=None))
-        tenancy = Tenancy(self.cache, self.coordinator)
+        tenant_sync = TenantSync(self.cache, self.coordinator)
         self.keys = KeyStore(Keyring([], {name: TenantSettings(**each) for name, each in tenants.items()}))
-        self.keys.on_change = tenancy.take
-        tenancy.take(self.keys.ring)
-        self.quotas = Quotas(self.cache, self.coordinator, lambda: self.keys.ring, tenancy)
+        self.keys.on_change = tenant_sync.take
+        tenant_sync.take(self.keys.ring)
+        self.quotas = Quotas(self.cache, self.coordinator, lambda: self.keys.ring, tenant_sync)
         self.coordinator.register()
 
     def put(self, tenant: str, **settings: Any) -> None:

@@ -73,7 +73,7 @@ def test_nothing_is_left_behind(seed: int) -> None:
 
 
 def settle(live: Running) -> None:
-    eventually(lambda: live.service.worker.num_unfinished == live.service.jobs.num_unfinished == 0)
+    eventually(lambda: live.service.worker.num_unfinished == live.service.warm_jobs.table.num_unfinished == 0)
     assert live.service.warmer.num_under_way == 0
     stats = live.service.cache.stats()
     assert stats.num_sequences == stats.sequence_blocks == stats.quarantined_blocks == 0

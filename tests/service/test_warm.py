@@ -286,7 +286,7 @@ def test_jobs_are_bounded_and_counted(text: str) -> None:
             body = {"prompt": text, "salt": str(number), "wait": False}
             jobs.append(live.acme.post("/v1/warm", json=body).json()["job"])
             eventually(lambda: live.acme.get(f"/v1/warm/{jobs[-1]}").json()["state"] == "done")
-            eventually(lambda: live.service.jobs.num_unfinished == 0)
+            eventually(lambda: live.service.warm_jobs.table.num_unfinished == 0)
         states = [lambda job=job: live.acme.get(f"/v1/warm/{job}").status_code for job in jobs]
         for state in states[:2]:
             eventually(lambda state=state: state() == 404, "the oldest made room")
@@ -331,7 +331,7 @@ def test_nobody_stands_in_for_three_that_died_or_after_a_purge(live: Running) ->
 
     def spare(*parts: JobPart) -> int:
         record = WarmJob(job.id, b"", b"", 16, parts, Writer("one", 1, "nonce"), num_wanted=1)
-        return len(live.service.orders._spare(job, record))
+        return len(live.service.warm_jobs._spare(job, record))
 
     lost = [JobPart(name, 1, "nonce", "lost") for name in "abc"]
     assert spare(*lost[:2]) == 1 and spare(*lost) == 0

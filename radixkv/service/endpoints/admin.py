@@ -36,68 +36,69 @@ from radixkv.service.schemas.tenants import (
 
 if TYPE_CHECKING:
     from radixkv.coordination.purges import Purge
+    from radixkv.service.core import Service
 
 T = TypeVar("T")
 
 
-async def list_keys(call: Call) -> Response:
+async def list_keys(call: Call[Service]) -> Response:
     """All keys: id, prefix, whose. Never a key or a digest."""
     call.query()
-    keys = call.service.keyring.keys
-    return reply(await call.service.threads.administer(lambda: KeysReply(keys=[_shown(key) for key in keys])))
+    keys = call.host.keyring.keys
+    return reply(await call.host.threads.administer(lambda: KeysReply(keys=[_shown(key) for key in keys])))
 
 
-async def create_operator_key(call: Call) -> Response:
+async def create_operator_key(call: Call[Service]) -> Response:
     """A further key of the operator's; it is shown this once."""
     call.query()
     return await _created(call, Principal(None))
 
 
-async def create_key(call: Call) -> Response:
+async def create_key(call: Call[Service]) -> Response:
     """A further key of a tenant's, which comes into being if there is none; it is shown this once."""
     call.query()
     return await _created(call, _tenant(call))
 
 
-async def rotate_key(call: Call) -> Response:
+async def rotate_key(call: Call[Service]) -> Response:
     """A new key in the place of an old one, which is refused from now on; it is shown this once."""
     call.query()
     key_id = call.request.path_params["key"]
-    text, key = await _changed(call, lambda: call.service.keys.rotate(key_id), "key")
+    text, key = await _changed(call, lambda: call.host.keys.rotate(key_id), "key")
     return reply(NewKeyReply(key=text, **_shown(key).model_dump()))
 
 
-async def revoke_key(call: Call) -> Response:
+async def revoke_key(call: Call[Service]) -> Response:
     """The key is refused from now on."""
     call.query()
     key_id = call.request.path_params["key"]
-    await _changed(call, lambda: call.service.keys.revoke(key_id), "key")
+    await _changed(call, lambda: call.host.keys.revoke(key_id), "key")
     return Response(status_code=204)
 
 
-async def list_tenants(call: Call) -> Response:
+async def list_tenants(call: Call[Service]) -> Response:
     """All tenants, and what holds for each."""
     call.query()
 
     def everybody() -> TenantsReply:
-        num_keys = Counter(key.principal.tenant for key in call.service.keyring.keys)
-        names = call.service.keyring.tenants
+        num_keys = Counter(key.principal.tenant for key in call.host.keyring.keys)
+        names = call.host.keyring.tenants
         return TenantsReply(tenants=[_tenant_reply(call, name, num_keys[name]) for name in names])
 
-    return reply(await call.service.threads.administer(everybody))
+    return reply(await call.host.threads.administer(everybody))
 
 
-async def put_tenant(call: Call) -> Response:
+async def put_tenant(call: Call[Service]) -> Response:
     """Make a tenant, or change what holds for it; what is left out is what holds for all. Its keys stay."""
     call.query()
     tenant = str(_tenant(call).tenant)
     settings = (await call.read(TenantSettings)).body
-    await _changed(call, lambda: call.service.keys.put_tenant(tenant, settings), "tenant")
+    await _changed(call, lambda: call.host.keys.put_tenant(tenant, settings), "tenant")
     await _said(call, tenant)
-    return reply(_tenant_reply(call, tenant, len(call.service.keyring.of(Principal(tenant)))))
+    return reply(_tenant_reply(call, tenant, len(call.host.keyring.of(Principal(tenant)))))
 
 
-async def purge_tenant(call: Call) -> Response:
+async def purge_tenant(call: Call[Service]) -> Response:
     """Forget all that a tenant has, here and on all replicas: nothing of it is matched from now on.
 
     Every live replica is told at once, and who has confirmed by the time of the answer is named. It may be asked
@@ -107,20 +108,18 @@ async def purge_tenant(call: Call) -> Response:
     return reply(await _purged(call, _known_tenant(call)))
 
 
-async def purge_state(call: Call) -> Response:
+async def purge_state(call: Call[Service]) -> Response:
     """How far a tenant's last purge has come: it is complete once every live replica has confirmed."""
     call.query()
     tenant = _known_tenant(call)
     try:
-        purge = await call.service.threads.administer(
-            partial(call.service.fleet.coordinator.purge_report, tenant)
-        )
+        purge = await call.host.threads.administer(partial(call.host.fleet.coordinator.purge_report, tenant))
     except CoordinationError:
         raise store_unavailable("how far the purge has come can't be known without the store") from None
     return reply(PurgeStateReply(**_state(purge)))
 
 
-async def remove_tenant(call: Call) -> Response:
+async def remove_tenant(call: Call[Service]) -> Response:
     """Remove a tenant and its keys, and forget all that it has, here and on all replicas.
 
     If the other replicas can't be told, nothing is removed (503): revoke its keys one by one then.
@@ -128,23 +127,23 @@ async def remove_tenant(call: Call) -> Response:
     call.query()
     tenant = _known_tenant(call)
     await _purged(call, tenant)
-    await _changed(call, lambda: call.service.keys.remove_tenant(tenant), "tenant")
+    await _changed(call, lambda: call.host.keys.remove_tenant(tenant), "tenant")
     await _said(call, tenant)
     with suppress(CoordinationError):  # what its last requests left; upkeep tries it again
-        await call.service.purge_removed()
+        await call.host.purges.purge_removed()
     return Response(status_code=204)
 
 
-async def _said(call: Call, tenant: str) -> None:
+async def _said(call: Call[Service], tenant: str) -> None:
     """State the quota now, so that what is said next, wherever, is said later; without the store once it is back."""
     with suppress(CoordinationError):
-        await call.service.threads.administer(partial(call.service.quotas.say, tenant))
+        await call.host.threads.administer(partial(call.host.quotas.say, tenant))
 
 
-async def _purged(call: Call, tenant: str) -> PurgeReply:
+async def _purged(call: Call[Service], tenant: str) -> PurgeReply:
     """Purge here, then in the store, then nudge the others. Raises ApiError 503 if the store can't be reached."""
     try:
-        num_blocks, purge = await call.service.purge(tenant)
+        num_blocks, purge = await call.host.purges.purge(tenant)
     except CoordinationError as error:
         reason = "the store can't be reached"
         if isinstance(error, UnreadableRecord):
@@ -168,22 +167,22 @@ def _state(purge: Purge) -> dict[str, Any]:
     }
 
 
-def _known_tenant(call: Call) -> str:
+def _known_tenant(call: Call[Service]) -> str:
     tenant = _tenant(call).tenant
-    if tenant not in call.service.keyring.settings:
+    if tenant not in call.host.keyring.settings:
         raise not_found("tenant")
     return str(tenant)
 
 
-async def _created(call: Call, principal: Principal) -> Response:
-    text, key = await _changed(call, lambda: call.service.keys.create(principal), "tenant")
+async def _created(call: Call[Service], principal: Principal) -> Response:
+    text, key = await _changed(call, lambda: call.host.keys.create(principal), "tenant")
     return reply(NewKeyReply(key=text, **_shown(key).model_dump()), 201)
 
 
-async def _changed(call: Call, change: Callable[[], T], what: str) -> T:
+async def _changed(call: Call[Service], change: Callable[[], T], what: str) -> T:
     """Make a change, off the event loop, as it ends on the disk. Raises ApiError."""
     try:
-        return await call.service.threads.administer(change)
+        return await call.host.threads.administer(change)
     except UnknownKey:
         raise not_found(what) from None
     except KeyRefused as error:
@@ -197,7 +196,7 @@ async def _changed(call: Call, change: Callable[[], T], what: str) -> T:
         raise ApiError(503, "not_saved", message, retry_after_s=OUTAGE_RETRY_AFTER_S) from None
 
 
-def _tenant(call: Call) -> Principal:
+def _tenant(call: Call[Service]) -> Principal:
     name = call.path_text("tenant")
     tenant = tenant_named(name)
     if tenant is None:
@@ -209,8 +208,8 @@ def _shown(key: Key) -> KeyReply:
     return KeyReply(id=key.id, tenant=key.principal.tenant, prefix=key.prefix, created=key.created)
 
 
-def _tenant_reply(call: Call, tenant: str, num_keys: int) -> TenantReply:
-    ring, quotas = call.service.keyring, call.service.quotas
+def _tenant_reply(call: Call[Service], tenant: str, num_keys: int) -> TenantReply:
+    ring, quotas = call.host.keyring, call.host.quotas
     return TenantReply(
         tenant=tenant,
         settings=ring.settings[tenant].model_copy(update={"fleet_blocks": quotas.limit(tenant)}),

@@ -1,19 +1,20 @@
 """Bases over HTTP: the operator publishes a prefix on this replica, for tenants to read.
 
-The blocks are those of an account that no key can name (``ACCOUNT``), so no tenant pays for a base and none can reach
-it but as its reader. A base is computed by the model's thread, in a lane of the operator's own; a client that hangs up
-gives it up. Nothing here is told to a tenant: who reads a base notices by its hits alone.
+The blocks are those of an account that no key can name (``OPERATOR_ACCOUNT``), so no tenant pays for a base, and a
+tenant reaches it as its reader only. The model's thread computes a base in a lane of the operator's own. A client that
+hangs up ends the computation. No tenant is told of a base: its reader notices it by its hits alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
 from radixkv.errors import ArgumentError
 from radixkv.index.bases import BaseInfo
+from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.problems import ApiError, invalid, not_found
 from radixkv.service.schemas.bases import (
@@ -29,22 +30,19 @@ if TYPE_CHECKING:
     from radixkv.engines.hf import Prefill
     from radixkv.service.core import Service
 
-ACCOUNT: Final = "\x00operator"
-"""Who publishes. Names of tenants are printable."""
 
-
-async def publish(call: Call) -> Response:
+async def publish(call: Call[Service]) -> Response:
     """Publish a prefix; answer when it is readable."""
     call.query()
     reading = await call.read(PublishRequest)
-    service, body, prefix = call.service, reading.body, reading.prompts[0]
+    service, body, prefix = call.host, reading.body, reading.prompts[0]
     readers = _known(service, body.readers)
     if not len(prefix.ids):
         message = "the prefix has no whole block"
         raise invalid(
             message, "prompt", prefix.left_out, f"at least {service.rules.block_size} stable tokens"
         )
-    namespace = service.namespace(ACCOUNT, "", body.adapter)
+    namespace = service.namespace(OPERATOR_ACCOUNT, "", body.adapter)
 
     def compute(work: Work[Prefill]) -> Prefill:
         def on_chunk(done: int, total: int) -> None:
@@ -57,7 +55,7 @@ async def publish(call: Call) -> Response:
             body.id, namespace, prefix.ids, readers, on_chunk=on_chunk, on_no_room=work.wait_for_room
         )
 
-    work = service.worker.submit(ACCOUNT, compute, len(prefix.ids))
+    work = service.worker.submit(OPERATOR_ACCOUNT, compute, len(prefix.ids))
     try:
         done = await until_disconnect(call.request, finished(work))
     except ArgumentError as error:
@@ -81,25 +79,25 @@ async def publish(call: Call) -> Response:
 _FIELDS = {"base_id": "id", "ids": "prompt"}
 
 
-async def list_bases(call: Call) -> Response:
+async def list_bases(call: Call[Service]) -> Response:
     """All bases of this replica."""
     call.query()
-    return reply(BasesReply(bases=[_shown(base) for base in call.service.cache.bases()]))
+    return reply(BasesReply(bases=[_shown(base) for base in call.host.cache.bases()]))
 
 
-async def set_readers(call: Call) -> Response:
+async def set_readers(call: Call[Service]) -> Response:
     """These tenants read a base from now on, and no others."""
     call.query()
-    service, base_id = call.service, call.request.path_params["base"]
+    service, base_id = call.host, call.request.path_params["base"]
     readers = _known(service, (await call.read(ReadersRequest)).body.readers)
     await _on_a_base(service, lambda: service.cache.set_readers(base_id, readers))
     return reply(_shown(_found(service, base_id)))
 
 
-async def unpublish(call: Call) -> Response:
+async def unpublish(call: Call[Service]) -> Response:
     """Nobody reads a base from now on."""
     call.query()
-    service, base_id = call.service, call.request.path_params["base"]
+    service, base_id = call.host, call.request.path_params["base"]
     await _on_a_base(service, lambda: service.cache.unpublish(base_id))
     return Response(status_code=204)
 

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from radixkv.config import Namespace
 from radixkv.index.cache import RequestHints
-from radixkv.service.endpoint import Call, reply, until_disconnect
+from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.problems import ApiError, Json, invalid, refused, timed_out
 from radixkv.service.prompts import Prefix
 from radixkv.service.recording import COMPLETION, Recorder
@@ -63,12 +63,12 @@ _READING_S = 5.0
 FinishReason = Literal["stop", "length"]
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: Call[Service]) -> Response:
     """Answer one completion request."""
     reading = await call.read(CompletionRequest)
     body, prompts = reading.body, reading.prompts
-    _check_options(call.service, body)
-    _check_room(call.service, body, prompts)
+    _check_options(call.host, body)
+    _check_room(call.host, body, prompts)
     run = Run(call, body, prompts)
     return await (run.streamed() if body.stream else run.whole())
 
@@ -138,9 +138,9 @@ class Progress:
 class Run:
     """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
 
-    def __init__(self, call: Call, body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
+    def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
-        self.service = call.service
+        self.service = call.host
         self.id = f"cmpl-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.greedy = _is_greedy(body)
@@ -204,7 +204,7 @@ class Run:
             for event in self._last_events(generation):
                 yield event
         except Exception as error:  # noqa: BLE001 too late for a status: the stream says it
-            yield _event({"error": self.service.problem(error).body})
+            yield _event({"error": self.service.failures.answer(error).body})
 
     async def _next(self, progress: Progress) -> None:
         """Wait for a step. Raises ApiError when the answer's time is over."""
@@ -428,3 +428,17 @@ def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Pre
     if shared + private > config.num_blocks:
         allowed = f"prompts and completions that fit into {config.num_blocks * config.block_size} tokens"
         raise refused("max_tokens", body.max_tokens, "the completions don't fit into the cache", allowed)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions,
+        "Complete prompts",
+        "tenant",
+        {200: {"application/json": CompletionReply, "text/event-stream": "events"}},
+        body=CompletionRequest,
+        errors=(404, 409, 429, 503),
+    ),
+)

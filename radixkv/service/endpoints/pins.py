@@ -1,13 +1,13 @@
 """Pins over HTTP: a tenant keeps prefixes of its own resident, sees which, and lets them go.
 
 A pin on this replica alone takes what ``/v1/warm`` would have computed, and takes microseconds: it runs on the event
-loop, like a lookup. One on several replicas is ``keeping``'s: each of them computes what it lacks.
+loop, like a lookup. One on several replicas is ``fleet.pins``'s: each of them computes what it lacks.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
@@ -17,9 +17,12 @@ from radixkv.index.pins import Pin
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.endpoints.prefixes import ordered
 from radixkv.service.fleet.peers import PIN_PATH
-from radixkv.service.fleet.pins import Kept
+from radixkv.service.fleet.pins import PinReplica
 from radixkv.service.problems import invalid, not_found
 from radixkv.service.schemas.pins import PinOrder, PinPart, PinReply, PinRequest, PinsReply
+
+if TYPE_CHECKING:
+    from radixkv.service.core import Service
 
 MAX_LISTED: Final = 1_024
 """Pins of one answer."""
@@ -27,40 +30,42 @@ _LOCAL_ID = re.compile(r"0|[1-9][0-9]{0,15}")
 _LIMIT = re.compile(r"[1-9][0-9]{0,3}")
 
 
-async def pin(call: Call) -> Response:
+async def pin(call: Call[Service]) -> Response:
     """Keep a prefix resident for some time; pinned again, its time begins anew.
 
     On this replica alone it has to be resident: warm it first. Several replicas compute what they lack.
     """
     reading = await call.read(PinRequest)
-    service, body, prefix = call.service, reading.body, reading.prompts[0]
+    service, body, prefix = call.host, reading.body, reading.prompts[0]
     if not len(prefix.ids):
         allowed = f"at least a block of {service.rules.block_size} tokens up to its last stable boundary"
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
         return reply(_shown(service.cache.pin(namespace, prefix.ids, body.ttl_s)), 201)
-    keeper = service.keeper
-    pin_id = await keeper.start(namespace, prefix.ids, body.ttl_s, body.replicas)
+    fleet_pins = service.fleet_pins
+    pin_id = await fleet_pins.start(namespace, prefix.ids, body.ttl_s, body.replicas)
     if body.wait:
         return reply(
-            _shown_fleet(call, *await until_disconnect(call.request, keeper.settled(call.tenant, pin_id))),
+            _shown_fleet(
+                call, *await until_disconnect(call.request, fleet_pins.settled(call.tenant, pin_id))
+            ),
             201,
         )
-    found = {fact.id: (fact, mine) for fact, mine in await keeper.told(call.tenant)}.get(pin_id)
+    found = {fact.id: (fact, mine) for fact, mine in await fleet_pins.known(call.tenant)}.get(pin_id)
     if found is None:
         raise not_found("pin")
     return reply(_shown_fleet(call, *found), 201)
 
 
-async def pin_for_replica(call: Call) -> Response:
+async def pin_for_replica(call: Call[Service]) -> Response:
     """Take part in a pin for a tenant that another replica's signed request names; asks nobody further."""
     body, namespace, ids = await ordered(call, PinOrder)
-    await call.service.keeper.receive(namespace, ids, body.pin)
+    await call.host.fleet_pins.receive(namespace, ids, body.pin)
     return Response(status_code=202)
 
 
-async def list_pins(call: Call) -> Response:
+async def list_pins(call: Call[Service]) -> Response:
     """The caller's pins that hold: those of this replica, the oldest first, then those of the fleet, by id.
 
     At most `limit` at once; where there are more, the header `Link` has the address of the next part.
@@ -70,10 +75,10 @@ async def list_pins(call: Call) -> Response:
     is_fleet = is_pin_id(after)
     if not is_fleet and not _LOCAL_ID.fullmatch(after):
         raise invalid("after is no id of a pin", "after", after, "the id of the last pin of the part before")
-    keeper, tenant = call.service.keeper, call.tenant
-    pins = [] if is_fleet else [_shown(pin) for pin in keeper.local(tenant, int(after), limit + 1)]
+    fleet_pins, tenant = call.host.fleet_pins, call.tenant
+    pins = [] if is_fleet else [_shown(pin) for pin in fleet_pins.local(tenant, int(after), limit + 1)]
     if len(pins) <= limit:
-        fleet = sorted(await keeper.told(tenant), key=lambda each: each[0].id)
+        fleet = sorted(await fleet_pins.known(tenant), key=lambda each: each[0].id)
         pins += [_shown_fleet(call, *each) for each in fleet if not is_fleet or each[0].id > after]
     answer = reply(PinsReply(pins=pins[:limit]))
     if len(pins) > limit:
@@ -90,20 +95,20 @@ def _limit(text: str | None) -> int:
     return int(text)
 
 
-async def unpin(call: Call) -> Response:
+async def unpin(call: Call[Service]) -> Response:
     """End a pin of the caller's before its time; what it held is evicted when its turn comes.
 
     One of the fleet ends here at once, and on every other replica within a second or so of its hearing from the store.
     """
     call.query()
-    keeper, wanted = call.service.keeper, call.request.path_params["pin"]
-    local = keeper.local(call.tenant, max(int(wanted) - 1, 0), 1) if _LOCAL_ID.fullmatch(wanted) else []
+    fleet_pins, wanted = call.host.fleet_pins, call.request.path_params["pin"]
+    local = fleet_pins.local(call.tenant, max(int(wanted) - 1, 0), 1) if _LOCAL_ID.fullmatch(wanted) else []
     if local and str(local[0].id) == wanted:
-        call.service.cache.unpin(local[0])
+        call.host.cache.unpin(local[0])
         return Response(status_code=204)
     if not is_pin_id(wanted):
         raise not_found("pin")
-    await keeper.end(call.tenant, wanted)
+    await fleet_pins.end(call.tenant, wanted)
     return Response(status_code=204)
 
 
@@ -119,13 +124,13 @@ def _shown(pin: Pin) -> PinReply:
     )
 
 
-def _shown_fleet(call: Call, fact: FleetPin, mine: Kept | None) -> PinReply:
+def _shown_fleet(call: Call[Service], fact: FleetPin, mine: PinReplica | None) -> PinReply:
     return PinReply(
         id=fact.id,
         salt=None if mine is None else mine.namespace.salt,
         adapter=None if mine is None else mine.namespace.adapter,
         tokens=fact.num_tokens,
-        blocks=fact.num_tokens // call.service.rules.block_size,
+        blocks=fact.num_tokens // call.host.rules.block_size,
         ttl_s=fact.remaining_s,
         replicas=[
             PinPart(

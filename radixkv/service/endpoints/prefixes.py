@@ -1,4 +1,4 @@
-"""What the endpoints of prefixes and counts do, and what answers where there is none. In the order of a prefix's life.
+"""The endpoints of prefixes and counts, in the order of a prefix's life, and those that other replicas call.
 
 Lookups run on the event loop: a match takes microseconds and never waits for the model's thread.
 """
@@ -10,20 +10,26 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
 
 from radixkv.coordination.store.wire import Raised
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
-from radixkv.service.endpoint import Call, reply, until_disconnect
+from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
+from radixkv.service.fleet.peers import PROVE_PATH, PURGE_PATH, WARM_PATH
 from radixkv.service.fleet.warm_jobs import Order
-from radixkv.service.problems import ApiError, internal, invalid, not_found, store_unavailable
+from radixkv.service.problems import invalid, not_found, store_unavailable
 from radixkv.service.schemas.fleet import Challenge, ProofReply, ToldPurge
 from radixkv.service.schemas.pins import PinOrder
 from radixkv.service.schemas.prompts import ClearReply, LookupReply, LookupRequest
 from radixkv.service.schemas.tenants import OperatorStatsReply, TenantSettings, TenantStatsReply
-from radixkv.service.schemas.warming import JobAccepted, OrderRequest, WarmReply, WarmRequest
+from radixkv.service.schemas.warming import (
+    FleetWarmReply,
+    JobAccepted,
+    JobReply,
+    OrderRequest,
+    WarmReply,
+    WarmRequest,
+)
 from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:
@@ -35,14 +41,14 @@ Ordered = TypeVar("Ordered", OrderRequest, PinOrder)
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
-async def warm(call: Call) -> Response:
+async def warm(call: Call[Service]) -> Response:
     """Compute a prefix, or join one under way; answer when it is resident, or with a job.
 
     On several replicas it always is a job, whether or not it is waited for: it goes on if the client hangs up. With
     an `Idempotency-Key` of up to 255 visible ASCII characters it is one, too: repeated with the same key, at any
     replica, it is the same job, for as long as that is kept.
     """
-    service = call.service
+    service = call.host
     key = _idempotency_key(call)
     reading = await call.read(WarmRequest)
     body, prefix = reading.body, reading.prompts[0]
@@ -51,14 +57,14 @@ async def warm(call: Call) -> Response:
         with service.warmer.join(namespace, prefix.ids) as warming:
             warmed = await until_disconnect(call.request, warming.result())
         return reply(_warm_reply(warmed, prefix.left_out, service.clock() - call.started_at))
-    job = await service.orders.start(Order(namespace, prefix.ids, prefix.left_out, body.replicas, key))
+    job = await service.warm_jobs.start(Order(namespace, prefix.ids, prefix.left_out, body.replicas, key))
     if not body.wait:
         return reply(JobAccepted(job=job), 202)
-    result = await until_disconnect(call.request, service.orders.result(call.tenant, job))
+    result = await until_disconnect(call.request, service.warm_jobs.result(call.tenant, job))
     return reply(result.model_copy(update={"seconds": round(service.clock() - call.started_at, 6)}))
 
 
-def _idempotency_key(call: Call) -> str | None:
+def _idempotency_key(call: Call[Service]) -> str | None:
     keys = call.request.headers.getlist("idempotency-key")
     if not keys:
         return None
@@ -79,19 +85,19 @@ def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
     )
 
 
-async def warm_for_replica(call: Call) -> Response:
+async def warm_for_replica(call: Call[Service]) -> Response:
     """Take part in a job for a tenant that another replica's signed request names; never asks further replicas."""
     body, namespace, ids = await ordered(call, OrderRequest)
     try:
-        await call.service.orders.receive(namespace, ids, body)
+        await call.host.warm_jobs.receive(namespace, ids, body)
     except StoreUnavailable:
         raise store_unavailable("the store of jobs can't be reached") from None
     return reply(JobAccepted(job=body.job), 202)
 
 
-async def ordered(call: Call, schema: type[Ordered]) -> tuple[Ordered, Namespace, Ids]:
+async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, Namespace, Ids]:
     """What another replica's signed request orders for a tenant: the body, where and what. Raises ApiError."""
-    service, tenant = call.service, call.signed_tenant
+    service, tenant = call.host, call.signed_tenant
     if tenant not in service.keyring.tenants:
         raise not_found("tenant")
     reading = await call.read(schema)
@@ -99,56 +105,44 @@ async def ordered(call: Call, schema: type[Ordered]) -> tuple[Ordered, Namespace
     return body, service.namespace(tenant, body.salt, body.adapter), reading.prompts[0].ids
 
 
-async def purge_for_replica(call: Call) -> Response:
+async def purge_for_replica(call: Call[Service]) -> Response:
     """Forget a tenant as another replica's signed request says, whatever the store says; then obey the store too."""
-    service, tenant, told = call.service, call.signed_tenant, (await call.read(ToldPurge)).body
-    coordinator, ask = service.fleet.coordinator, service.threads.administer
-    service.warmer.forget_tenant(tenant)
+    told = (await call.read(ToldPurge)).body
     try:
-        if told.generation:
-            await ask(partial(coordinator.obey, tenant, Raised(**told.model_dump())))
-        else:
-            await ask(partial(service.cache.purge, tenant))
-            service.jobs.forget(tenant)
-        await ask(coordinator.heed)
+        await call.host.purges.receive(call.signed_tenant, Raised(**told.model_dump()))
     except ArgumentError as error:
         raise invalid(str(error), "proof", None, error.allowed) from None
     except CoordinationError:
-        await ask(partial(service.cache.purge, tenant))
-        service.jobs.forget(tenant)
         raise store_unavailable("purged here; the store can't be reached") from None
-    finally:
-        service.warmer.forget_tenant(tenant)
-        service.jobs.sweep()
     return Response(status_code=204)
 
 
-async def prove(call: Call) -> Response:
+async def prove(call: Call[Service]) -> Response:
     """Show another replica that this is the registration which it means, before it sends anything of a tenant."""
     body = (await call.read(Challenge)).body
-    return reply(ProofReply(proof=call.service.fleet.prove(body.challenge)))
+    return reply(ProofReply(proof=call.host.fleet.prove(body.challenge)))
 
 
-async def warm_job(call: Call) -> Response:
+async def warm_job(call: Call[Service]) -> Response:
     """State, progress and results of a job of the caller's, whichever replica took it."""
-    found = await call.service.orders.reply(call.tenant, call.request.path_params["job"])
+    found = await call.host.warm_jobs.reply(call.tenant, call.request.path_params["job"])
     if found is None:
         raise not_found("job")
     return reply(found)
 
 
-async def lookup(call: Call) -> Response:
+async def lookup(call: Call[Service]) -> Response:
     """How much of a prompt is resident for the caller; it is cut where warm cuts it. Counts and touches nothing."""
     reading = await call.read(LookupRequest)
-    service, body, prefix = call.service, reading.body, reading.prompts[0]
+    service, body, prefix = call.host, reading.body, reading.prompts[0]
     match = service.cache.match(service.namespace(call.tenant, body.salt, body.adapter), prefix.ids)
     return reply(LookupReply(matched_tokens=match.num_tokens, matched_blocks=match.num_blocks))
 
 
-async def clear(call: Call) -> Response:
+async def clear(call: Call[Service]) -> Response:
     """Forget the caller's namespaces: all, or those with the salt and the adapter in the query."""
     wanted = call.query("salt", "adapter")
-    service = call.service
+    service = call.host
     found = [
         namespace
         for namespace in service.cache.namespaces(call.tenant)
@@ -160,16 +154,16 @@ async def clear(call: Call) -> Response:
     num_blocks = 0
     cleared = set(found)
     service.warmer.forget(cleared)
-    service.keeper.cleared(call.tenant, cleared)
+    service.fleet_pins.cleared(call.tenant, cleared)
     for namespace in found:
         num_blocks += await service.threads.run(call.tenant, partial(service.cache.clear, namespace))
     return reply(ClearReply(namespaces=len(found), blocks=num_blocks))
 
 
-async def stats(call: Call) -> Response:
+async def stats(call: Call[Service]) -> Response:
     """The caller's own counts; everybody's for the operator."""
     call.query()
-    service = call.service
+    service = call.host
     assert call.principal is not None
     if call.principal.tenant is not None:
         return reply(_tenant_stats(service, call.principal.tenant))
@@ -188,22 +182,84 @@ def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
     return TenantStatsReply(mode=mode, **asdict(service.cache.tenant_stats(tenant)))
 
 
-async def unknown_path(request: Request, error: Exception) -> Response:
-    """404 for a path that there isn't, in the shape of all errors."""
-    return not_found("path").response()
-
-
-async def wrong_method(request: Request, error: Exception) -> Response:
-    """405, in the shape of all errors, with the methods that there are."""
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
-    problem = ApiError(
-        405, "method_not_allowed", "this path has no such method", field="method", value=request.method,
-        allowed=allowed, headers={"Allow": allowed},
-    )  # fmt: skip
-    return problem.response()
-
-
-async def crashed(request: Request, error: Exception) -> Response:
-    """500 for what is a bug of ours; nothing of it is told."""
-    return internal().response()
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/warm",
+        warm,
+        "Warm a prefix",
+        "tenant",
+        {200: WarmReply | FleetWarmReply, 202: JobAccepted},
+        body=WarmRequest,
+        headers={"Idempotency-Key": "repeated with the same one, a warm is the same job"},
+        errors=(409, 429, 503),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/warm/{job}",
+        warm_job,
+        "State of a warm job",
+        "tenant",
+        {200: JobReply},
+        errors=(404, 503),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/lookup",
+        lookup,
+        "Look a prefix up",
+        "tenant",
+        {200: LookupReply},
+        body=LookupRequest,
+        errors=(503,),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/cache",
+        clear,
+        "Forget namespaces",
+        "tenant",
+        {200: ClearReply},
+        query={"salt": "only namespaces with this salt", "adapter": "only namespaces of this adapter"},
+        errors=(404, 422),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/stats",
+        stats,
+        "Counts",
+        "either",
+        {200: TenantStatsReply | OperatorStatsReply},
+        errors=(422,),
+    ),
+    Endpoint(
+        "POST",
+        WARM_PATH,
+        warm_for_replica,
+        "Warm for another replica",
+        "replica",
+        {202: JobAccepted},
+        body=OrderRequest,
+        internal=True,
+    ),
+    Endpoint(
+        "POST",
+        PURGE_PATH,
+        purge_for_replica,
+        "Hear of a purge",
+        "replica",
+        {204: None},
+        body=ToldPurge,
+        internal=True,
+    ),
+    Endpoint(
+        "POST",
+        PROVE_PATH,
+        prove,
+        "Answer a challenge",
+        "replica",
+        {200: ProofReply},
+        body=Challenge,
+        internal=True,
+    ),
+)

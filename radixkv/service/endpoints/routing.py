@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from starlette.responses import Response
 
-from radixkv.service.endpoint import Call, Endpoint, reply
+from radixkv.service.endpoint import Call, Endpoint, Host, reply
 from radixkv.service.metrics import CONTENT_TYPE
 from radixkv.service.problems import no_replica, refused
 from radixkv.service.schemas.replicas import (
@@ -31,7 +31,7 @@ _LOOP_TOKENS = 2**16
 """Prompts of so many tokens are ranked on the event loop, in a millisecond or two; longer ones in a thread."""
 
 
-async def route(call: Call) -> Response:
+async def route(call: Call[Host]) -> Response:
     """Rank the replicas for a prompt; the first is taken to get it, unless ``predict`` is false."""
     reading = await call.read(RouteRequest)
     body, ids, router = reading.body, reading.prompts[0].ids, call.host.router
@@ -84,7 +84,7 @@ def _load(load: Load) -> LoadReply:
     )
 
 
-async def replicas(call: Call) -> Response:
+async def replicas(call: Call[Host]) -> Response:
     """The replicas that this process knows, itself first if it is one; their load is the operator's to see."""
     wanted = call.query("all").get("all", "false")
     if wanted not in ("true", "false"):
@@ -119,22 +119,22 @@ def _replica(info: ReplicaInfo, member: Member | None, now: float, to_operator: 
     )
 
 
-async def metrics(call: Call) -> Response:
+async def metrics(call: Call[Host]) -> Response:
     """Everything that is counted, for Prometheus."""
     return Response(call.host.metrics.render(), media_type=CONTENT_TYPE)
 
 
-async def healthz(call: Call) -> Response:
+async def healthz(call: Call[Host]) -> Response:
     """Whether this process is well."""
     return _health(call, "unhealthy", call.host.sickness())
 
 
-async def readyz(call: Call) -> Response:
+async def readyz(call: Call[Host]) -> Response:
     """Whether requests may be sent here."""
     return _health(call, "not_ready", call.host.unreadiness())
 
 
-def _health(call: Call, otherwise: Literal["unhealthy", "not_ready"], reasons: list[str]) -> Response:
+def _health(call: Call[Host], otherwise: Literal["unhealthy", "not_ready"], reasons: list[str]) -> Response:
     status = otherwise if reasons else "ok"
     told = HealthReply(status=status, reasons=reasons, coordination=call.host.coordination())
     return reply(told, 503 if reasons else 200)

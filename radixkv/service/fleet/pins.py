@@ -30,10 +30,19 @@ from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found
 from radixkv.service.schemas.tenants import TenantSettings
 
 if TYPE_CHECKING:
+    from radixkv.clock import Clock
     from radixkv.config import Namespace
     from radixkv.coordination.values import ReplicaInfo
-    from radixkv.service.core import Service
+    from radixkv.index.cache import PrefixCache
+    from radixkv.service.failures import Failures
+    from radixkv.service.fleet.peers import Fleet
+    from radixkv.service.fleet.placement import Placement
+    from radixkv.service.fleet.quotas import Quotas
+    from radixkv.service.key_store import KeyStore
     from radixkv.service.prompts import Ids
+    from radixkv.service.tenant_sync import TenantSync
+    from radixkv.service.threads import Threads
+    from radixkv.service.warming import Warmer
 
 _RENEW_S = 1.0
 """An end that the store knows to be later by more than this is another one."""
@@ -43,7 +52,7 @@ _LOOK_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class PinReplica:
     """A pin as this replica has it. ``until``: on the service's clock; ``ids`` None: it isn't tried again."""
 
     fact: FleetPin
@@ -57,14 +66,27 @@ class Kept:
     task: asyncio.Task[None] | None = None
 
 
-class Keeper:
+class FleetPins:
     """See the module's docstring. To be used from the event loop's thread."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._fleet, self._coordinator = service.fleet, service.fleet.coordinator
-        self._call = service.orders.call
-        self._tenants: dict[str, dict[str, Kept]] = {}
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement: Placement,
+        threads: Threads,
+        tenant_sync: TenantSync,
+        cache: PrefixCache,
+        warmer: Warmer,
+        keys: KeyStore,
+        quotas: Quotas,
+        failures: Failures,
+        clock: Clock,
+    ) -> None:
+        self._fleet, self._coordinator, self._placement = fleet, fleet.coordinator, placement
+        self._ask_store, self._tenant_sync = threads.ask_store, tenant_sync
+        self._cache, self._warmer, self._keys, self._quotas = cache, warmer, keys, quotas
+        self._failures, self._clock = failures, clock
+        self._tenants: dict[str, dict[str, PinReplica]] = {}
         self._step: asyncio.Task[None] | None = None
 
     @property
@@ -77,25 +99,25 @@ class Keeper:
     async def start(self, namespace: Namespace, ids: Ids, ttl_s: float, where: str | int | list[str]) -> str:
         """Pin on several replicas, or do it anew; the pin's id. Raises ApiError, and what the store raises."""
         tenant, names = namespace.tenant, self._asked(namespace, ids, where)
-        self._service.require_purged(tenant)
+        self._tenant_sync.require_purged(tenant)
         fact = self._fact(namespace, ids, where)
         try:
-            most = self._most(tenant)
-            is_kept = await self._call(self._coordinator.keep_pin, tenant, fact, ttl_s, most=most)
+            most = self._max_pins(tenant)
+            is_kept = await self._ask_store(self._coordinator.keep_pin, tenant, fact, ttl_s, most=most)
         except CoordinationError:
             raise store_unavailable("the store of pins can't be reached; nothing was pinned") from None
         if not is_kept:
             message = f"the tenant has {most} pins of the fleet, as many as it may: end one of them first"
             allowed = f"at most {most} pins of the fleet"
             raise ApiError(409, "pin_limit_exceeded", message, value=most, allowed=allowed)
-        mine = Kept(fact, namespace, ids, self._service.clock() + ttl_s)
+        mine = PinReplica(fact, namespace, ids, self._clock() + ttl_s)
         if self._name in names:
             self._keep(mine)
         peers = [peer for peer in self._coordinator.peers() if peer.id in names]
-        told = await asyncio.gather(*(self._told(mine, peer) for peer in peers))
+        told = await asyncio.gather(*(self._tell(mine, peer) for peer in peers))
         if self._name not in names and None not in told:
             with suppress(CoordinationError):
-                await self._call(self._coordinator.end_pin, tenant, fact, ttl_s)
+                await self._ask_store(self._coordinator.end_pin, tenant, fact, ttl_s)
             codes = ", ".join(sorted({code for code in told if code})) or "none is there"
             message = f"no replica could be told: {codes}"
             raise ApiError(503, "unreachable", message, retry_after_s=RETRY_AFTER_S)
@@ -103,24 +125,24 @@ class Keeper:
 
     async def end(self, tenant: str, pin_id: str) -> None:
         """Unpin everywhere: here now, on the others within a second or so. Raises ApiError."""
-        self._service.require_purged(tenant)
+        self._tenant_sync.require_purged(tenant)
         mine = self._tenants.get(tenant, {}).get(pin_id)
         known = {pin.id: pin for pin in await self._stated(tenant)}.get(pin_id)
         fact = known or (mine.fact if mine is not None else None)
         if fact is None or fact.is_ended:
             raise not_found("pin")
-        keep_s = fact.remaining_s if mine is None else mine.until - self._service.clock()
+        keep_s = fact.remaining_s if mine is None else mine.until - self._clock()
         try:
-            await self._call(self._coordinator.end_pin, tenant, fact, max(keep_s, _RENEW_S))
+            await self._ask_store(self._coordinator.end_pin, tenant, fact, max(keep_s, _RENEW_S))
         except CoordinationError:
             raise store_unavailable("the store of pins can't be reached; the pin holds") from None
         if mine is not None:
             self._drop(mine)
 
-    async def settled(self, tenant: str, pin_id: str) -> tuple[FleetPin, Kept | None]:
+    async def settled(self, tenant: str, pin_id: str) -> tuple[FleetPin, PinReplica | None]:
         """A pin once nothing of it is under way any more."""
         while True:
-            found = {pin.id: (pin, mine) for pin, mine in await self.told(tenant)}.get(pin_id)
+            found = {pin.id: (pin, mine) for pin, mine in await self.known(tenant)}.get(pin_id)
             if found is None:
                 raise not_found("pin")
             pin, mine = found
@@ -128,19 +150,19 @@ class Keeper:
                 return found
             await asyncio.sleep(_LOOK_S)
 
-    async def told(self, tenant: str) -> list[tuple[FleetPin, Kept | None]]:
+    async def known(self, tenant: str) -> list[tuple[FleetPin, PinReplica | None]]:
         """A tenant's pins that hold, each with what is known of it here; without the store those known here.
 
         Raises ApiError 503 if they may be those of a removed tenant of the same name.
         """
-        self._service.require_purged(tenant)
+        self._tenant_sync.require_purged(tenant)
         mine = self._tenants.get(tenant, {})
         try:
             facts = [
-                pin for pin in await self._call(self._coordinator.fleet_pins, tenant) if not pin.is_ended
+                pin for pin in await self._ask_store(self._coordinator.fleet_pins, tenant) if not pin.is_ended
             ]
         except CoordinationError:
-            now = self._service.clock()
+            now = self._clock()
             left = [(each.fact, each.until - now) for each in mine.values() if each.until > now]
             facts = [replace(fact, remaining_s=left_s) for fact, left_s in left]
         return [(replace(pin, parts=self._parts(pin, mine.get(pin.id))), mine.get(pin.id)) for pin in facts]
@@ -148,14 +170,14 @@ class Keeper:
     def local(self, tenant: str, after: int, limit: int) -> list[Pin]:
         """The pins of this replica alone, by id: those after an id, at most so many."""
         kept = {mine.pin.id for mine in self._tenants.get(tenant, {}).values() if mine.pin is not None}
-        pins = self._service.cache.pins(tenant, after=after, limit=limit + len(kept))
+        pins = self._cache.pins(tenant, after=after, limit=limit + len(kept))
         return [pin for pin in pins if pin.id not in kept][:limit]
 
     def _holds(self, tenant: str, pin: Pin | None) -> bool:
         """Whether the cache has a pin still."""
         if pin is None:
             return False
-        return any(each.id == pin.id for each in self._service.cache.pins(tenant, after=pin.id - 1, limit=1))
+        return any(each.id == pin.id for each in self._cache.pins(tenant, after=pin.id - 1, limit=1))
 
     # ---- what another replica asks
 
@@ -165,7 +187,7 @@ class Keeper:
         is_it = fact is not None and self._fact(namespace, ids, "all").id == pin_id
         if fact is None or fact.is_ended or not is_it or not self._is_for(fact, self._name):
             raise not_found("pin")
-        mine = self._keep(Kept(fact, namespace, ids, self._service.clock() + fact.remaining_s))
+        mine = self._keep(PinReplica(fact, namespace, ids, self._clock() + fact.remaining_s))
         try:
             await self._state(mine)
         except CoordinationError:
@@ -186,7 +208,7 @@ class Keeper:
                 self._drop(mine)
         end, held = self._coordinator.end_pin, [fact for fact in facts if not fact.is_ended]
         with suppress(CoordinationError):
-            await asyncio.gather(*(self._call(end, tenant, fact, fact.remaining_s) for fact in held))
+            await asyncio.gather(*(self._ask_store(end, tenant, fact, fact.remaining_s) for fact in held))
 
     def removed(self, tenant: str) -> None:
         """A tenant was removed: keep nothing of it here."""
@@ -201,17 +223,17 @@ class Keeper:
     async def _compare(self) -> None:
         """Compare what is kept here with the facts, and see to it that those who ought to keep it hear of it."""
         for tenant, kept in list(self._tenants.items()):
-            for mine in [mine for mine in kept.values() if mine.until <= self._service.clock()]:
+            for mine in [mine for mine in kept.values() if mine.until <= self._clock()]:
                 self._drop(mine)
             try:
-                facts = {pin.id: pin for pin in await self._call(self._coordinator.fleet_pins, tenant)}
+                facts = {pin.id: pin for pin in await self._ask_store(self._coordinator.fleet_pins, tenant)}
                 for mine in list(kept.values()):
-                    if self._has(mine):
-                        await self._see_to(mine, facts.get(mine.fact.id))
+                    if self._is_current(mine):
+                        await self._update(mine, facts.get(mine.fact.id))
             except CoordinationError:
                 continue  # each keeps what it has, for its time
             except Exception as error:  # noqa: BLE001 a bug of ours, which must not end all other pins
-                self._service.unforeseen(error)
+                self._failures.log(error)
 
     async def close(self) -> None:
         """Cancel what is under way."""
@@ -221,23 +243,23 @@ class Keeper:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _see_to(self, mine: Kept, fact: FleetPin | None) -> None:
-        tenant, now = mine.namespace.tenant, self._service.clock()
+    async def _update(self, mine: PinReplica, fact: FleetPin | None) -> None:
+        tenant, now = mine.namespace.tenant, self._clock()
         if self._is_purged(mine):
             self._drop(mine)
-            await self._call(self._coordinator.end_pin, tenant, mine.fact, mine.until - now)
+            await self._ask_store(self._coordinator.end_pin, tenant, mine.fact, mine.until - now)
         elif fact is None:
-            await self._call(self._coordinator.keep_pin, tenant, mine.fact, mine.until - now, anew=False)
+            await self._ask_store(self._coordinator.keep_pin, tenant, mine.fact, mine.until - now, anew=False)
             await self._state(mine)
         elif fact.is_ended or not self._is_for(fact, self._name):
             self._drop(mine)
         else:
             mine.fact = fact
-            self._look_at(mine, now)
+            self._pin_again(mine, now)
             await self._state(mine)
-            await self._spread(mine, fact)
+            await self._tell_lacking(mine, fact)
 
-    def _look_at(self, mine: Kept, now: float) -> None:
+    def _pin_again(self, mine: PinReplica, now: float) -> None:
         """Pin anew what ought to hold for longer, what failed for a while, and what was forgotten without a purge.
 
         So it is where a store has lost a generation: see ``coordination.tenants``.
@@ -253,7 +275,7 @@ class Keeper:
 
     # ---- this replica's part
 
-    def _keep(self, mine: Kept) -> Kept:
+    def _keep(self, mine: PinReplica) -> PinReplica:
         """Begin to keep a pin, or to keep it anew."""
         kept = self._tenants.setdefault(mine.namespace.tenant, {})
         known = kept.get(mine.fact.id)
@@ -266,16 +288,16 @@ class Keeper:
             )
             mine = known
         kept[mine.fact.id] = mine
-        config = self._service.cache.config
+        config = self._cache.config
         if self._num_tokens(mine.namespace.tenant) > config.num_blocks * config.block_size:
             mine.state, mine.error, mine.ids = "failed", "no_capacity", None
         elif mine.task is None:
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
         return mine
 
-    async def _hold(self, mine: Kept) -> None:
+    async def _hold(self, mine: PinReplica) -> None:
         """Compute the prefix where it isn't resident and the budget allows it, and pin it."""
-        service, ids = self._service, mine.ids
+        ids = mine.ids
         assert ids is not None
         try:
             if mine.state == "failed":
@@ -283,15 +305,15 @@ class Keeper:
             with suppress(CoordinationError):
                 await self._state(mine)
             self._require_budget(mine.namespace, ids)
-            with service.warmer.join(mine.namespace, ids) as warming:
+            with self._warmer.join(mine.namespace, ids) as warming:
                 await warming.result()
-                left_s = mine.until - service.clock()
-                if self._has(mine) and left_s > 0:
-                    mine.pin = service.cache.pin(mine.namespace, ids, left_s)
+                left_s = mine.until - self._clock()
+                if self._is_current(mine) and left_s > 0:
+                    mine.pin = self._cache.pin(mine.namespace, ids, left_s)
             mine.state, mine.error = "done", ""
         except Exception as error:  # noqa: BLE001 nobody waits for it: its part says what was wrong
-            problem = service.problem(error)
-            mine.state, mine.error, mine.failed_at = "failed", problem.type, service.clock()
+            problem = self._failures.answer(error)
+            mine.state, mine.error, mine.failed_at = "failed", problem.type, self._clock()
             if problem.status not in (429, 503):
                 mine.ids = None
         finally:
@@ -301,27 +323,27 @@ class Keeper:
 
     def _require_budget(self, namespace: Namespace, ids: Ids) -> None:
         """Raise PinBudgetExceeded for what would be computed in vain: what isn't resident is in no other pin either."""
-        service, tenant = self._service, namespace.tenant
-        settings = service.keyring.settings.get(tenant)
-        lacking = len(ids) // service.rules.block_size - service.cache.match(namespace, ids).num_blocks
+        tenant = namespace.tenant
+        settings = self._keys.ring.settings.get(tenant)
+        lacking = len(ids) // self._cache.config.block_size - self._cache.match(namespace, ids).num_blocks
         if settings is not None and lacking:
-            budget = settings.tenant(tenant, service.quotas.granted(tenant)).pin_budget
-            pinned = service.cache.tenant_stats(tenant).pinned_blocks
+            budget = settings.tenant(tenant, self._quotas.granted(tenant)).pin_budget
+            pinned = self._cache.tenant_stats(tenant).pinned_blocks
             if pinned + lacking > budget:
                 raise PinBudgetExceeded(lacking, budget, pinned)
 
-    async def _state(self, mine: Kept) -> None:
+    async def _state(self, mine: PinReplica) -> None:
         """Let the store have this replica's part as it is. Raises CoordinationError."""
         info, tenant = self._coordinator.info(), mine.namespace.tenant
         stated = next((part for part in mine.fact.parts if part.replica_id == info.id), None)
         part = self._part(mine)
-        if part != stated and self._has(mine):
+        if part != stated and self._is_current(mine):
             call = self._coordinator.state_pin
-            await self._call(call, tenant, mine.fact.id, part.state, part.num_tokens_done, part.error)
+            await self._ask_store(call, tenant, mine.fact.id, part.state, part.num_tokens_done, part.error)
             others = tuple(each for each in mine.fact.parts if each.replica_id != info.id)
             mine.fact = replace(mine.fact, parts=(*others, part))
 
-    def _drop(self, mine: Kept) -> None:
+    def _drop(self, mine: PinReplica) -> None:
         """Keep it no more here, be it pinned or under way."""
         kept = self._tenants.get(mine.namespace.tenant, {})
         if kept.get(mine.fact.id) is mine:
@@ -332,19 +354,19 @@ class Keeper:
             mine.task.cancel()
         if mine.pin is not None:
             with suppress(LeaseError):  # its time is over, or it was cleared
-                self._service.cache.unpin(mine.pin)
+                self._cache.unpin(mine.pin)
 
     # ---- the others
 
-    async def _spread(self, mine: Kept, fact: FleetPin) -> None:
+    async def _tell_lacking(self, mine: PinReplica, fact: FleetPin) -> None:
         """Tell those that lack it, if this replica is the first that has it."""
         having = sorted(part.replica_id for part in fact.parts if part.state == "done")
         if mine.ids is None or mine.state != "done" or having[:1] != [self._name]:
             return
         lacking = self._lacking(mine, fact)
-        await asyncio.gather(*(self._told(mine, peer) for peer in lacking))
+        await asyncio.gather(*(self._tell(mine, peer) for peer in lacking))
 
-    def _lacking(self, mine: Kept, fact: FleetPin) -> list[ReplicaInfo]:
+    def _lacking(self, mine: PinReplica, fact: FleetPin) -> list[ReplicaInfo]:
         """Live replicas that have no part and ought to, the best first."""
         parts = {part.replica_id: part for part in fact.parts if part.state != "lost"}
         others = {
@@ -356,10 +378,10 @@ class Keeper:
             return [peer for peer in others.values() if self._is_for(fact, peer.id)]
         num_hopeful = sum(part.state in ("queued", "running", "done") for part in parts.values())
         assert mine.ids is not None
-        best = [name for name in self._service.orders.best(mine.namespace, mine.ids) if name in others]
+        best = [name for name in self._placement.best(mine.namespace, mine.ids) if name in others]
         return [others[name] for name in best[: max(0, int(fact.wanted) - num_hopeful)]]
 
-    async def _told(self, mine: Kept, peer: ReplicaInfo) -> str | None:
+    async def _tell(self, mine: PinReplica, peer: ReplicaInfo) -> str | None:
         """Tell a replica of a pin: None, or why it doesn't know of it now."""
         if mine.ids is None:
             return mine.error
@@ -376,9 +398,9 @@ class Keeper:
 
     # ---- small things
 
-    def _most(self, tenant: str) -> int:
+    def _max_pins(self, tenant: str) -> int:
         """Pins of the fleet that a tenant may have."""
-        return min(self._service.keyring.settings.get(tenant, TenantSettings()).max_pins, MAX_PINS)
+        return min(self._keys.ring.settings.get(tenant, TenantSettings()).max_pins, MAX_PINS)
 
     @property
     def _name(self) -> str:
@@ -387,12 +409,12 @@ class Keeper:
     async def _stated(self, tenant: str) -> list[FleetPin]:
         """The facts. Raises ApiError if the store can't be asked."""
         try:
-            return await self._call(self._coordinator.fleet_pins, tenant)
+            return await self._ask_store(self._coordinator.fleet_pins, tenant)
         except CoordinationError:
             raise store_unavailable("the store of pins can't be reached") from None
 
     def _asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
-        names = self._service.orders.asked(namespace, ids, where)
+        names = self._placement.asked(namespace, ids, where)
         live = {self._name, *(peer.id for peer in self._coordinator.peers())}
         unknown = next((name for name in names if name not in live), None)
         if unknown is not None:
@@ -409,7 +431,7 @@ class Keeper:
     def _digest(self, namespace: Namespace) -> bytes:
         return self._coordinator.pin_digest(namespace)
 
-    def _is_purged(self, mine: Kept) -> bool:
+    def _is_purged(self, mine: PinReplica) -> bool:
         """Its tenant has forgotten since what it pins."""
         return mine.fact.namespace_digest != self._digest(mine.namespace)
 
@@ -420,15 +442,15 @@ class Keeper:
     def _num_tokens(self, tenant: str) -> int:
         return sum(len(mine.ids) for mine in self._tenants.get(tenant, {}).values() if mine.ids is not None)
 
-    def _has(self, mine: Kept) -> bool:
+    def _is_current(self, mine: PinReplica) -> bool:
         return self._tenants.get(mine.namespace.tenant, {}).get(mine.fact.id) is mine
 
-    def _part(self, mine: Kept) -> JobPart:
+    def _part(self, mine: PinReplica) -> JobPart:
         info = self._coordinator.info()
         tokens = mine.fact.num_tokens if mine.state == "done" else 0
         return JobPart(*info.writer, mine.state, tokens, mine.error)
 
-    def _parts(self, fact: FleetPin, mine: Kept | None) -> tuple[JobPart, ...]:
+    def _parts(self, fact: FleetPin, mine: PinReplica | None) -> tuple[JobPart, ...]:
         """The parts, this replica's as it is now."""
         if mine is None:
             return fact.parts

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from radixkv.index.cache import PrefixCache
     from radixkv.service.auth import Keyring
     from radixkv.service.schemas.tenants import TenantSettings
-    from radixkv.service.tenant_sync import Tenancy
+    from radixkv.service.tenant_sync import TenantSync
 
 
 class Quotas:
@@ -32,9 +32,9 @@ class Quotas:
         cache: PrefixCache,
         coordinator: BaseCoordinator,
         ring: Callable[[], Keyring],
-        tenancy: Tenancy,
+        tenant_sync: TenantSync,
     ) -> None:
-        self._cache, self._coordinator, self._ring, self._tenancy = cache, coordinator, ring, tenancy
+        self._cache, self._coordinator, self._ring, self._tenant_sync = cache, coordinator, ring, tenant_sync
         self._named: dict[str, int | None] = {}
         self._said: set[str] = set()
         self._limits: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Quotas:
 
     def granted(self, tenant: str) -> int | None:
         """This replica's share of that, in force; None if there is none. Local."""
-        return None if self.limit(tenant) is None else self._tenancy.granted(tenant)
+        return None if self.limit(tenant) is None else self._tenant_sync.granted(tenant)
 
     def step(self) -> None:
         """State what was said here, and all shares as they ought to be now.
@@ -71,7 +71,7 @@ class Quotas:
             for tenant, settings in self._state().items():
                 if tenant in self._limits:
                     self._keep(tenant, self._limits[tenant], settings)
-                elif self._tenancy.granted(tenant) is not None:
+                elif self._tenant_sync.granted(tenant) is not None:
                     self._coordinator.reserve(tenant, 0)
                     self._hold(tenant, None)
 
@@ -94,7 +94,7 @@ class Quotas:
 
     def _keep(self, tenant: str, limit: int, settings: TenantSettings) -> None:
         wanted = min(self._equal_share(limit), settings.max_blocks or self._cache.config.num_blocks)
-        if wanted < (self._tenancy.granted(tenant) or 0) and not self._hold(tenant, wanted):
+        if wanted < (self._tenant_sync.granted(tenant) or 0) and not self._hold(tenant, wanted):
             return
         grant = self._coordinator.tenants.granted(tenant)
         if grant is None or grant.blocks != wanted:
@@ -112,7 +112,7 @@ class Quotas:
     def _hold(self, tenant: str, blocks: int | None) -> bool:
         """Hold the tenant to so much; False while that can't be, as what runs holds more."""
         try:
-            self._tenancy.grant(tenant, blocks)
+            self._tenant_sync.grant(tenant, blocks)
         except ArgumentError:
             return False
         return True

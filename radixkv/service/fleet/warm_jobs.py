@@ -18,31 +18,33 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import anyio
-import anyio.to_thread
+from typing import TYPE_CHECKING, Any, Literal
 
 from radixkv.coordination.keys import mac
 from radixkv.coordination.values import NOBODY, JobPart, WarmJob, Writer
-from radixkv.errors import ArgumentError, StoreUnavailable
-from radixkv.service.fleet.job_table import Job, Stated
+from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
+from radixkv.service.fleet.job_table import Job, JobTable, Stated
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, cleared, invalid, not_found, store_unavailable
 from radixkv.service.schemas.errors import ErrorDetail
 from radixkv.service.schemas.warming import FleetWarmReply, JobReply, OrderRequest, Progress, ReplicaOutcome
 from radixkv.service.worker import Busy, Closed
 
 if TYPE_CHECKING:
+    from radixkv.clock import Clock
     from radixkv.config import Namespace
     from radixkv.coordination.values import ReplicaInfo
-    from radixkv.service.core import Service
+    from radixkv.service.draining import Drain
+    from radixkv.service.failures import Failures
+    from radixkv.service.fleet.peers import Fleet
+    from radixkv.service.fleet.placement import Placement
+    from radixkv.service.limits import Limits
     from radixkv.service.prompts import Ids
-
-T = TypeVar("T")
+    from radixkv.service.tenant_sync import TenantSync
+    from radixkv.service.threads import Threads
+    from radixkv.service.warming import Warmer
 
 MAX_LOST = 3
 """Parts lost with their replicas, after which nobody stands in any more."""
@@ -51,8 +53,6 @@ _ANSWER_WITHIN_S = 0.2
 _PROGRESS_EVERY_S = 0.5
 _KNOWN_WITHIN_S = 2.0
 """An answer with a job waits for so long until another replica knows of it."""
-_STORE_THREADS = 8
-"""Calls of the store at once: an outage must not hold up the threads that requests need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,32 @@ class Order:
     key: str | None = None
 
 
-class Orders:
-    """See the module's docstring. To be used from the event loop's thread."""
+class WarmJobs:
+    """See the module's docstring. ``table``: the jobs known here. To be used from the event loop's thread."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._fleet, self._coordinator = service.fleet, service.fleet.coordinator
-        self._limiter: anyio.CapacityLimiter | None = None
-
-    async def call(self, function: Callable[..., T], *args: object, **named: object) -> T:
-        """A call that may ask the store, off the event loop."""
-        self._limiter = self._limiter or anyio.CapacityLimiter(_STORE_THREADS)
-        return await anyio.to_thread.run_sync(partial(function, *args, **named), limiter=self._limiter)
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement: Placement,
+        threads: Threads,
+        tenant_sync: TenantSync,
+        warmer: Warmer,
+        drain: Drain,
+        failures: Failures,
+        limits: Limits,
+        clock: Clock,
+    ) -> None:
+        self._fleet, self._coordinator, self._placement = fleet, fleet.coordinator, placement
+        self._ask_store, self._tenant_sync = threads.ask_store, tenant_sync
+        self._warmer, self._drain, self._failures, self._clock = warmer, drain, failures, clock
+        self.table = JobTable(
+            clock,
+            self._left,
+            ttl_s=limits.job_ttl_s,
+            max_jobs=limits.max_jobs,
+            era_of=tenant_sync.era,
+        )
+        self._forgetting: set[asyncio.Task[None]] = set()
 
     # ---- what a client asks
 
@@ -87,8 +101,8 @@ class Orders:
         Raises ApiError, Busy, Closed and what can't be computed at once.
         """
         tenant, job_id = order.namespace.tenant, self._id_of(order)
-        self._service.require_purged(tenant)
-        known = self._service.jobs.get(tenant, job_id)
+        self._tenant_sync.require_purged(tenant)
+        known = self.table.get(tenant, job_id)
         if known is not None:
             _require_same(known.request, self._digest(order))
             return job_id
@@ -102,12 +116,12 @@ class Orders:
 
         Raises ApiError if it isn't known here and the store can't be asked.
         """
-        self._service.require_purged(tenant)
-        job = self._service.jobs.get(tenant, job_id)
+        self._tenant_sync.require_purged(tenant)
+        job = self.table.get(tenant, job_id)
         if job is not None and job.record is None:
             return self._reply(job, self._as_known(job))
         try:
-            record = await self.call(self._coordinator.job, job_id, tenant)
+            record = await self._ask_store(self._coordinator.job, job_id, tenant)
         except StoreUnavailable:
             if job is None:
                 raise store_unavailable("the store of jobs can't be reached; ask again") from None
@@ -118,12 +132,12 @@ class Orders:
 
     async def result(self, tenant: str, job_id: str) -> FleetWarmReply:
         """The result of a job, when it has ended. Raises ApiError."""
-        began_at, era = self._service.clock(), self._service.era(tenant)
+        began_at, era = self._clock(), self._tenant_sync.era(tenant)
         while True:
             reply = await self.reply(tenant, job_id)
             if reply is None:
-                raise not_found("job") if era == self._service.era(tenant) else cleared()
-            job = self._service.jobs.get(tenant, job_id)
+                raise not_found("job") if era == self._tenant_sync.era(tenant) else cleared()
+            job = self.table.get(tenant, job_id)
             if reply.result is not None:
                 return reply.result
             if reply.error is not None:
@@ -144,14 +158,14 @@ class Orders:
     async def _recorded(self, order: Order, job_id: str) -> str:
         tenant, digest = order.namespace.tenant, self._digest(order)
         if order.key is not None:
-            earlier = await self.call(self._coordinator.job, job_id, tenant)
+            earlier = await self._ask_store(self._coordinator.job, job_id, tenant)
             if earlier is not None:
                 _require_same(earlier.request, digest)
                 return job_id
-        names = self.asked(order.namespace, order.ids, order.where)
+        names = self._placement.asked(order.namespace, order.ids, order.where)
         job = self._new(order, job_id)
         with ExitStack() as undo:
-            undo.callback(self._service.jobs.drop, tenant, job)
+            undo.callback(self.table.drop, tenant, job)
             held = undo.enter_context(self._begin(job)) if self._name in names else None
             wanted = order.where if isinstance(order.where, int) else 0
             record = await self._saved(job, names, wanted)
@@ -163,7 +177,7 @@ class Orders:
         job.is_followed = record.num_wanted > 0 or names != [self._name]
         if held is not None:
             self._work(job, held)
-        self._service.jobs.run(job, self._watch(job))
+        self.table.run(job, self._watch(job))
         if job.is_followed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_KNOWN_WITHIN_S):
@@ -172,7 +186,7 @@ class Orders:
 
     async def _saved(self, job: Job, names: list[str], wanted: int) -> WarmJob:
         try:
-            return await self.call(
+            return await self._ask_store(
                 self._coordinator.create_job, job.namespace, job.num_tokens, names, job_id=job.id,
                 num_wanted=wanted, num_left_out=job.num_left_out, request=job.request,
             )  # fmt: skip
@@ -185,7 +199,7 @@ class Orders:
             raise store_unavailable("the store of jobs can't be reached; nothing was begun")
         job = self._new(order, secrets.token_hex(16))  # the other id may stand in the store, after all
         with ExitStack() as undo:
-            undo.callback(self._service.jobs.drop, order.namespace.tenant, job)
+            undo.callback(self.table.drop, order.namespace.tenant, job)
             held = undo.enter_context(self._begin(job))
             undo.pop_all()
         if order.where == "all":
@@ -193,16 +207,14 @@ class Orders:
         elif isinstance(order.where, list):
             job.delivered = {Writer(name, 0, "") for name in order.where if name != self._name}
         self._work(job, held)
-        self._service.jobs.run(job, self._watch(job))
+        self.table.run(job, self._watch(job))
         return job.id
 
     def _new(self, order: Order, job_id: str) -> Job:
         job = Job(job_id, order.namespace, order.ids, order.num_left_out)
         job.request = self._digest(order)
-        self._service.jobs.keep(order.namespace.tenant, job)
+        self.table.keep(order.namespace.tenant, job)
         return job
-
-    # ---- who is asked
 
     @property
     def _name(self) -> str:
@@ -212,41 +224,38 @@ class Orders:
     def _me(self) -> Writer:
         return self._coordinator.info().writer
 
-    def asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
-        """The replicas that ``where`` means now."""
-        if where == "self" or not len(ids):
-            return [self._name]
-        if where == "all":
-            return [self._name, *(peer.id for peer in self._coordinator.peers())]
-        if isinstance(where, int):
-            return self.best(namespace, ids)[:where]
-        return list(dict.fromkeys(where)) if isinstance(where, list) else [where]
-
-    def best(self, namespace: Namespace, ids: Ids) -> list[str]:
-        """Replicas that could hold the prefix, the best first: as prompts are routed."""
-        reachable = {self._name, *(peer.id for peer in self._coordinator.peers())}
-        ranked = [each.replica.id for each in self._service.router.rank(namespace, ids)]
-        return [name for name in ranked if name in reachable]
-
     # ---- what another replica asks
 
     async def receive(self, namespace: Namespace, ids: Ids, body: OrderRequest) -> None:
         """Take part in a job, or know it, as another replica asks. Raises ApiError 404, Busy, StoreUnavailable."""
-        tenant, jobs = namespace.tenant, self._service.jobs
-        record = await self.call(self._coordinator.job, body.job, tenant)
+        tenant, table = namespace.tenant, self.table
+        record = await self._ask_store(self._coordinator.job, body.job, tenant)
         if record is None:  # unless it was asked for after a purge that wasn't heard of here yet
-            await self.call(self._coordinator.heed)
-            record = await self.call(self._coordinator.job, body.job, tenant)
+            await self._ask_store(self._coordinator.heed)
+            record = await self._ask_store(self._coordinator.job, body.job, tenant)
         if record is None:
             raise not_found("job")
-        known = jobs.get(tenant, body.job)
+        known = table.get(tenant, body.job)
         if known is not None and known.ended_at is None:
             known.changed.set()
             return
         job = Job(body.job, namespace, ids, body.left_out)
         job.record, job.request, job.is_followed = record, record.request, True
-        jobs.keep(tenant, job)
-        jobs.run(job, self._watch(job))
+        table.keep(tenant, job)
+        table.run(job, self._watch(job))
+
+    # ---- jobs that leave the table
+
+    def _left(self, job: Job) -> None:
+        """A job left the table: if a client asked for it here, nobody will ask for it any more."""
+        if job.is_mine and not self._drain.is_stopping:
+            task = asyncio.create_task(self._forget(job.id))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, job_id: str) -> None:
+        with suppress(CoordinationError):  # the store forgets it within an hour
+            await self._ask_store(self._coordinator.forget_job, job_id)
 
     # ---- this replica's part
 
@@ -254,7 +263,7 @@ class Orders:
         """A share in computing the job's prefix. Raises Busy or Closed."""
         assert job.ids is not None
         held = ExitStack()
-        job.warming = held.enter_context(self._service.warmer.join(job.namespace, job.ids))
+        job.warming = held.enter_context(self._warmer.join(job.namespace, job.ids))
         return held
 
     def _begin_late(self, job: Job) -> None:
@@ -262,29 +271,29 @@ class Orders:
         try:
             self._work(job, self._begin(job))
         except (Busy, Closed) as error:
-            job.error = self._service.problem(error)
+            job.error = self._failures.answer(error)
             job.changed.set()
 
     def _work(self, job: Job, held: ExitStack) -> None:
         """Wait for the prefix, in a task."""
 
         async def work() -> None:
-            began_at, warming = self._service.clock(), job.warming
+            began_at, warming = self._clock(), job.warming
             assert warming is not None
             with held:
                 try:
                     job.warmed = await warming.result()
                 except Exception as error:  # noqa: BLE001 no request is there to answer: the job carries it
-                    job.error = self._service.problem(error)
+                    job.error = self._failures.answer(error)
                 finally:
-                    job.took_s = self._service.clock() - began_at
+                    job.took_s = self._clock() - began_at
                     job.changed.set()
 
-        self._service.jobs.run(job, work())
+        self.table.run(job, work())
 
     async def _state(self, job: Job) -> None:
         """Let the store have this replica's part as it is now. Raises StoreUnavailable."""
-        part, now = job.part(), self._service.clock()
+        part, now = job.part(), self._clock()
         if job.record is None or not job.has_part or part == job.stated:
             return
         is_progress = job.stated is not None and part.state == job.stated.state
@@ -293,14 +302,14 @@ class Orders:
         job.stated_at = now
         numbers = {"num_tokens_cached": part.num_cached, "ms": part.ms}
         report = self._coordinator.report_job
-        await self.call(report, job.id, part.state, part.num_done, part.error, **numbers)
+        await self._ask_store(report, job.id, part.state, part.num_done, part.error, **numbers)
         job.stated = part
 
-    # ---- seeing to a job
+    # ---- the job as a whole
 
     async def _watch(self, job: Job) -> None:
-        """Until the job has ended: state this replica's part, and take care of the others'."""
-        began_at = self._service.clock()
+        """Until the job has ended: state this replica's part; as its owner, ask other replicas for theirs."""
+        began_at = self._clock()
         try:
             while not await self._has_settled(job):
                 with suppress(TimeoutError):
@@ -308,28 +317,28 @@ class Orders:
                         await job.changed.wait()
                 job.changed.clear()
         except Exception as error:  # noqa: BLE001 a bug of ours, which must not leave a job unfinished for ever
-            problem = self._service.problem(error)
+            problem = self._failures.answer(error)
             job.error = job.error or problem
         job.is_known.set()
-        self._service.jobs.end(job)
+        self.table.end(job)
 
     def _pause_s(self, began_at: float) -> float:
         """An eighth of the time that it took so far."""
         least, most = _PAUSES_S
-        return min(max(least, (self._service.clock() - began_at) / 8), most)
+        return min(max(least, (self._clock() - began_at) / 8), most)
 
     async def _has_settled(self, job: Job) -> bool:
         try:
             await self._state(job)
             if job.is_followed:
-                return await self._is_seen_to(job)
+                return await self._is_handled(job)
             return job.is_worked and (job.record is None or job.stated == job.part())
         except (StoreUnavailable, ArgumentError):  # an outage, or a replica that has just left
             return False
 
-    async def _is_seen_to(self, job: Job) -> bool:
+    async def _is_handled(self, job: Job) -> bool:
         """Do what there is to do now; whether the job has ended. Raises StoreUnavailable, ArgumentError."""
-        record = await self.call(self._coordinator.job, job.id, job.namespace.tenant)
+        record = await self._ask_store(self._coordinator.job, job.id, job.namespace.tenant)
         is_idle = job.is_worked or not job.has_part
         if record is None:
             return is_idle
@@ -345,36 +354,36 @@ class Orders:
         if record.is_ended:
             return is_idle
         if await self._owns(job, record):
-            await self._see_to(job, record)
+            await self._assign(job, record)
         return False
 
     def _differs(self, part: JobPart, stated: Stated) -> bool:
         return (part.writer, part.state) != (self._me, stated.state)
 
     async def _owns(self, job: Job, record: WarmJob) -> bool:
-        """Whether this replica sees to the job, be it from now on."""
+        """Whether this replica owns the job; it takes a job whose owner is gone."""
         if record.owner == self._me:
             return True
         if any(each.writer == record.owner and each.live for each in self._coordinator.replicas()):
             return False
-        return await self.call(self._coordinator.take_job, job.id, job.namespace.tenant) is not None
+        return await self._ask_store(self._coordinator.take_job, job.id, job.namespace.tenant) is not None
 
-    async def _see_to(self, job: Job, record: WarmJob) -> None:
+    async def _assign(self, job: Job, record: WarmJob) -> None:
         """Ask those that weren't asked yet, and others in the place of those that failed."""
         self._deliver(job, record)
         if record.num_missing:
             spare = self._spare(job, record)
             if not spare:
                 if record.is_over:
-                    await self.call(self._coordinator.end_job, job.id)
+                    await self._ask_store(self._coordinator.end_job, job.id)
                 return
             for name in spare[: record.num_missing]:
-                await self.call(self._coordinator.extend_job, job.id, name)
-            extended = await self.call(self._coordinator.job, job.id, job.namespace.tenant)
+                await self._ask_store(self._coordinator.extend_job, job.id, name)
+            extended = await self._ask_store(self._coordinator.job, job.id, job.namespace.tenant)
             if extended is not None:
                 self._deliver(job, extended)
             return
-        await self._share(job, record)
+        await self._hand_over(job, record)
         if not job.num_telling:
             job.is_known.set()
 
@@ -384,7 +393,7 @@ class Orders:
         if job.ids is None or num_lost >= MAX_LOST or any(part.error == "conflict" for part in record.parts):
             return []
         asked = {part.replica_id for part in record.parts}
-        return [name for name in self.best(job.namespace, job.ids) if name not in asked]
+        return [name for name in self._placement.best(job.namespace, job.ids) if name not in asked]
 
     def _deliver(self, job: Job, record: WarmJob) -> None:
         """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""
@@ -393,23 +402,23 @@ class Orders:
             if part.state == "queued" and part.replica_id != self._name and to not in job.delivered:
                 job.delivered.add(to)
                 job.num_telling += 1
-                self._service.jobs.run(job, self._deliver_part(job, part))
+                self.table.run(job, self._deliver_part(job, part))
 
     async def _deliver_part(self, job: Job, part: JobPart) -> None:
         to = part.writer
         peer = next((peer for peer in self._coordinator.peers() if peer.writer == to), None)
-        error = "left" if peer is None else await self._told(job, peer)
+        error = "left" if peer is None else await self._tell(job, peer)
         job.num_telling -= 1
         if error is None or not job.num_telling:
             job.is_known.set()
         if error is not None:
             try:
-                await self.call(self._coordinator.give_up, job.id, part, error)
+                await self._ask_store(self._coordinator.give_up, job.id, part, error)
             except StoreUnavailable:
                 job.delivered.discard(to)
         job.changed.set()
 
-    async def _told(self, job: Job, peer: ReplicaInfo) -> str | None:
+    async def _tell(self, job: Job, peer: ReplicaInfo) -> str | None:
         """Tell a replica of the job: None, or why it doesn't know of it now."""
         if peer.fingerprint != job.namespace.model:
             return "other_model"
@@ -425,21 +434,21 @@ class Orders:
         }
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())
 
-    async def _share(self, job: Job, record: WarmJob) -> None:
+    async def _hand_over(self, job: Job, record: WarmJob) -> None:
         """Where somebody may have to stand in, let another replica see to a job that only this one knows."""
         knowing = {part.writer for part in record.parts if part.is_open or part.state == "done"}
         if not record.num_wanted or record.owner != self._me or knowing - {self._me}:
             return
         for peer in self._coordinator.peers():
-            if await self._told(job, peer) is None:
-                await self.call(self._coordinator.hand_job, job.id, peer)
+            if await self._tell(job, peer) is None:
+                await self._ask_store(self._coordinator.hand_job, job.id, peer)
                 return
 
     # ---- what is said of a job
 
     def _reply(self, job: Job | None, record: WarmJob) -> JobReply:
         own = job.error.body if job is not None and job.error is not None else None
-        return reply_of(record, self._service.cache.config.block_size, own)
+        return reply_of(record, self._coordinator.info().block_size, own)
 
     def _as_known(self, job: Job) -> WarmJob:
         """A job without the store: this replica's part as it is, others' as last heard until their leases are over."""

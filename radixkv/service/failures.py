@@ -1,0 +1,74 @@
+"""What an error becomes: an answer for the client, and a line in the log.
+
+The log names types and places in the code, and no message of an unforeseen error: it may quote what a client sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+from radixkv.errors import IntegrityError, RadixKVError
+from radixkv.service import problems
+from radixkv.service.draining import Ended
+from radixkv.service.limits import TooFast
+from radixkv.service.problems import ApiError
+from radixkv.service.worker import Busy, Cancelled, Closed, Stalled
+
+log = logging.getLogger("radixkv.service")
+
+
+class Failures:
+    """The errors of one process. ``has_broken_laws``: a law of the cache was broken, so the process is unhealthy."""
+
+    def __init__(self) -> None:
+        self.has_broken_laws = False
+
+    def note(self, error: Exception) -> None:
+        """Remember a broken law."""
+        if isinstance(error, IntegrityError):
+            self.has_broken_laws = True
+
+    def answer(self, error: Exception) -> ApiError:
+        """The answer to an error."""
+        self.note(error)
+        return answer_to(error)
+
+    def log(self, error: Exception) -> None:
+        """Log an error that no request waits for."""
+        self.note(error)
+        log_unforeseen(error)
+
+
+def answer_to(error: Exception) -> ApiError:
+    """The answer to an error; an unforeseen one is logged and answered with 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Busy):
+        return problems.busy()
+    if isinstance(error, TooFast):
+        return problems.too_fast(error.wait_s, str(error))
+    if isinstance(error, Stalled):
+        return problems.stalled()
+    if isinstance(error, Closed | Cancelled | Ended):
+        return problems.shutting_down()
+    answer = problems.of_library(error) if isinstance(error, RadixKVError) else problems.internal()
+    if answer.status >= 500 and answer.status != 503:
+        log_unforeseen(error)
+    return answer
+
+
+def log_unforeseen(error: Exception) -> None:
+    """Log a bug of ours: what it is and where, but not what it says."""
+    is_ours = isinstance(error, IntegrityError)
+    kind = f"a law of the cache is broken: {error}" if is_ours else "unforeseen error"
+    log.error("%s\n%s", kind, _places(error))
+
+
+def _places(error: BaseException | None) -> str:
+    """Types of an error and of those before it, and where they were raised; not what they say."""
+    lines: list[str] = []
+    while error is not None:
+        lines += [f"{type(error).__qualname__}:\n", *traceback.format_tb(error.__traceback__)]
+        error = error.__cause__ or error.__context__
+    return "".join(lines)

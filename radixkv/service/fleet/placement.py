@@ -1,0 +1,35 @@
+"""Which replicas a job or a pin is for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from radixkv.config import Namespace
+    from radixkv.coordination import Router
+    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.service.prompts import Ids
+
+
+class Placement:
+    """Chooses among this replica and the others that live."""
+
+    def __init__(self, coordinator: BaseCoordinator, router: Router) -> None:
+        self._coordinator, self._router = coordinator, router
+
+    def asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
+        """The replicas that ``where`` means now."""
+        own = self._coordinator.replica_id
+        if where == "self" or not len(ids):
+            return [own]
+        if where == "all":
+            return [own, *(peer.id for peer in self._coordinator.peers())]
+        if isinstance(where, int):
+            return self.best(namespace, ids)[:where]
+        return list(dict.fromkeys(where)) if isinstance(where, list) else [where]
+
+    def best(self, namespace: Namespace, ids: Ids) -> list[str]:
+        """Replicas that could hold the prefix, the best first: as prompts are routed."""
+        reachable = {self._coordinator.replica_id, *(peer.id for peer in self._coordinator.peers())}
+        ranked = [each.replica.id for each in self._router.rank(namespace, ids)]
+        return [name for name in ranked if name in reachable]

@@ -1,0 +1,114 @@
+"""Purges of tenants: here, in the store, and on the other replicas.
+
+    operator ──▶ forget here ──▶ raise the tenant's generation in the store ──▶ tell the others now (signed)
+    another replica's request ──▶ forget here, whatever the store says ──▶ apply what the store says
+
+A replica that can't be told reads the generation in the store with its next beat.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from radixkv.coordination.store.wire import Raised
+from radixkv.errors import CoordinationError
+
+if TYPE_CHECKING:
+    from radixkv.clock import Clock
+    from radixkv.coordination.purges import Purge
+    from radixkv.index.cache import PrefixCache
+    from radixkv.service.fleet.job_table import JobTable
+    from radixkv.service.fleet.peers import Fleet
+    from radixkv.service.fleet.pins import FleetPins
+    from radixkv.service.limits import Gate
+    from radixkv.service.tenant_sync import TenantSync
+    from radixkv.service.threads import Threads
+    from radixkv.service.warming import Warmer
+
+_AGAIN_S = 5.0
+"""After a purge of a removed tenant that failed, it is tried again."""
+
+
+class TenantPurges:
+    """Forgets all that a tenant has. To be used from the event loop's thread."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        cache: PrefixCache,
+        threads: Threads,
+        tenant_sync: TenantSync,
+        gate: Gate,
+        warmer: Warmer,
+        jobs: JobTable,
+        fleet_pins: FleetPins,
+        clock: Clock,
+    ) -> None:
+        self._fleet, self._coordinator = fleet, fleet.coordinator
+        self._cache, self._administer = cache, threads.administer
+        self._tenant_sync, self._gate = tenant_sync, gate
+        self._warmer, self._jobs, self._fleet_pins = warmer, jobs, fleet_pins
+        self._clock, self._again_at = clock, float("-inf")
+
+    async def purge(self, tenant: str) -> tuple[int, Purge]:
+        """Forget all that a tenant has, here and on all replicas: how many blocks went here, and how far it has come.
+
+        Raises CoordinationError if the store can't be reached: then it is forgotten here, and where that could be told.
+        """
+        num_blocks = await self._administer(partial(self._cache.purge, tenant))
+        self._warmer.forget_tenant(tenant)
+        self._jobs.forget(tenant)
+        try:
+            pins = await self._administer(partial(self._coordinator.fleet_pins, tenant))
+            purge = await self._administer(partial(self._coordinator.purge, tenant))
+            self._jobs.sweep()
+            await self._fleet_pins.purged(tenant, pins)
+            await self._fleet.spread_purge(tenant, self._coordinator.tenants.raised(tenant))
+            if not purge.is_complete:
+                purge = await self._administer(partial(self._coordinator.purge_report, tenant))
+        except CoordinationError:
+            await self._fleet.spread_purge(tenant)
+            raise
+        return num_blocks, purge
+
+    async def purge_removed(self) -> None:
+        """Purge the tenants that were removed, as by an edit of the keys file; after a failure not before 5 seconds.
+
+        Raises CoordinationError.
+        """
+        if not self._tenant_sync.unpurged or self._clock() < self._again_at:
+            return
+        for tenant in self._tenant_sync.unpurged:
+            self._gate.forget(tenant)
+            self._jobs.forget(tenant)
+            self._fleet_pins.removed(tenant)
+            self._again_at = self._clock() + _AGAIN_S
+            await self.purge(tenant)
+            self._again_at = float("-inf")
+            self._tenant_sync.purged(tenant)
+
+    async def receive(self, tenant: str, raised: Raised) -> None:
+        """Purge a tenant here, as another replica asks; then apply what the store says.
+
+        ``raised``: the tenant's generation and its proof; generation 0 where the other replica couldn't raise it.
+        Raises ArgumentError for a proof that is none, and CoordinationError if the store can't be reached: the tenant
+        is purged here all the same.
+        """
+        self._warmer.forget_tenant(tenant)
+        try:
+            if raised.generation:
+                await self._administer(partial(self._coordinator.obey, tenant, raised))
+            else:
+                await self._purge_here(tenant)
+            await self._administer(self._coordinator.heed)
+        except CoordinationError:
+            await self._purge_here(tenant)
+            raise
+        finally:
+            self._warmer.forget_tenant(tenant)
+            self._jobs.sweep()
+
+    async def _purge_here(self, tenant: str) -> None:
+        await self._administer(partial(self._cache.purge, tenant))
+        self._jobs.forget(tenant)
