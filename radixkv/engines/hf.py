@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ from radixkv.storage.device import DeviceStorage
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
 
-Prompt = NDArray[np.uint32]
+Ids = NDArray[np.uint32]
 R = TypeVar("R")
 WaitForRoom = Callable[[CapacityError], bool]
 """Called when a step found no room, with the error: True to try again, False to raise it."""
@@ -114,12 +114,19 @@ class Generation:
     seconds: float
 
 
+class _Prompt(NamedTuple):
+    """A checked prompt: its key for the cache, and its ids for the model, a view of the key."""
+
+    key: bytes
+    ids: Ids
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """The validated arguments of a ``generate``."""
 
     namespace: Namespace
-    prompts: list[Prompt]
+    prompts: list[_Prompt]
     max_new_tokens: int
     do_sample: bool
     temperature: float
@@ -210,7 +217,9 @@ class HFEngine:
         """
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
-        return self._prefill(prompt, on_chunk, on_no_room, lambda: self.cache.open(ns, prompt, hints=hints))
+        return self._prefill(
+            prompt, on_chunk, on_no_room, lambda: self.cache.open(ns, prompt.key, hints=hints)
+        )
 
     def publish(
         self,
@@ -229,37 +238,39 @@ class HFEngine:
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
         size = self.cache.config.block_size
-        prompt = prompt[: max(len(prompt) // size * size, min(len(prompt), 1))]
+        num_tokens = len(prompt.ids)
+        num_tokens = max(num_tokens // size * size, min(num_tokens, 1))
+        prompt = _Prompt(prompt.key[: num_tokens * tokens.TOKEN_BYTES], prompt.ids[:num_tokens])
         return self._prefill(
-            prompt, on_chunk, on_no_room, lambda: self.cache.publish(base_id, ns, prompt, readers)
+            prompt, on_chunk, on_no_room, lambda: self.cache.publish(base_id, ns, prompt.key, readers)
         )
 
     def _prefill(
         self,
-        prompt: Prompt,
+        prompt: _Prompt,
         on_chunk: Callable[[int, int], None] | None,
         on_no_room: WaitForRoom | None,
         open_sequence: Callable[[], Sequence],
     ) -> Prefill:
-        started = self._clock()
+        started, num_tokens = self._clock(), len(prompt.ids)
         with _with_room(open_sequence, on_no_room) as sequence:
             cached = sequence.num_cached_tokens
             paged = self._paged([sequence], [cached])
             with paged.attached(self.model):
-                for done in self._compute(paged, prompt):
+                for done in self._compute(paged, prompt.ids):
                     if on_chunk is not None:
-                        on_chunk(done, len(prompt))
+                        on_chunk(done, num_tokens)
             num_blocks = sequence.num_blocks
-        return Prefill(len(prompt), cached, len(prompt) - cached, num_blocks, self._clock() - started)
+        return Prefill(num_tokens, cached, num_tokens - cached, num_blocks, self._clock() - started)
 
     @torch.no_grad()
-    def _compute(self, paged: PagedCache, prompt: Prompt) -> Iterator[int]:
-        """Prefill the one row of ``paged``, attached, to the end of ``prompt``; yields the tokens done so far."""
+    def _compute(self, paged: PagedCache, ids: Ids) -> Iterator[int]:
+        """Prefill the one row of ``paged``, attached, to the end of ``ids``; yields the tokens done so far."""
         extra = {"logits_to_keep": 1} if self._keeps_logits else {}
-        while paged.width < len(prompt):
-            chunk = prompt[paged.width : paged.width + self._chunk_tokens]
-            ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
-            self.model(input_ids=ids, past_key_values=paged, use_cache=True, **extra)
+        while paged.width < len(ids):
+            chunk = ids[paged.width : paged.width + self._chunk_tokens]
+            input_ids = torch.from_numpy(chunk.astype(np.int64)).to(self.model.device)[None]
+            self.model(input_ids=input_ids, past_key_values=paged, use_cache=True, **extra)
             paged.commit()
             yield paged.width
 
@@ -353,12 +364,12 @@ class HFEngine:
         """Open each prompt and compute all but its last token; ends early when the caller asks to stop."""
         pages: list[PagedCache] = []
         for prompt in request.prompts:
-            opening = partial(self.cache.open, request.namespace, prompt, hints=request.hints)
+            opening = partial(self.cache.open, request.namespace, prompt.key, hints=request.hints)
             sequence = stack.enter_context(_with_room(opening, request.on_no_room))
             page = self._paged([sequence], [sequence.num_cached_tokens], request, watcher)
             pages.append(page)
             with page.attached(self.model):
-                for _ in self._compute(page, prompt[:-1]):
+                for _ in self._compute(page, prompt.ids[:-1]):
                     if watcher.ask_to_stop():
                         return pages
             if request.num_rows > 1:
@@ -372,7 +383,7 @@ class HFEngine:
         if request.num_rows == 1:
             paged = pages[0]
         else:
-            computed = [len(prompt) - 1 for prompt in request.prompts]
+            computed = [len(prompt.ids) - 1 for prompt in request.prompts]
             sequences = [page.sequences[0] for page in pages]
             paged = self._paged(sequences, computed, request, watcher, fanout=request.fanout)
         stack.callback(paged.release)
@@ -405,14 +416,14 @@ class HFEngine:
             "pad_token_id": self._pad_token_id,
         }
 
-    def _pad(self, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
+    def _pad(self, prompts: list[_Prompt]) -> tuple[Tensor, Tensor]:
         """The prompts left-padded ``[prompts, longest]``, and the mask of what is not padding."""
-        width = max(len(prompt) for prompt in prompts)
+        width = max(len(prompt.ids) for prompt in prompts)
         ids = np.full((len(prompts), width), self._pad_token_id or 0, dtype=np.int64)
         mask = np.zeros((len(prompts), width), dtype=np.int64)
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = prompt
-            mask[row, width - len(prompt) :] = 1
+            ids[row, width - len(prompt.ids) :] = prompt.ids
+            mask[row, width - len(prompt.ids) :] = 1
         return torch.from_numpy(ids).to(self.model.device), torch.from_numpy(mask).to(self.model.device)
 
     # Checks ---------------------------------------------------------------------------------------------------
@@ -432,7 +443,7 @@ class HFEngine:
                 self._check_prompt(row, f"ids[{index}]", self.max_model_len - 1)
                 for index, row in enumerate(ids)
             ]
-        longest = max(len(prompt) for prompt in prompts)
+        longest = max(len(prompt.ids) for prompt in prompts)
         if longest + arguments["max_new_tokens"] > self.max_model_len:
             allowed = f"1 to {self.max_model_len - longest} after a prompt of {longest} tokens"
             raise ArgumentError("max_new_tokens", arguments["max_new_tokens"], allowed)
@@ -444,18 +455,20 @@ class HFEngine:
         if ns.model != self.fingerprint:
             raise ArgumentError("ns.model", ns.model, f"this engine's fingerprint, {self.fingerprint}")
 
-    def _check_prompt(self, ids: tokens.TokenIds, field: str, max_tokens: int) -> Prompt:
+    def _check_prompt(self, ids: tokens.TokenIds, field: str, max_tokens: int) -> _Prompt:
+        """Converts a prompt once; one that is a key already is taken as it is."""
         try:
-            prompt = tokens.decode(tokens.encode(ids))
+            key = tokens.encode(ids)
         except TokenError as error:
             raise TokenError(f"{field}: {error}", error.index) from None
-        if not 1 <= len(prompt) <= max_tokens:
-            raise wrong_count(field, len(prompt), f"1 to {max_tokens} tokens")
-        if int(prompt.max()) >= self.vocab_size:
-            index = int(np.argmax(prompt >= self.vocab_size))
+        found = tokens.decode(key)
+        if not 1 <= len(found) <= max_tokens:
+            raise wrong_count(field, len(found), f"1 to {max_tokens} tokens")
+        if int(found.max()) >= self.vocab_size:
+            index = int(np.argmax(found >= self.vocab_size))
             allowed = f"allowed are ids of the vocabulary, 0 to {self.vocab_size - 1}"
-            raise TokenError(f"{field}[{index}]={int(prompt[index])}: {allowed}", index)
-        return prompt
+            raise TokenError(f"{field}[{index}]={int(found[index])}: {allowed}", index)
+        return _Prompt(key, found)
 
 
 class _Watcher(StoppingCriteria):
@@ -573,7 +586,7 @@ def _commit_outputs(paged: PagedCache, request: _Request, rows: list[list[int]])
     group = len(paged.sequences) // len(request.prompts)
     for index, row in enumerate(rows):
         prompt = index // request.num_return_sequences
-        wanted = np.concatenate([request.prompts[prompt], np.array(row, dtype=np.uint32)])
+        wanted = np.concatenate([request.prompts[prompt].ids, np.array(row, dtype=np.uint32)])
         shared, closest = max(
             (_num_shared(paged.sequences[at].token_ids[: paged.lengths[at]], wanted), at)
             for at in range(prompt * group, (prompt + 1) * group)
@@ -583,7 +596,7 @@ def _commit_outputs(paged: PagedCache, request: _Request, rows: list[list[int]])
             sequence.commit(shared)
 
 
-def _num_shared(left: Prompt, right: Prompt) -> int:
+def _num_shared(left: Ids, right: Ids) -> int:
     """Leading ids that are equal."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
@@ -602,7 +615,7 @@ def _generation(
         rows = [[] for _ in range(len(request.prompts) * request.num_return_sequences)]
     return Generation(
         token_ids=rows,
-        num_prompt_tokens=[len(prompt) for prompt in request.prompts],
+        num_prompt_tokens=[len(prompt.ids) for prompt in request.prompts],
         num_cached_tokens=cached + [0] * (len(request.prompts) - len(cached)),
         finish_reasons=[_finish_reason(row, request) for row in rows],
         time_to_first_token_s=seconds if watcher.first_token_at is None else watcher.first_token_at - started,

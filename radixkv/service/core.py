@@ -148,8 +148,8 @@ class Service:
             namespace = namespace._replace(model=body.model)
         return namespace
 
-    def _resident(self, namespace: Namespace, key: bytes) -> int:
-        return self.cache.match(namespace, key).num_tokens
+    def _resident(self, namespace: Namespace, prompt_key: bytes) -> int:
+        return self.cache.match(namespace, prompt_key).num_tokens
 
     def sickness(self) -> list[str]:
         """Why this process ought to be replaced; empty if it is well."""

@@ -1,4 +1,7 @@
-"""From the fields of a body to token ids, and the checks that ids have to pass.
+"""From the fields of a body to prompt keys, and the checks that token ids have to pass.
+
+A **prompt key** is the canonical form of token ids (``radixkv.index.tokens``). It is made here, once for a prompt, and
+is the same object at lookup, warm, pin, completion and route, in the engine and in the cache.
 
 Warm, lookup, pin and route look at the same **prefix** of a prompt: what every continuation of it begins with, down to
 a whole block.
@@ -15,19 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from radixkv.errors import ArgumentError
+from radixkv.index.tokens import TOKEN_BYTES, decode, encode
 from radixkv.service.problems import invalid
 from radixkv.service.schemas.completions import CompletionRequest
 from radixkv.service.schemas.prompts import Message, PromptForms, PromptOrder
 from radixkv.tokenizer import Tokenizer
 
-Ids = NDArray[np.uint32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 T = TypeVar("T")
 
 MAX_CHARS_PER_TOKEN = 64
@@ -38,12 +43,22 @@ _LIKELY_CHARS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """Ids of a prompt, and how many of its tokens come after them. ``text``: what a completion may echo."""
+class Prompt:
+    """The key of a prompt, and how many of its tokens come after it. ``text``: what a completion may echo."""
 
-    ids: Ids
+    key: bytes
     left_out: int
     text: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the key."""
+        return len(self.key) // TOKEN_BYTES
+
+    @property
+    def ids(self) -> NDArray[np.uint32]:
+        """The token ids ``[num_tokens]``, a view of the key."""
+        return decode(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +80,17 @@ class PromptRules:
         """Token ids that a body may have."""
         return max(self.max_tokens, self.max_total_tokens or 0)
 
-    def check(self, ids: Sequence[int] | Ids, field: str) -> Ids:
-        """The ids as uint32, ``[n]``, n ≥ 1. An ApiError (422) names the first bad index and its value."""
+    def key_of(self, ids: Sequence[int], field: str) -> bytes:
+        """The key of 1 to ``max_tokens`` ids. An ApiError (422) names the first that isn't in the vocabulary."""
         self.check_length(len(ids), field)
-        found = np.asarray(ids, dtype=np.int64)
-        bad = np.flatnonzero((found < 0) | (found >= self.vocab_size))
-        if len(bad):
-            index = int(bad[0])
+        key = encode(ids)
+        found = decode(key)
+        if int(found.max()) >= self.vocab_size:
+            index = int((found >= self.vocab_size).argmax())
             allowed = f"an integer from 0 to {self.vocab_size - 1}"
             place, value = f"{field}[{index}]", int(found[index])
             raise invalid(f"{place}={value} is not in the vocabulary", place, value, allowed)
-        return found.astype(np.uint32)
+        return key
 
     def check_length(self, num_tokens: int, field: str) -> None:
         """An ApiError (422) unless a prompt may have so many tokens."""
@@ -110,33 +125,33 @@ class PromptRules:
                 message = f"{field} has {len(ids)} tokens or more, more than {self.max_tokens}"
                 raise invalid(message, field, len(ids), f"at most {self.max_tokens} tokens")
 
-    def whole_blocks(self, ids: Ids, left_out: int) -> Prefix:
+    def whole_blocks(self, prompt_key: bytes, left_out: int) -> Prompt:
         """Cut down to a whole block."""
-        cut = len(ids) // self.block_size * self.block_size
-        return Prefix(ids[:cut], left_out + len(ids) - cut)
+        num_cut = len(prompt_key) // TOKEN_BYTES % self.block_size
+        return Prompt(prompt_key[: len(prompt_key) - num_cut * TOKEN_BYTES], left_out + num_cut)
 
 
-def prompts_of(body: BaseModel, tokenizer: Tokenizer, rules: PromptRules) -> list[Prefix]:
-    """All prompts that a body has, as ids; about 1 µs a token of a text. Raises ApiError (422)."""
+def prompts_of(body: BaseModel, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:
+    """All prompts that a body has, as keys; about 1 µs a token of a text. Raises ApiError (422)."""
     if isinstance(body, PromptForms):
         return [_prefix_of(body, tokenizer, rules)]
     if isinstance(body, PromptOrder):
-        return [rules.whole_blocks(rules.check(body.token_ids, "token_ids"), 0)]
+        return [rules.whole_blocks(rules.key_of(body.token_ids, "token_ids"), 0)]
     if isinstance(body, CompletionRequest):
         return _completed(body, tokenizer, rules)
     return []
 
 
-def _prefix_of(body: PromptForms, tokenizer: Tokenizer, rules: PromptRules) -> Prefix:
+def _prefix_of(body: PromptForms, tokenizer: Tokenizer, rules: PromptRules) -> Prompt:
     field = _the_one_field(body)
     if body.token_ids is not None:
-        return rules.whole_blocks(rules.check(body.token_ids, field), 0)
+        return rules.whole_blocks(rules.key_of(body.token_ids, field), 0)
     if body.prompt is not None:
         ids, left_out = _tokenized(field, lambda: _stable_prefix(str(body.prompt), tokenizer, rules))
     else:
         ids, left_out = _tokenized(field, lambda: _stable_messages(body.messages or [], tokenizer, rules))
     rules.check_length(len(ids) + left_out, field)
-    return rules.whole_blocks(np.asarray(ids, dtype=np.uint32), left_out)
+    return rules.whole_blocks(encode(ids), left_out)
 
 
 def _stable_prefix(text: str, tokenizer: Tokenizer, rules: PromptRules) -> tuple[list[int], int]:
@@ -161,21 +176,21 @@ def _the_one_field(body: PromptForms) -> str:
     return given[0]
 
 
-def _completed(body: CompletionRequest, tokenizer: Tokenizer, rules: PromptRules) -> list[Prefix]:
+def _completed(body: CompletionRequest, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:
     """The prompts of a completion, uncut."""
     is_batch = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     given: list[Any] = list(body.prompt) if is_batch else [body.prompt]
     names = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
-    found: list[Prefix] = []
+    found: list[Prompt] = []
     for each, field in zip(given, names, strict=True):
         found.append(_whole(each, field, tokenizer, rules, echo=body.echo))
-        rules.check_total(sum(len(prompt.ids) for prompt in found), "prompt")
+        rules.check_total(sum(prompt.num_tokens for prompt in found), "prompt")
     return found
 
 
 def _whole(
     given: str | list[int], field: str, tokenizer: Tokenizer, rules: PromptRules, *, echo: bool
-) -> Prefix:
+) -> Prompt:
     if isinstance(given, str):
         text = given
 
@@ -183,15 +198,15 @@ def _whole(
             rules.check_beginning(text, field, tokenizer)
             return tokenizer.encode(text)
 
-        return Prefix(rules.check(_tokenized(field, encoded), field), 0, text if echo else "")
-    ids = rules.check(given, field)
-    return Prefix(ids, 0, tokenizer.decode(given) if echo else "")
+        return Prompt(rules.key_of(_tokenized(field, encoded), field), 0, text if echo else "")
+    key = rules.key_of(given, field)
+    return Prompt(key, 0, tokenizer.decode(given) if echo else "")
 
 
-def _tokenized(field: str, encode: Callable[[], T]) -> T:
-    """``encode()``; what it refuses becomes an ApiError on ``field``."""
+def _tokenized(field: str, tokenize: Callable[[], T]) -> T:
+    """``tokenize()``; what it refuses becomes an ApiError on ``field``."""
     try:
-        return encode()
+        return tokenize()
     except ArgumentError as error:
         name = error.argument if error.argument.startswith(field) else field
         raise invalid(str(error), name, error.value, error.allowed) from None

@@ -1,8 +1,8 @@
-"""From the bytes of a body to a validated body and the ids of its prompts: the same code on the loop and in processes.
+"""From the bytes of a body to a validated body and the keys of its prompts: the same code on the loop and in processes.
 
-    bytes ─▶ budget (values, before anything is parsed) ─▶ JSON and schema ─▶ prompts as ids ─▶ Reading
+    bytes ─▶ budget (values, before anything is parsed) ─▶ JSON and schema ─▶ prompts as keys ─▶ Reading
 
-What a process sends back is JSON and packed uint32, never a pickle. A refusal travels as the fields of its ApiError.
+What a process sends back is JSON and prompt keys, never a pickle. A refusal travels as the fields of its ApiError.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from pydantic import ValidationError
 
 from radixkv.service import problems
 from radixkv.service.budgets import budget_of
 from radixkv.service.problems import ApiError
-from radixkv.service.prompts import Prefix, PromptRules, prompts_of
+from radixkv.service.prompts import Prompt, PromptRules, prompts_of
 from radixkv.service.schemas.base import RequestBody
 from radixkv.tokenizer import Tokenizer
 
@@ -32,7 +31,7 @@ class Reading(Generic[B]):
     """A valid body, whose fields of prompts are ``without_prompts``, and its prompts."""
 
     body: B
-    prompts: tuple[Prefix, ...]
+    prompts: tuple[Prompt, ...]
 
 
 class Reader:
@@ -86,14 +85,14 @@ def name_of(model: type[RequestBody]) -> bytes:
 
 
 def packed(reading: Reading[Any]) -> list[bytes]:
-    """A reading as parts to send: a JSON header, then the ids of each prompt, then its text."""
+    """A reading as parts to send: a JSON header, then the key of each prompt, then its text."""
     header = {
         "body": reading.body.model_dump(mode="json", exclude_unset=True),
         "left_out": [each.left_out for each in reading.prompts],
     }
     parts = [json.dumps(header).encode()]
     for each in reading.prompts:
-        parts += [each.ids.astype(np.uint32).tobytes(), each.text.encode()]
+        parts += [each.key, each.text.encode()]
     return parts
 
 
@@ -103,13 +102,13 @@ def packed_problem(error: ApiError) -> list[bytes]:
 
 
 def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
-    """What ``packed`` made: copies no ids. Raises the ApiError that ``packed_problem`` made."""
+    """What ``packed`` made; copies each key once. Raises the ApiError that ``packed_problem`` made."""
     header = json.loads(bytes(parts[0]))
     if "status" in header:
         status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")
         raise ApiError(status, kind, message, **header)
     prompts = [
-        Prefix(np.frombuffer(ids, np.uint32), left_out, bytes(text).decode())
-        for left_out, ids, text in zip(header["left_out"], parts[1::2], parts[2::2], strict=True)
+        Prompt(bytes(key), left_out, bytes(text).decode())
+        for left_out, key, text in zip(header["left_out"], parts[1::2], parts[2::2], strict=True)
     ]
     return Reading(model.model_validate(header["body"]), tuple(prompts))

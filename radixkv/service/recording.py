@@ -70,13 +70,13 @@ class Recorder:
     def record(
         self,
         namespace: Namespace,
-        prompt: Any,
+        prompt_key: bytes,
         answer: Sequence[int],
         seconds: float,
         hints: RequestHints,
     ) -> None:
         """A request that ends now and began ``seconds`` ago. O(tokens)."""
-        prompt_key, answer_key = encode(prompt), encode(answer)
+        answer_key = encode(answer)
         fields = {
             "time": round(time.time() - seconds, 3),
             "duration_s": round(seconds, 3),

@@ -20,7 +20,7 @@ from radixkv.clock import monotonic
 from radixkv.config import Namespace
 from radixkv.errors import LeaseError
 from radixkv.index.cache import RequestHints
-from radixkv.service.prompts import Ids
+from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.recording import WARM, Recorder
 from radixkv.service.worker import ModelWorker, Work, finished
 
@@ -84,10 +84,10 @@ class Warmer:
         return list(self._under_way.values())
 
     @contextmanager
-    def join(self, namespace: Namespace, ids: Ids) -> Iterator[Warming]:
-        """A share in computing ``ids`` (whole blocks), held until the ``with`` is left. Raises Busy or Closed."""
-        key = (namespace, ids.tobytes())
-        warming = self._under_way.get(key) or self._begin(key, ids)
+    def join(self, namespace: Namespace, prompt_key: bytes) -> Iterator[Warming]:
+        """A share in computing a prompt (whole blocks), held until the ``with`` is left. Raises Busy or Closed."""
+        key = (namespace, prompt_key)
+        warming = self._under_way.get(key) or self._begin(namespace, prompt_key)
         warming.num_shares += 1
         try:
             yield warming
@@ -106,14 +106,15 @@ class Warmer:
         for key in [key for key in self._under_way if key[0].tenant == tenant]:
             del self._under_way[key]
 
-    def _begin(self, key: _Key, ids: Ids) -> Warming:
-        warming = Warming(len(ids))
-        if len(ids):
-            namespace = key[0]
+    def _begin(self, namespace: Namespace, prompt_key: bytes) -> Warming:
+        warming = Warming(len(prompt_key) // TOKEN_BYTES)
+        if prompt_key:
             warming.work = self._worker.submit(
-                namespace.tenant, lambda work: self._compute(namespace, ids, warming, work), len(ids)
+                namespace.tenant,
+                lambda work: self._compute(namespace, prompt_key, warming, work),
+                warming.num_tokens,
             )
-            self._under_way[key] = warming
+            self._under_way[namespace, prompt_key] = warming
         return warming
 
     def _end(self, key: _Key, warming: Warming) -> None:
@@ -122,27 +123,29 @@ class Warmer:
         if warming.work is not None:
             warming.work.cancel()
 
-    def _compute(self, namespace: Namespace, ids: Ids, warming: Warming, work: Work[Warmed]) -> Warmed:
+    def _compute(
+        self, namespace: Namespace, prompt_key: bytes, warming: Warming, work: Work[Warmed]
+    ) -> Warmed:
         """In the model's thread."""
-        warming.started, began_at = True, monotonic()
+        warming.started, began_at, num_tokens = True, monotonic(), warming.num_tokens
 
         def on_chunk(num_ready: int, _total: int) -> None:
-            warming.num_ready, work.num_prefill_tokens = num_ready, len(ids) - num_ready
+            warming.num_ready, work.num_prefill_tokens = num_ready, num_tokens - num_ready
             work.turn()
             work.check()
 
         cache = self._engine.cache
-        match = cache.match(namespace, ids)
-        warming.num_ready, work.num_prefill_tokens = match.num_tokens, len(ids) - match.num_tokens
-        if match.num_tokens < len(ids):
+        match = cache.match(namespace, prompt_key)
+        warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
+        if match.num_tokens < num_tokens:
             self._engine.prefill(
-                namespace, ids, on_chunk=on_chunk, on_no_room=work.wait_for_room, hints=_HINTS
+                namespace, prompt_key, on_chunk=on_chunk, on_no_room=work.wait_for_room, hints=_HINTS
             )
-            if cache.match(namespace, ids).num_tokens < len(ids):
+            if cache.match(namespace, prompt_key).num_tokens < num_tokens:
                 raise ClearedMeanwhile
         else:
             cache.lease(match).release()
-        warming.num_ready = len(ids)
+        warming.num_ready = num_tokens
         if self._recorder is not None:
-            self._recorder.record(namespace, ids, (), monotonic() - began_at, _HINTS)
-        return Warmed(len(ids), match.num_tokens, len(ids) // cache.config.block_size)
+            self._recorder.record(namespace, prompt_key, (), monotonic() - began_at, _HINTS)
+        return Warmed(num_tokens, match.num_tokens, num_tokens // cache.config.block_size)

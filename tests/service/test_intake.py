@@ -164,7 +164,7 @@ def test_a_process_reads_what_the_loop_reads(model: type[RequestBody], body: dic
             reading = read()
         except ApiError as error:
             return error.status, error.body
-        prompts = [(each.ids.dtype, each.ids.tolist(), each.left_out, each.text) for each in reading.prompts]
+        prompts = [(each.key, each.left_out, each.text) for each in reading.prompts]
         return reading.body, reading.body.model_fields_set, prompts
 
     def elsewhere() -> Any:

@@ -13,6 +13,7 @@ from radixkv.bench.simulate import run
 from radixkv.bench.simulation.trace import hints_of, read
 from radixkv.config import Namespace
 from radixkv.errors import ConfigError
+from radixkv.index.tokens import encode
 from radixkv.service.recording import Recorder
 from radixkv_policies import Learned, RequestHints
 from tests.service.running import service_in_thread
@@ -88,9 +89,9 @@ def test_hints_reach_the_policy_and_the_record(tmp_path: Path) -> None:
 def test_no_token_id_is_written(tmp_path: Path) -> None:
     path = tmp_path / "traffic.jsonl"
     recorder = Recorder(path, SECRET, 4)
-    recorder.record(NS, list(range(987_650, 987_670)), [987_671], 1.0, HINTS)
+    recorder.record(NS, encode(range(987_650, 987_670)), [987_671], 1.0, HINTS)
     recorder.close()
-    recorder.record(NS, [1] * 8, [], 1.0, HINTS)
+    recorder.record(NS, encode([1] * 8), [], 1.0, HINTS)
     (line,) = lines(path)
     assert "9876" not in path.read_text()
     assert set(line) == {
@@ -103,7 +104,7 @@ def test_hashes_depend_on_secret_namespace_and_everything_before(tmp_path: Path)
     def hashes(secret: bytes, namespace: Namespace, ids: list[int], generation: int = 0) -> list[str]:
         path = tmp_path / "one.jsonl"
         recorder = Recorder(path, secret, 4, lambda tenant: generation)
-        recorder.record(namespace, ids, [], 0.0, HINTS)
+        recorder.record(namespace, encode(ids), [], 0.0, HINTS)
         recorder.close()
         found: list[str] = lines(path)[-1]["hashes"]
         return found

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from radixkv.coordination import JobPart, WarmJob
 from radixkv.coordination.values import Writer
+from radixkv.index.tokens import encode
 from radixkv.service.core import Limits
 from radixkv.service.fleet.job_table import Job
 from tests.service.running import DEADLINE_S, Running, eventually, model_held, sent, service_in_thread
@@ -327,7 +327,7 @@ def test_no_room_is_503_and_changes_nothing(salt: str) -> None:
 def test_nobody_stands_in_for_three_that_died_or_after_a_purge(live: Running) -> None:
     """A prompt that costs replicas their lives must not travel through the fleet; records say what happened."""
     namespace = live.service.namespace("acme", "", None)
-    job = Job("0" * 32, namespace, np.arange(5, 21, dtype=np.uint32), 0)
+    job = Job("0" * 32, namespace, encode(range(5, 21)), 0)
 
     def spare(*parts: JobPart) -> int:
         record = WarmJob(job.id, b"", b"", 16, parts, Writer("one", 1, "nonce"), num_wanted=1)

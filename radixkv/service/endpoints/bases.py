@@ -35,12 +35,12 @@ async def publish(call: Call[Service]) -> Response:
     """Publish a prefix; answer when it is readable."""
     call.query()
     reading = await call.read(PublishRequest)
-    service, body, prefix = call.host, reading.body, reading.prompts[0]
+    service, body, prompt = call.host, reading.body, reading.prompts[0]
     readers = _known(service, body.readers)
-    if not len(prefix.ids):
+    if not prompt.key:
         message = "the prefix has no whole block"
         raise invalid(
-            message, "prompt", prefix.left_out, f"at least {service.rules.block_size} stable tokens"
+            message, "prompt", prompt.left_out, f"at least {service.rules.block_size} stable tokens"
         )
     namespace = service.namespace(OPERATOR_ACCOUNT, "", body.adapter)
 
@@ -52,10 +52,10 @@ async def publish(call: Call[Service]) -> Response:
                 work.check()
 
         return service.engine.publish(
-            body.id, namespace, prefix.ids, readers, on_chunk=on_chunk, on_no_room=work.wait_for_room
+            body.id, namespace, prompt.key, readers, on_chunk=on_chunk, on_no_room=work.wait_for_room
         )
 
-    work = service.worker.submit(OPERATOR_ACCOUNT, compute, len(prefix.ids))
+    work = service.worker.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)
     try:
         done = await until_disconnect(call.request, finished(work))
     except ArgumentError as error:
@@ -69,7 +69,7 @@ async def publish(call: Call[Service]) -> Response:
         PublishedReply(
             **shown,
             computed=done.num_computed_tokens,
-            left_out=prefix.left_out,
+            left_out=prompt.left_out,
             seconds=service.clock() - call.started_at,
         ),
         201,

@@ -31,7 +31,7 @@ from radixkv.config import Namespace
 from radixkv.index.cache import RequestHints
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.problems import ApiError, Json, invalid, refused, timed_out
-from radixkv.service.prompts import Prefix
+from radixkv.service.prompts import Prompt
 from radixkv.service.recording import COMPLETION, Recorder
 from radixkv.service.schemas.completions import (
     Choice,
@@ -138,7 +138,7 @@ class Progress:
 class Run:
     """One request being generated. Rows are prompt-major: row = prompt × choices + choice."""
 
-    def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
+    def __init__(self, call: Call[Service], body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         self.call, self.body, self.prompts = call, body, prompts
         self.service = call.host
         self.id = f"cmpl-{secrets.token_hex(12)}"
@@ -227,7 +227,7 @@ class Run:
     def _submit(self) -> Work[Generation]:
         namespace = self.service.namespace(self.call.tenant, self.body.salt, self.body.adapter)
         cache = self.service.cache
-        lacking = [len(each.ids) - cache.match(namespace, each.ids).num_tokens for each in self.prompts]
+        lacking = [each.num_tokens - cache.match(namespace, each.key).num_tokens for each in self.prompts]
         return self.service.worker.submit(
             self.call.tenant, lambda work: self._generate(namespace, work), sum(lacking)
         )
@@ -254,7 +254,7 @@ class Run:
 
         generation = self.service.engine.generate(
             namespace,
-            [prompt.ids.tolist() for prompt in self.prompts],
+            [prompt.key for prompt in self.prompts],
             self.body.max_tokens,
             on_step=None if self.body.use_beam_search else on_step,
             stop=is_over,
@@ -281,7 +281,7 @@ class Run:
         rows = len(generation.token_ids) // len(self.prompts)
         seconds = self.service.clock() - self.began_at
         for number, prompt in enumerate(self.prompts):
-            recorder.record(namespace, prompt.ids, generation.token_ids[number * rows], seconds, self.hints)
+            recorder.record(namespace, prompt.key, generation.token_ids[number * rows], seconds, self.hints)
 
     def _sampling(self) -> dict[str, Any]:
         body = self.body
@@ -329,7 +329,7 @@ class Run:
 
     def _usage_so_far(self) -> Usage:
         """The same while it is generated; what was cached is told at the end."""
-        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        prompt = sum(prompt.num_tokens for prompt in self.prompts)
         generated = self.copies * sum(text.num_tokens for text in self.texts)
         return Usage(
             prompt_tokens=prompt,
@@ -406,7 +406,7 @@ def _check_options(service: Service, body: CompletionRequest) -> None:
         raise refused("best_of", body.best_of, "it is less than n", f"at least {body.n}")
 
 
-def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prefix]) -> None:
+def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
     """What could not be served even by an empty server. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
         reason = f"with {len(prompts)} prompts these are {len(prompts) * body.n} completions"
@@ -416,14 +416,14 @@ def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Pre
         reason = f"it would repeat {echoed} characters in the answer"
         raise refused("echo", True, reason, f"at most {MAX_ECHOED_CHARS} characters, prompts × n")
     limit = service.engine.max_model_len
-    longest = max(len(prompt.ids) for prompt in prompts)
+    longest = max(prompt.num_tokens for prompt in prompts)
     if longest + body.max_tokens > limit:
         reason = f"a prompt of {longest} tokens leaves room for {limit - longest}"
         raise refused("max_tokens", body.max_tokens, reason, f"prompt and max_tokens within {limit} tokens")
     config = service.cache.config
     width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
-    shared = sum(len(prompt.ids) // config.block_size for prompt in prompts)
-    tails = [len(prompt.ids) % config.block_size + body.max_tokens for prompt in prompts]
+    shared = sum(prompt.num_tokens // config.block_size for prompt in prompts)
+    tails = [prompt.num_tokens % config.block_size + body.max_tokens for prompt in prompts]
     private = sum(width * int(np.ceil(tail / config.block_size)) for tail in tails)
     if shared + private > config.num_blocks:
         allowed = f"prompts and completions that fit into {config.num_blocks * config.block_size} tokens"

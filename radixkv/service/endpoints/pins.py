@@ -36,15 +36,15 @@ async def pin(call: Call[Service]) -> Response:
     On this replica alone it has to be resident: warm it first. Several replicas compute what they lack.
     """
     reading = await call.read(PinRequest)
-    service, body, prefix = call.host, reading.body, reading.prompts[0]
-    if not len(prefix.ids):
+    service, body, prompt = call.host, reading.body, reading.prompts[0]
+    if not prompt.key:
         allowed = f"at least a block of {service.rules.block_size} tokens up to its last stable boundary"
         raise invalid("the prompt is too short to be pinned", "prompt, messages, token_ids", None, allowed)
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
-        return reply(_shown(service.cache.pin(namespace, prefix.ids, body.ttl_s)), 201)
+        return reply(_shown(service.cache.pin(namespace, prompt.key, body.ttl_s)), 201)
     fleet_pins = service.fleet_pins
-    pin_id = await fleet_pins.start(namespace, prefix.ids, body.ttl_s, body.replicas)
+    pin_id = await fleet_pins.start(namespace, prompt.key, body.ttl_s, body.replicas)
     if body.wait:
         return reply(
             _shown_fleet(
@@ -60,8 +60,8 @@ async def pin(call: Call[Service]) -> Response:
 
 async def pin_for_replica(call: Call[Service]) -> Response:
     """Take part in a pin for a tenant that another replica's signed request names; asks nobody further."""
-    body, namespace, ids = await ordered(call, PinOrder)
-    await call.host.fleet_pins.receive(namespace, ids, body.pin)
+    body, namespace, prompt_key = await ordered(call, PinOrder)
+    await call.host.fleet_pins.receive(namespace, prompt_key, body.pin)
     return Response(status_code=202)
 
 

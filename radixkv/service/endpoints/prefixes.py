@@ -35,7 +35,6 @@ from radixkv.service.warming import Warmed
 if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.service.core import Service
-    from radixkv.service.prompts import Ids
 
 Ordered = TypeVar("Ordered", OrderRequest, PinOrder)
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -51,13 +50,13 @@ async def warm(call: Call[Service]) -> Response:
     service = call.host
     key = _idempotency_key(call)
     reading = await call.read(WarmRequest)
-    body, prefix = reading.body, reading.prompts[0]
+    body, prompt = reading.body, reading.prompts[0]
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.wait and body.replicas == "self" and key is None:
-        with service.warmer.join(namespace, prefix.ids) as warming:
+        with service.warmer.join(namespace, prompt.key) as warming:
             warmed = await until_disconnect(call.request, warming.result())
-        return reply(_warm_reply(warmed, prefix.left_out, service.clock() - call.started_at))
-    job = await service.warm_jobs.start(Order(namespace, prefix.ids, prefix.left_out, body.replicas, key))
+        return reply(_warm_reply(warmed, prompt.left_out, service.clock() - call.started_at))
+    job = await service.warm_jobs.start(Order(namespace, prompt.key, prompt.left_out, body.replicas, key))
     if not body.wait:
         return reply(JobAccepted(job=job), 202)
     result = await until_disconnect(call.request, service.warm_jobs.result(call.tenant, job))
@@ -87,22 +86,25 @@ def _warm_reply(warmed: Warmed, left_out: int, seconds: float) -> WarmReply:
 
 async def warm_for_replica(call: Call[Service]) -> Response:
     """Take part in a job for a tenant that another replica's signed request names; never asks further replicas."""
-    body, namespace, ids = await ordered(call, OrderRequest)
+    body, namespace, prompt_key = await ordered(call, OrderRequest)
     try:
-        await call.host.warm_jobs.receive(namespace, ids, body)
+        await call.host.warm_jobs.receive(namespace, prompt_key, body)
     except StoreUnavailable:
         raise store_unavailable("the store of jobs can't be reached") from None
     return reply(JobAccepted(job=body.job), 202)
 
 
-async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, Namespace, Ids]:
-    """What another replica's signed request orders for a tenant: the body, where and what. Raises ApiError."""
+async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, Namespace, bytes]:
+    """What another replica's signed request orders for a tenant: the body, and its prompt's namespace and key.
+
+    Raises ApiError.
+    """
     service, tenant = call.host, call.signed_tenant
     if tenant not in service.keyring.tenants:
         raise not_found("tenant")
     reading = await call.read(schema)
     body = reading.body
-    return body, service.namespace(tenant, body.salt, body.adapter), reading.prompts[0].ids
+    return body, service.namespace(tenant, body.salt, body.adapter), reading.prompts[0].key
 
 
 async def purge_for_replica(call: Call[Service]) -> Response:
@@ -134,8 +136,8 @@ async def warm_job(call: Call[Service]) -> Response:
 async def lookup(call: Call[Service]) -> Response:
     """How much of a prompt is resident for the caller; it is cut where warm cuts it. Counts and touches nothing."""
     reading = await call.read(LookupRequest)
-    service, body, prefix = call.host, reading.body, reading.prompts[0]
-    match = service.cache.match(service.namespace(call.tenant, body.salt, body.adapter), prefix.ids)
+    service, body, prompt = call.host, reading.body, reading.prompts[0]
+    match = service.cache.match(service.namespace(call.tenant, body.salt, body.adapter), prompt.key)
     return reply(LookupReply(matched_tokens=match.num_tokens, matched_blocks=match.num_blocks))
 
 

@@ -34,32 +34,32 @@ _LOOP_TOKENS = 2**16
 async def route(call: Call[Host]) -> Response:
     """Rank the replicas for a prompt; the first is taken to get it, unless ``predict`` is false."""
     reading = await call.read(RouteRequest)
-    body, ids, router = reading.body, reading.prompts[0].ids, call.host.router
+    body, prompt, router = reading.body, reading.prompts[0], call.host.router
     namespace = call.host.routed_to(call.tenant, body)
     own = call.host.keyring.settings.get(call.tenant)
 
     def rank() -> list[Candidate]:
         ranked = router.rank(
             namespace,
-            ids,
+            prompt.key,
             cost=body.cost,
             temperature=body.temperature,
             limit=body.limit,
             ignore_load=own is not None and own.mode == "strict",
         )
         if ranked and body.predict:
-            router.routed(namespace, ids, ranked[0].replica.id)
+            router.routed(namespace, prompt.key, ranked[0].replica.id)
         return ranked
 
-    found = rank() if len(ids) <= _LOOP_TOKENS else await call.host.threads.run(call.tenant, rank)
+    found = rank() if prompt.num_tokens <= _LOOP_TOKENS else await call.host.threads.run(call.tenant, rank)
     if not found:
         raise no_replica("no replica that serves this model is known to live")
     return reply(
         RouteReply(
-            prompt_tokens=len(ids),
+            prompt_tokens=prompt.num_tokens,
             model=namespace.model,
             by_load=router.is_blind,
-            candidates=[_candidate(each, len(ids)) for each in found],
+            candidates=[_candidate(each, prompt.num_tokens) for each in found],
         )
     )
 

@@ -16,8 +16,8 @@ from typing import Any
 from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.coordination.values import JobState, WarmJob, Writer
+from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.service.problems import ApiError
-from radixkv.service.prompts import Ids
 from radixkv.service.warming import Warmed, Warming
 from radixkv.service.worker import Busy
 
@@ -41,10 +41,10 @@ class Job:
     ``is_known``: another replica was told of it, or none can be. ``changed``: there is something to state.
     """
 
-    def __init__(self, job_id: str, namespace: Namespace, ids: Ids, num_left_out: int) -> None:
+    def __init__(self, job_id: str, namespace: Namespace, prompt_key: bytes, num_left_out: int) -> None:
         self.id, self.namespace, self.num_left_out = job_id, namespace, num_left_out
-        self.ids: Ids | None = ids
-        self.num_tokens = len(ids)
+        self.prompt_key: bytes | None = prompt_key
+        self.num_tokens = len(prompt_key) // TOKEN_BYTES
         self.request = ""
         self.era: object = None
         self.is_mine = self.is_followed = False
@@ -172,8 +172,8 @@ class JobTable:
         running.add_done_callback(job.tasks.discard)
 
     def end(self, job: Job) -> None:
-        """It is finished: what it was to warm need not be known any more."""
-        job.ended_at, job.ids = self._clock(), None
+        """It is finished: its prompt isn't needed any more."""
+        job.ended_at, job.prompt_key = self._clock(), None
 
     async def close(self) -> None:
         """Cancel what is unfinished and wait for it to end."""

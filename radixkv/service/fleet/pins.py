@@ -25,6 +25,7 @@ from radixkv.coordination.store.protocol import MAX_PINS
 from radixkv.coordination.values import FleetPin, JobPart, JobState
 from radixkv.errors import CoordinationError, LeaseError, PinBudgetExceeded
 from radixkv.index.pins import Pin
+from radixkv.index.tokens import TOKEN_BYTES, decode
 from radixkv.service.fleet.peers import PIN_PATH
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, invalid, not_found, store_unavailable
 from radixkv.service.schemas.tenants import TenantSettings
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from radixkv.service.fleet.placement import Placement
     from radixkv.service.fleet.quotas import Quotas
     from radixkv.service.key_store import KeyStore
-    from radixkv.service.prompts import Ids
     from radixkv.service.tenant_sync import TenantSync
     from radixkv.service.threads import Threads
     from radixkv.service.warming import Warmer
@@ -53,11 +53,11 @@ _LOOK_S = 0.05
 
 @dataclass(eq=False, slots=True)
 class PinReplica:
-    """A pin as this replica has it. ``until``: on the service's clock; ``ids`` None: it isn't tried again."""
+    """A pin as this replica has it. ``until``: on the service's clock; ``prompt_key`` None: it isn't tried again."""
 
     fact: FleetPin
     namespace: Namespace
-    ids: Ids | None
+    prompt_key: bytes | None
     until: float
     pin: Pin | None = None
     state: JobState = "queued"
@@ -96,11 +96,13 @@ class FleetPins:
 
     # ---- what a client asks
 
-    async def start(self, namespace: Namespace, ids: Ids, ttl_s: float, where: str | int | list[str]) -> str:
+    async def start(
+        self, namespace: Namespace, prompt_key: bytes, ttl_s: float, where: str | int | list[str]
+    ) -> str:
         """Pin on several replicas, or do it anew; the pin's id. Raises ApiError, and what the store raises."""
-        tenant, names = namespace.tenant, self._asked(namespace, ids, where)
+        tenant, names = namespace.tenant, self._asked(namespace, prompt_key, where)
         self._tenant_sync.require_purged(tenant)
-        fact = self._fact(namespace, ids, where)
+        fact = self._fact(namespace, prompt_key, where)
         try:
             most = self._max_pins(tenant)
             is_kept = await self._ask_store(self._coordinator.keep_pin, tenant, fact, ttl_s, most=most)
@@ -110,7 +112,7 @@ class FleetPins:
             message = f"the tenant has {most} pins of the fleet, as many as it may: end one of them first"
             allowed = f"at most {most} pins of the fleet"
             raise ApiError(409, "pin_limit_exceeded", message, value=most, allowed=allowed)
-        mine = PinReplica(fact, namespace, ids, self._clock() + ttl_s)
+        mine = PinReplica(fact, namespace, prompt_key, self._clock() + ttl_s)
         if self._name in names:
             self._keep(mine)
         peers = [peer for peer in self._coordinator.peers() if peer.id in names]
@@ -181,13 +183,13 @@ class FleetPins:
 
     # ---- what another replica asks
 
-    async def receive(self, namespace: Namespace, ids: Ids, pin_id: str) -> None:
+    async def receive(self, namespace: Namespace, prompt_key: bytes, pin_id: str) -> None:
         """Take part in a pin that stands in the store. Raises ApiError 404, 503."""
         fact = {pin.id: pin for pin in await self._stated(namespace.tenant)}.get(pin_id)
-        is_it = fact is not None and self._fact(namespace, ids, "all").id == pin_id
+        is_it = fact is not None and self._fact(namespace, prompt_key, "all").id == pin_id
         if fact is None or fact.is_ended or not is_it or not self._is_for(fact, self._name):
             raise not_found("pin")
-        mine = self._keep(PinReplica(fact, namespace, ids, self._clock() + fact.remaining_s))
+        mine = self._keep(PinReplica(fact, namespace, prompt_key, self._clock() + fact.remaining_s))
         try:
             await self._state(mine)
         except CoordinationError:
@@ -199,7 +201,7 @@ class FleetPins:
         """A tenant has forgotten these namespaces here: what is pinned of them stays so elsewhere."""
         for mine in self._tenants.get(tenant, {}).values():
             if mine.namespace in namespaces:
-                mine.state, mine.error, mine.ids, mine.pin = "failed", "cleared", None, None
+                mine.state, mine.error, mine.prompt_key, mine.pin = "failed", "cleared", None, None
 
     async def purged(self, tenant: str, facts: Sequence[FleetPin]) -> None:
         """A tenant was purged, and had these pins: they end now. Who holds one ends it too, if this can't be told."""
@@ -270,7 +272,7 @@ class FleetPins:
         mine.until = now + mine.fact.remaining_s
         is_gone = mine.state == "done" and not self._holds(mine.namespace.tenant, mine.pin)
         may_pass = mine.state == "failed" and now > mine.failed_at + _AGAIN_S
-        if mine.ids is not None and (is_gone or may_pass or (mine.state == "done" and is_later)):
+        if mine.prompt_key is not None and (is_gone or may_pass or (mine.state == "done" and is_later)):
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
 
     # ---- this replica's part
@@ -280,9 +282,9 @@ class FleetPins:
         kept = self._tenants.setdefault(mine.namespace.tenant, {})
         known = kept.get(mine.fact.id)
         if known is not None:
-            known.fact, known.ids, known.until, known.failed_at = (
+            known.fact, known.prompt_key, known.until, known.failed_at = (
                 mine.fact,
-                mine.ids,
+                mine.prompt_key,
                 mine.until,
                 float("-inf"),
             )
@@ -290,42 +292,43 @@ class FleetPins:
         kept[mine.fact.id] = mine
         config = self._cache.config
         if self._num_tokens(mine.namespace.tenant) > config.num_blocks * config.block_size:
-            mine.state, mine.error, mine.ids = "failed", "no_capacity", None
+            mine.state, mine.error, mine.prompt_key = "failed", "no_capacity", None
         elif mine.task is None:
             mine.task = asyncio.create_task(self._hold(mine), name="radixkv-fleet-pin")
         return mine
 
     async def _hold(self, mine: PinReplica) -> None:
         """Compute the prefix where it isn't resident and the budget allows it, and pin it."""
-        ids = mine.ids
-        assert ids is not None
+        prompt_key = mine.prompt_key
+        assert prompt_key is not None
         try:
             if mine.state == "failed":
                 mine.state, mine.error = "queued", ""
             with suppress(CoordinationError):
                 await self._state(mine)
-            self._require_budget(mine.namespace, ids)
-            with self._warmer.join(mine.namespace, ids) as warming:
+            self._require_budget(mine.namespace, prompt_key)
+            with self._warmer.join(mine.namespace, prompt_key) as warming:
                 await warming.result()
                 left_s = mine.until - self._clock()
                 if self._is_current(mine) and left_s > 0:
-                    mine.pin = self._cache.pin(mine.namespace, ids, left_s)
+                    mine.pin = self._cache.pin(mine.namespace, prompt_key, left_s)
             mine.state, mine.error = "done", ""
         except Exception as error:  # noqa: BLE001 nobody waits for it: its part says what was wrong
             problem = self._failures.answer(error)
             mine.state, mine.error, mine.failed_at = "failed", problem.type, self._clock()
             if problem.status not in (429, 503):
-                mine.ids = None
+                mine.prompt_key = None
         finally:
             mine.task = None
         with suppress(CoordinationError):
             await self._state(mine)
 
-    def _require_budget(self, namespace: Namespace, ids: Ids) -> None:
+    def _require_budget(self, namespace: Namespace, prompt_key: bytes) -> None:
         """Raise PinBudgetExceeded for what would be computed in vain: what isn't resident is in no other pin either."""
         tenant = namespace.tenant
         settings = self._keys.ring.settings.get(tenant)
-        lacking = len(ids) // self._cache.config.block_size - self._cache.match(namespace, ids).num_blocks
+        num_blocks = len(prompt_key) // TOKEN_BYTES // self._cache.config.block_size
+        lacking = num_blocks - self._cache.match(namespace, prompt_key).num_blocks
         if settings is not None and lacking:
             budget = settings.tenant(tenant, self._quotas.granted(tenant)).pin_budget
             pinned = self._cache.tenant_stats(tenant).pinned_blocks
@@ -361,7 +364,7 @@ class FleetPins:
     async def _tell_lacking(self, mine: PinReplica, fact: FleetPin) -> None:
         """Tell those that lack it, if this replica is the first that has it."""
         having = sorted(part.replica_id for part in fact.parts if part.state == "done")
-        if mine.ids is None or mine.state != "done" or having[:1] != [self._name]:
+        if mine.prompt_key is None or mine.state != "done" or having[:1] != [self._name]:
             return
         lacking = self._lacking(mine, fact)
         await asyncio.gather(*(self._tell(mine, peer) for peer in lacking))
@@ -377,20 +380,20 @@ class FleetPins:
         if not fact.wanted.isdecimal():
             return [peer for peer in others.values() if self._is_for(fact, peer.id)]
         num_hopeful = sum(part.state in ("queued", "running", "done") for part in parts.values())
-        assert mine.ids is not None
-        best = [name for name in self._placement.best(mine.namespace, mine.ids) if name in others]
+        assert mine.prompt_key is not None
+        best = [name for name in self._placement.best(mine.namespace, mine.prompt_key) if name in others]
         return [others[name] for name in best[: max(0, int(fact.wanted) - num_hopeful)]]
 
     async def _tell(self, mine: PinReplica, peer: ReplicaInfo) -> str | None:
         """Tell a replica of a pin: None, or why it doesn't know of it now."""
-        if mine.ids is None:
+        if mine.prompt_key is None:
             return mine.error
         if peer.fingerprint != mine.namespace.model:
             return "other_model"
         namespace = mine.namespace
         document = {
             "pin": mine.fact.id,
-            "token_ids": mine.ids.tolist(),
+            "token_ids": decode(mine.prompt_key).tolist(),
             "salt": namespace.salt,
             "adapter": namespace.adapter,
         }
@@ -413,20 +416,20 @@ class FleetPins:
         except CoordinationError:
             raise store_unavailable("the store of pins can't be reached") from None
 
-    def _asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
-        names = self._placement.asked(namespace, ids, where)
+    def _asked(self, namespace: Namespace, prompt_key: bytes, where: str | int | list[str]) -> list[str]:
+        names = self._placement.asked(namespace, prompt_key, where)
         live = {self._name, *(peer.id for peer in self._coordinator.peers())}
         unknown = next((name for name in names if name not in live), None)
         if unknown is not None:
             raise invalid("no such live replica", "replicas", unknown, f"of {', '.join(sorted(live))}")
         return names
 
-    def _fact(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> FleetPin:
+    def _fact(self, namespace: Namespace, prompt_key: bytes, where: str | int | list[str]) -> FleetPin:
         """The same prefix is the same pin."""
         digest = self._digest(namespace)
-        pin_id = mac(self._fleet.secret, "pin", digest, ids.tobytes()).hex()[:32]
+        pin_id = mac(self._fleet.secret, "pin", digest, prompt_key).hex()[:32]
         wanted = "=" + ",".join(where) if isinstance(where, list) else str(where)
-        return FleetPin(pin_id, digest, len(ids), wanted)
+        return FleetPin(pin_id, digest, len(prompt_key) // TOKEN_BYTES, wanted)
 
     def _digest(self, namespace: Namespace) -> bytes:
         return self._coordinator.pin_digest(namespace)
@@ -440,7 +443,11 @@ class FleetPins:
         return not fact.wanted.startswith("=") or name in fact.wanted[1:].split(",")
 
     def _num_tokens(self, tenant: str) -> int:
-        return sum(len(mine.ids) for mine in self._tenants.get(tenant, {}).values() if mine.ids is not None)
+        return sum(
+            mine.fact.num_tokens
+            for mine in self._tenants.get(tenant, {}).values()
+            if mine.prompt_key is not None
+        )
 
     def _is_current(self, mine: PinReplica) -> bool:
         return self._tenants.get(mine.namespace.tenant, {}).get(mine.fact.id) is mine

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.coordination import Router
     from radixkv.coordination.coordinator import BaseCoordinator
-    from radixkv.service.prompts import Ids
 
 
 class Placement:
@@ -17,19 +16,19 @@ class Placement:
     def __init__(self, coordinator: BaseCoordinator, router: Router) -> None:
         self._coordinator, self._router = coordinator, router
 
-    def asked(self, namespace: Namespace, ids: Ids, where: str | int | list[str]) -> list[str]:
+    def asked(self, namespace: Namespace, prompt_key: bytes, where: str | int | list[str]) -> list[str]:
         """The replicas that ``where`` means now."""
         own = self._coordinator.replica_id
-        if where == "self" or not len(ids):
+        if where == "self" or not prompt_key:
             return [own]
         if where == "all":
             return [own, *(peer.id for peer in self._coordinator.peers())]
         if isinstance(where, int):
-            return self.best(namespace, ids)[:where]
+            return self.best(namespace, prompt_key)[:where]
         return list(dict.fromkeys(where)) if isinstance(where, list) else [where]
 
-    def best(self, namespace: Namespace, ids: Ids) -> list[str]:
+    def best(self, namespace: Namespace, prompt_key: bytes) -> list[str]:
         """Replicas that could hold the prefix, the best first: as prompts are routed."""
         reachable = {self._coordinator.replica_id, *(peer.id for peer in self._coordinator.peers())}
-        ranked = [each.replica.id for each in self._router.rank(namespace, ids)]
+        ranked = [each.replica.id for each in self._router.rank(namespace, prompt_key)]
         return [name for name in ranked if name in reachable]

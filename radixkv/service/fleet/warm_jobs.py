@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from radixkv.coordination.keys import mac
 from radixkv.coordination.values import NOBODY, JobPart, WarmJob, Writer
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
+from radixkv.index.tokens import decode
 from radixkv.service.fleet.job_table import Job, JobTable, Stated
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, cleared, invalid, not_found, store_unavailable
 from radixkv.service.schemas.errors import ErrorDetail
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from radixkv.service.fleet.peers import Fleet
     from radixkv.service.fleet.placement import Placement
     from radixkv.service.limits import Limits
-    from radixkv.service.prompts import Ids
     from radixkv.service.tenant_sync import TenantSync
     from radixkv.service.threads import Threads
     from radixkv.service.warming import Warmer
@@ -60,7 +60,7 @@ class Order:
     """A warm as a client asked for it. ``key``: repeated with the same one, it is the same job."""
 
     namespace: Namespace
-    ids: Ids
+    prompt_key: bytes
     num_left_out: int
     where: str | int | list[str]
     key: str | None = None
@@ -152,7 +152,7 @@ class WarmJobs:
 
     def _digest(self, order: Order) -> str:
         owner = self._coordinator.job_owner(order.namespace.tenant)
-        fields = owner, order.namespace.framed(), order.ids.tobytes(), json.dumps(order.where)
+        fields = owner, order.namespace.framed(), order.prompt_key, json.dumps(order.where)
         return mac(self._fleet.secret, "warm", *fields).hex()
 
     async def _recorded(self, order: Order, job_id: str) -> str:
@@ -162,7 +162,7 @@ class WarmJobs:
             if earlier is not None:
                 _require_same(earlier.request, digest)
                 return job_id
-        names = self._placement.asked(order.namespace, order.ids, order.where)
+        names = self._placement.asked(order.namespace, order.prompt_key, order.where)
         job = self._new(order, job_id)
         with ExitStack() as undo:
             undo.callback(self.table.drop, tenant, job)
@@ -211,7 +211,7 @@ class WarmJobs:
         return job.id
 
     def _new(self, order: Order, job_id: str) -> Job:
-        job = Job(job_id, order.namespace, order.ids, order.num_left_out)
+        job = Job(job_id, order.namespace, order.prompt_key, order.num_left_out)
         job.request = self._digest(order)
         self.table.keep(order.namespace.tenant, job)
         return job
@@ -226,7 +226,7 @@ class WarmJobs:
 
     # ---- what another replica asks
 
-    async def receive(self, namespace: Namespace, ids: Ids, body: OrderRequest) -> None:
+    async def receive(self, namespace: Namespace, prompt_key: bytes, body: OrderRequest) -> None:
         """Take part in a job, or know it, as another replica asks. Raises ApiError 404, Busy, StoreUnavailable."""
         tenant, table = namespace.tenant, self.table
         record = await self._ask_store(self._coordinator.job, body.job, tenant)
@@ -239,7 +239,7 @@ class WarmJobs:
         if known is not None and known.ended_at is None:
             known.changed.set()
             return
-        job = Job(body.job, namespace, ids, body.left_out)
+        job = Job(body.job, namespace, prompt_key, body.left_out)
         job.record, job.request, job.is_followed = record, record.request, True
         table.keep(tenant, job)
         table.run(job, self._watch(job))
@@ -261,9 +261,9 @@ class WarmJobs:
 
     def _begin(self, job: Job) -> ExitStack:
         """A share in computing the job's prefix. Raises Busy or Closed."""
-        assert job.ids is not None
+        assert job.prompt_key is not None
         held = ExitStack()
-        job.warming = held.enter_context(self._warmer.join(job.namespace, job.ids))
+        job.warming = held.enter_context(self._warmer.join(job.namespace, job.prompt_key))
         return held
 
     def _begin_late(self, job: Job) -> None:
@@ -390,10 +390,14 @@ class WarmJobs:
     def _spare(self, job: Job, record: WarmJob) -> list[str]:
         """Who could stand in for parts that failed, the best first; nobody where the tenant was purged meanwhile."""
         num_lost = sum(part.state == "lost" for part in record.parts)
-        if job.ids is None or num_lost >= MAX_LOST or any(part.error == "conflict" for part in record.parts):
+        if (
+            job.prompt_key is None
+            or num_lost >= MAX_LOST
+            or any(part.error == "conflict" for part in record.parts)
+        ):
             return []
         asked = {part.replica_id for part in record.parts}
-        return [name for name in self._placement.best(job.namespace, job.ids) if name not in asked]
+        return [name for name in self._placement.best(job.namespace, job.prompt_key) if name not in asked]
 
     def _deliver(self, job: Job, record: WarmJob) -> None:
         """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""
@@ -422,12 +426,12 @@ class WarmJobs:
         """Tell a replica of the job: None, or why it doesn't know of it now."""
         if peer.fingerprint != job.namespace.model:
             return "other_model"
-        if job.ids is None:
+        if job.prompt_key is None:
             return "left"
         namespace = job.namespace
         document = {
             "job": job.id,
-            "token_ids": job.ids.tolist(),
+            "token_ids": decode(job.prompt_key).tolist(),
             "salt": namespace.salt,
             "adapter": namespace.adapter,
             "left_out": job.num_left_out,
