@@ -28,7 +28,7 @@ import numpy as np
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Load, Settings
 from radixkv.coordination.purges import Purge
-from radixkv.coordination.store.redis import RedisCoordinator
+from radixkv.coordination.redis_coordinator import RedisCoordinator
 from radixkv.errors import (
     CoordinationError,
     OutOfBlocks,

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from radixkv.bench.workloads import Request, build
 from radixkv.config import CacheConfig, Namespace
 from radixkv.coordination import Coordinator, connect
+from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY
-from radixkv.coordination.values import SEGMENT_TOKENS
 from radixkv.index.cache import PrefixCache
 
 _SECRET = b"a secret of this benchmark alone"

@@ -1,6 +1,6 @@
-"""Replicas that tell each other what they hold. ``protocol.py`` says what is promised, and how to call it.
+"""Replicas that tell each other what they hold. ``coordinator.py`` says what is promised, and how to call it.
 
-``connect`` is the door: importing this package loads no store's client.
+Importing this package loads no store's client: ``connect`` does, if it is given a URL.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from radixkv._compiled import follow
 
 follow(__path__)
 
+from radixkv.coordination.coordinator import Coordinator
+from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.coordination.routing.router import Candidate, Router
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.signing import RequestVerifier, is_signed, sign_request
 from radixkv.coordination.values import (
-    SEGMENT_TOKENS,
-    Coordinator,
     Health,
     Hint,
     JobPart,
@@ -27,7 +27,6 @@ from radixkv.coordination.values import (
 from radixkv.errors import ConfigError, needs
 
 if TYPE_CHECKING:
-    from radixkv.coordination.coordinator import BaseCoordinator
     from radixkv.coordination.store.memory import MemoryStore
 
 __all__ = [
@@ -60,7 +59,7 @@ def connect(
     lease_s: float = 10.0,
     background: bool = True,
     store: MemoryStore | None = None,
-) -> BaseCoordinator:
+) -> Coordinator:
     """A coordinator that isn't registered yet: over Redis at ``url``, or in memory if ``url`` is None.
 
     In memory, replicas of one process see each other through a shared ``store``; without one a replica is
@@ -79,7 +78,8 @@ def connect(
         background=background,
     )
     if url is None:
-        from radixkv.coordination.store.memory import MemoryCoordinator, MemoryStore
+        from radixkv.coordination.memory_coordinator import MemoryCoordinator
+        from radixkv.coordination.store.memory import MemoryStore
 
         if not isinstance(store, MemoryStore | None):
             raise ConfigError("store", store, "a MemoryStore, or None")
@@ -87,7 +87,7 @@ def connect(
     if store is not None:
         raise ConfigError("store", store, "None where there is a URL")
     try:
-        from radixkv.coordination.store.redis import RedisCoordinator
+        from radixkv.coordination.redis_coordinator import RedisCoordinator
     except ModuleNotFoundError as error:
         raise ConfigError("redis", url, "None", problem=needs("redis")) from error
     return RedisCoordinator(settings, url)

@@ -1,267 +1,76 @@
-"""A coordinator over any store: the writer of one replica's facts, and the questions about the others.
+"""The coordinator of one replica: what it promises, and how to call it.
 
-The writer is a small state machine under one lock, driven by a thread (``_step``) or by a caller (``beat``,
-``publish``). A store answers each write with a verdict:
+    coordinator = connect(url, replica_id="a", fleet_secret=secret, address="http://127.0.0.1:8400",
+                          fingerprint=engine.fingerprint, block_size=16, lease_s=10.0)
+    cache = PrefixCache(config, journal=coordinator.journal)     # None where nobody could listen
+    coordinator.attach(cache)                                    # where a lost journal is rebuilt from
+    coordinator.register()              # ConfigError: the fleet differs; a store that is down: see health()
+    coordinator.info()                  # ReplicaInfo of this process (.epoch 0 until registered)
+    coordinator.health()                # Health: .state, .reason, counters; never touches the store
+    coordinator.replicas()              # ReplicaInfo of all that are known, this one first; local, quick
+    coordinator.peers()                 # only those a request may be sent to (live, proven, compatible)
+    coordinator.hints(ns, token_ids)    # [Hint(replica, num_tokens)], longest first; local, quick
+    coordinator.report_load(Load(...))  # goes out with the next beat
+    job = coordinator.create_job(ns, num_tokens, ["a", "b"])     # StoreUnavailable
+    coordinator.report_job(job.id, "running", 512)               # this replica's part; StoreUnavailable
+    coordinator.job(job.id, tenant)     # WarmJob | None (also for another tenant's); StoreUnavailable
+    coordinator.leave(); coordinator.close()                     # close() leaves by itself, ends the threads
 
-    OK       written
-    GAP      the log isn't where the writer thinks: the holdings are written anew, whole
-    LOST     the store has forgotten this registration: register again, with a greater epoch, and replace
-    FENCED   a younger process has the id: say so, and write no more
+    headers = sign_request(secret, method="POST", path="/v1/warm", tenant="acme", body=body,
+                           audience=peer.audience, timestamp_s=time.time())
+    tenant = verifier.verify(request.headers, method="POST", path="/v1/warm", body=body,
+                             audience=coordinator.info().audience)     # verifier = RequestVerifier(secret)
 
-After any failed write it isn't known what arrived, so the holdings are replaced too: one path heals an
-overflow, an outage, a failover that lost writes, and a restart of the store. A number that may have arrived is
-never used again, since somebody may have read it before the store lost it. Questions never take that lock,
-since it is held while the store is waited for.
+What concerns the registration is in ``replica.py``, jobs in ``jobs.py``, pins in ``pins.py``, the rest here. A store
+is behind it: ``memory_coordinator.py``, ``redis_coordinator.py``.
+
+Rules that hold over every store:
+
+1. A replica is the only writer of its own facts: what it holds, its load, its part of a job.
+2. What is known of another replica is a hint. It may be forgotten at any time, and never persistently wrong.
+3. A registration has an epoch, greater than all before it of the same id. Entries of an older epoch count
+   for nothing, and whoever still writes with one is fenced: StaleEpoch, and nothing more is written. It takes
+   its id again if nobody has held a lease of it for two: then a registration had come after its sender was gone.
+4. A replica that stops beating leaves every view within its lease. Liveness is compared when it is read.
+5. No token id, tenant name or KV byte reaches the store: digests of ``keys.py`` do.
+6. An address counts only with the proof of a beat that is no older than its lease and 30 s of skew; a purge and its
+   confirmation count only with theirs. A writer to the store without the fleet secret can neither attract requests
+   nor purge a tenant nor confirm a purge.
+
+With the store gone everything local goes on; the views of others run out with their leases.
 """
 
 from __future__ import annotations
 
-import random
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.clock import Clock
-from radixkv.coordination.jobs import WarmJobs
-from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
-from radixkv.coordination.loop import Loop
-from radixkv.coordination.pins import FleetPins
-from radixkv.coordination.proofs import Proofs
-from radixkv.coordination.publisher import Publisher
-from radixkv.coordination.purges import OnPurge, Purge, Tenants
-from radixkv.coordination.settings import Settings, check_address
-from radixkv.coordination.store.protocol import Durable, Grant, Standing, Store
-from radixkv.coordination.store.wire import Entry, Raised, Registration, new_nonce, new_process
+from radixkv.coordination.jobs import JobRecords
+from radixkv.coordination.pins import PinRecords
+from radixkv.coordination.purges import Purge
+from radixkv.coordination.store.protocol import Durable, Grant
+from radixkv.coordination.store.wire import Raised
 from radixkv.coordination.validation import check_namespace
-from radixkv.coordination.values import (
-    WIRE_VERSION,
-    Health,
-    Hint,
-    Load,
-    ReplicaInfo,
-    Resident,
-    State,
-    Writer,
-)
-from radixkv.coordination.view.reader import Known, Reader
-from radixkv.errors import (
-    ArgumentError,
-    ConfigError,
-    CoordinationError,
-    StaleEpoch,
-    StoreUnavailable,
-    UnreadableRecord,
-)
+from radixkv.coordination.values import Hint
+from radixkv.errors import UnreadableRecord
 from radixkv.index import tokens
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.index.changes import Journal
-
-FLUSH_S = 0.02
-"""While records come, all that wait are written together this often."""
-_DROWSY_S = 1.0
-"""Without a record for this long, the publisher sleeps until one wakes it."""
-_ENTRIES_A_WRITE = 1_024
-_ENTRY_BYTES = 256
-"""What an entry takes in the store beside its digests, roughly."""
-_LOOKS_OF_THE_FENCED = 6
-"""How often in a row, a beat apart, a fenced replica finds that nobody holds its id, before it takes it: two leases."""
-_DIGEST_BYTES_HELD = 130
-"""What a digest takes in the mirror, roughly."""
 
 
-class _NotRegistered(StoreUnavailable):
-    """The store was not asked for anything, so this says nothing of it."""
+class Coordinator(JobRecords, PinRecords):
+    """See the module's docstring. Every method may be called from any thread.
 
-
-class BaseCoordinator(WarmJobs, FleetPins):
-    """See ``protocol.Coordinator``."""
-
-    def __init__(self, settings: Settings, store: Store, clock: Clock, wall: Clock = time.time) -> None:
-        """``wall``: seconds since 1970, which beats state; others compare it with theirs."""
-        self.settings = settings
-        self.store = store
-        self.keys = FleetKeys(settings.fleet_secret)
-        self.proofs = Proofs(self.keys)
-        self.clock, self.wall = clock, wall
-        self._loop = Loop(f"radixkv-publisher-{settings.replica_id}", self._step)
-        self._publisher = Publisher(
-            self.keys,
-            max_records=settings.queue_records,
-            max_bytes=settings.queue_bytes,
-            wake=self._loop.wake,
-            generation_of=lambda tenant: self.tenants.first_met(tenant),
-        )
-        self.reader = Reader(settings, self.keys, store, clock, wall=wall)
-        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised, self.reader)
-        self._writing = threading.RLock()
-        self._resident: Resident | None = None
-        self._load = Load()
-        self._address = settings.address
-        self._state: State = "new"
-        self._reason = ""
-        self._closed = False
-        self._registered = False
-        self._dirty = False
-        self._process = new_process()
-        self._writer = Writer(settings.replica_id, 0, "")
-        self._seq = self._num_beats = 0
-        self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
-        self._looked_at = float("-inf")
-        self._num_failures = 0
-        self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
-        self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
-        self._is_new_epoch = True
-        self._met: frozenset[Writer] = frozenset()
-        self._heard_bytes, self._heard_at = 0, float("-inf")
-        self._fencers: list[Registration] = []
-        self._num_looks = 0
-
-    # ---- the protocol, in the order of a replica's life
-
-    @property
-    def replica_id(self) -> str:
-        """The name that this replica registers with."""
-        return self.settings.replica_id
-
-    @property
-    def journal(self) -> Journal | None:
-        """What the cache reports its changes to."""
-        return self._publisher
-
-    def attach(self, resident: Resident, on_purge: OnPurge | None = None) -> None:
-        """Say where to rebuild from when the journal has overflowed, and who purges a tenant."""
-        if not all(callable(getattr(resident, name, None)) for name in ("snapshot", "tenants")):
-            raise ArgumentError("resident", resident, "what has snapshot() and tenants(), as a PrefixCache")
-        if on_purge is not None and not callable(on_purge):
-            raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
-        self._resident = self.tenants.resident = resident
-        self.tenants.on_purge = on_purge
-
-    def register(self, address: str | None = None) -> ReplicaInfo:
-        """Take the id with a new epoch, start beating and publishing. See the protocol."""
-        check_address(address)
-        with self._writing:
-            if self._closed:
-                raise CoordinationError(f"the coordinator of replica {self.replica_id} is closed")
-            self._address = self._address if address is None else address
-            self._registered = False
-            self._set_state("new")
-            try:
-                self._join()
-            except StoreUnavailable:
-                self._retry_at = self.clock() + self._backoff_s()
-        if self.settings.background:
-            self._start_threads()
-        return self.info()
-
-    def beat(self) -> None:
-        """Extend the lease now."""
-        with self._writing, self._storing():
-            self._require_registration()
-            self._beat_now()
-            self._heal()
-
-    def publish(self) -> None:
-        """Write what the journal has queued, now."""
-        with self._writing, self._storing():
-            self._require_standing()
-            self._digest()
-            self._require_registration()
-            self._heal()
-            self._compact()
-
-    def leave(self) -> None:
-        """Give the lease back. A store that is lost forgets this replica by itself."""
-        with self._writing:
-            if self._registered and self._state != "fenced":
-                try:
-                    with self._storing():
-                        self.store.leave(self._writer, self.proofs.of_farewell(self._writer))
-                except StoreUnavailable:
-                    pass
-            self._registered = False
-            self._publisher.suspend()
-            self._lease_until = float("-inf")
-            if self._state != "fenced":
-                self._set_state("left")
-
-    def close(self) -> None:
-        """Leave, end the threads and the connections. Idempotent."""
-        with self._writing:
-            if self._closed:
-                return
-            self._closed = True
-        self._stop_threads()
-        self.leave()
-        self.store.close()
-
-    def health(self) -> Health:
-        """Standing and counters; local."""
-        state, reason = self._state, self._reason
-        failure = next((loop.failure for loop in self._loops() if loop.failure is not None), None)
-        if failure is not None:
-            state, reason = "failed", repr(failure)
-        return Health(
-            state=state,
-            reason=reason,
-            epoch=self._epoch,
-            last_seq=self._seq,
-            num_live_peers=len(self.peers()),
-            num_queued=self._publisher.num_queued,
-            num_overflows=self._publisher.num_overflows,
-            num_published=self._num_published,
-            num_snapshots=self._num_replaced,
-            num_outages=self._num_outages,
-            num_mirror_digests=self._publisher.mirror.num_digests,
-            num_script_reloads=self._num_script_reloads(),
-            num_unreplicated=self._num_unreplicated,
-            num_view_digests=self.reader.view.num_digests,
-            num_view_gaps=self.reader.view.num_gaps,
-            num_view_forgotten=self.reader.view.num_forgotten,
-            num_jobs=self.store.num_jobs,
-            queue_bytes=self._publisher.queued_bytes,
-            mirror_bytes=self._publisher.mirror.num_digests * _DIGEST_BYTES_HELD,
-            log_bytes=self._kept_bytes + self._log_bytes,
-            snapshot_bytes=self._snapshot_bytes,
-            view_bytes=self.reader.view.num_bytes,
-            tenant_bytes=self.tenants.num_bytes,
-            namespace_bytes=self._publisher.namespace_bytes + self.keys.num_bytes,
-        )
-
-    def info(self) -> ReplicaInfo:
-        """This replica; local."""
-        remaining_s, writer = max(0.0, self._lease_until - self.clock()), self._writer
-        return ReplicaInfo(
-            id=self.replica_id,
-            epoch=writer.epoch,
-            nonce=writer.nonce,
-            address=self._address,
-            fingerprint=self.settings.fingerprint,
-            block_size=self.settings.block_size,
-            wire_version=WIRE_VERSION,
-            live=self._registered and self._state != "fenced" and remaining_s > 0,
-            last_seq=self._seq,
-            lease_remaining_s=remaining_s,
-            proven=True,
-            is_self=True,
-            load=self._load,
-        )
-
-    def replicas(self) -> list[ReplicaInfo]:
-        """All that are known, this one first, then by id."""
-        return [self.info(), *sorted((known.info for known in self._others()), key=lambda info: info.id)]
-
-    def peers(self) -> list[ReplicaInfo]:
-        """The others that a request may be sent to, by id."""
-        return [info for info in self.replicas()[1:] if info.reachable]
+    Each raises ArgumentError, and changes nothing, for an argument of another type or range; a job or a pin of an id
+    that none can have is one that isn't there.
+    """
 
     def hints(self, namespace: Namespace, token_ids: tokens.TokenIds) -> list[Hint]:
-        """Which reachable others hold how much of the prefix: longest first, then by id."""
+        """Which reachable others hold how much of the prefix: longest first, then by id; local.
+
+        Counts whole segments of ``SEGMENT_TOKENS`` tokens; those that hold none are left out.
+        O(segments × replicas), and a digest a segment.
+        """
         check_namespace(namespace)
         key = tokens.encode(token_ids)
         holders = [known for known in self._others() if known.column is not None and known.info.reachable]
@@ -273,31 +82,14 @@ class BaseCoordinator(WarmJobs, FleetPins):
         found = [Hint(known.info, int(held[known.column])) for known in holders if held[known.column] > 0]
         return sorted(found, key=lambda hint: (-hint.num_tokens, hint.replica.id))
 
-    @property
-    def unavailable(self) -> str | None:
-        """Why the store can't be reached; None if it can, as far as is known. Local."""
-        return (self._reason or self._state) if self._state == "unavailable" else None
-
-    def report_load(self, load: Load) -> None:
-        """State the load that the next beat carries."""
-        if not isinstance(load, Load):
-            raise ArgumentError("load", load, "a Load")
-        self._load = load
-
     # ---- tenants of the fleet
 
-    @property
-    def knows_generations(self) -> bool:
-        """No purge can be complete that this replica hasn't obeyed: it heard of all within a lease. Local.
-
-        A tenant that would rather not be served than served stale isn't served while this is False. It is where more
-        than a lease is left: the clock was turned back, and nobody has looked at it yet.
-        """
-        ends, now = (self._heard_until, self._lease_until), self.clock()
-        return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
-
     def purge(self, tenant: str) -> Purge:
-        """Forget a tenant in the whole fleet: raises its generation. See the protocol."""
+        """Forget a tenant in the whole fleet: raises its generation, obeys, and says who has confirmed so far.
+
+        Repeat after StoreUnavailable; UnreadableRecord is one: what stood in the store of the tenant's generation was
+        no replica's writing, and was replaced. Raises StaleEpoch, ArgumentError.
+        """
         with self._writing, self._storing():
             self._require_registration()
             raising = self.tenants.raise_generation(self._writer, tenant)
@@ -311,7 +103,10 @@ class BaseCoordinator(WarmJobs, FleetPins):
             return self._reported(tenant, raising.replicated)
 
     def obey(self, tenant: str, raised: Raised) -> None:
-        """Obey and confirm a raise that another replica tells of. See ``Tenants.obey``."""
+        """Obey and confirm a raise that another replica tells of, be it that the store doesn't have it.
+
+        Raises ArgumentError unless its proof is right, StaleEpoch or StoreUnavailable once it is obeyed.
+        """
         with self._writing, self._storing():
             self._require_registration()
             self.tenants.obey(self._writer, tenant, raised)
@@ -323,7 +118,7 @@ class BaseCoordinator(WarmJobs, FleetPins):
             self.tenants.follow(self._writer, is_new=False)
 
     def purge_report(self, tenant: str) -> Purge:
-        """How far the tenant's last purge has come. Raises StoreUnavailable."""
+        """How far the tenant's last purge has come. Raises StoreUnavailable, UnreadableRecord."""
         return self._reported(tenant)
 
     def _reported(self, tenant: str, replicated: bool | None = None) -> Purge:
@@ -332,334 +127,23 @@ class BaseCoordinator(WarmJobs, FleetPins):
         return self.tenants.report(tenant, known, replicated)
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
-        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable."""
+        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable.
+
+        Every replica that has met the tenant knows it within a beat or two (256 tenants a beat), and tells a store
+        that has lost it.
+        """
         return self._counted(self.tenants.set_limit(tenant, blocks))
 
     def limits(self) -> dict[str, int]:
-        """The limits over all replicas of tenants met here, as known here; local."""
+        """The limits over all replicas of tenants met here, whoever was told; as known here. Local; O(limits)."""
         return self.tenants.limits()
 
     def reserve(self, tenant: str, blocks: int) -> Grant:
-        """State how many blocks this replica wants to hold of a tenant's quota. See the protocol."""
+        """State how many blocks this replica wants to hold of a tenant's quota; ``.blocks`` of them are granted.
+
+        Stated again with each beat; it counts for a lease. While the store is away the last grant holds.
+        Raises ArgumentError, CapacityError, StaleEpoch, StoreUnavailable.
+        """
         with self._writing, self._storing():
             self._require_registration()
             return self.tenants.reserve(self._writer, tenant, blocks, self.settings.lease_s)
-
-    def _counted(self, written: Durable) -> Durable:
-        self._num_unreplicated += written.replicated is False
-        return written
-
-    # ---- the writer
-
-    def _step(self) -> float | None:
-        """What the thread repeats: the seconds until it has something to do again.
-
-        While records come it looks every ``FLUSH_S``, so that a record wakes nobody; after ``_DROWSY_S``
-        without one it sleeps, and the next record wakes it.
-        """
-        with self._writing:
-            if self._state == "left" or self._closed:
-                return self._sleep(None)
-            if self._state == "fenced":
-                if not self._is_abandoned():
-                    return self.settings.beat_s
-                self._registered = False
-                self._set_state("new")
-            now = self.clock()
-            if now < self._looked_at:  # the clock was turned back: what it said before says nothing
-                self._next_beat = self._retry_at = self._lease_until = self._heard_at = now
-            self._looked_at = now
-            try:
-                if now < self._retry_at:
-                    self._digest_only()
-                    return self._wait_s(self._retry_at - now)
-                self._work(now)
-            except StoreUnavailable:
-                return self._wait_s(self._backoff_s())
-            except ConfigError:
-                return self._wait_s(self.settings.lease_s)
-            except StaleEpoch:
-                self._fence()
-                return self.settings.beat_s
-            self._num_failures = 0
-            pause_s = self._next_beat - self.clock()
-            return self._sleep(
-                min(max(0.0, pause_s), self.settings.beat_s)
-            )  # it may have been turned just now
-
-    def _sleep(self, seconds: float | None) -> float | None:
-        """The seconds to sleep: ``FLUSH_S`` if something may come soon, or has come meanwhile."""
-        if self._publisher.appended_bytes != self._heard_bytes:
-            self._heard_bytes, self._heard_at = self._publisher.appended_bytes, self.clock()
-        self._publisher.is_asleep = self.clock() - self._heard_at > _DROWSY_S or seconds is None
-        if self._publisher.is_asleep and not self._publisher.num_queued:
-            return seconds
-        return FLUSH_S if seconds is None else min(seconds, FLUSH_S)
-
-    def _work(self, now: float) -> None:
-        if not self._registered:
-            self._join()
-        elif now >= self._next_beat:
-            self.beat()
-        if self._publisher.num_queued or self._publisher.is_lost:
-            self.publish()
-
-    def _wait_s(self, seconds: float) -> float | None:
-        """Try the store again after ``seconds``; look after the queue more often."""
-        self._retry_at = self.clock() + seconds
-        return self._sleep(min(seconds, 10 * FLUSH_S))
-
-    def _backoff_s(self) -> float:
-        """Doubling from 50 ms to a beat's time (at most 2 s), with jitter against herds."""
-        longest = min(2.0, max(0.05, self.settings.beat_s))
-        delay = min(longest, 0.05 * 2 ** min(self._num_failures, 10))
-        self._num_failures += 1
-        return float(delay * random.uniform(0.5, 1.0))
-
-    def _join(self) -> None:
-        """Compare with the fleet, boot, and be seen."""
-        with self._storing():
-            self._refuse_if_different()
-            self._boot_now()
-            self._beat_now()
-            self._heal()
-
-    def _refuse_if_different(self) -> None:
-        mine = self._registration(0)
-        for other, remaining_s, _ in self.store.fetch().seen:
-            difference = mine.difference(other)
-            if difference is not None and remaining_s > 0:
-                setting, own, theirs = difference
-                raise ConfigError(setting, own, f"what the live replica {other.replica_id} has: {theirs}")
-
-    def _registration(self, epoch: int, nonce: str = "") -> Registration:
-        return Registration(
-            replica_id=self.replica_id,
-            epoch=epoch,
-            nonce=nonce,
-            address=self._address or "",
-            fingerprint=self.settings.fingerprint,
-            block_size=self.settings.block_size,
-            wire_version=WIRE_VERSION,
-            canary=self.keys.canary,
-            last_seq=self._seq,
-        )
-
-    def _boot_now(self) -> None:
-        """Fence whoever had the id before. Its log begins with a clear, at 1."""
-        nonce = new_nonce(self._process)
-        booted = self._counted(self.store.boot(self._registration(self._epoch, nonce)))
-        self._writer = Writer(self.replica_id, booted.value, nonce)
-        self._seq = 1
-        self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
-        self._is_new_epoch = True
-        self._registered = True
-        self._dirty = self._dirty or self._publisher.mirror.num_digests > 0
-
-    def _beat_now(self) -> None:
-        before = self.clock()
-        self._num_beats += 1
-        stated = replace(
-            self._registration(self._epoch, self._writer.nonce),
-            lease_ms=max(1, int(self.settings.lease_s * 1000)),
-            beats=self._num_beats,
-            stated_ms=int(self.wall() * 1000),
-        )
-        standing = self.store.beat(replace(stated, proof=self.proofs.of_beat(stated)), self._load)
-        self._obey(standing)
-        if standing.verdict == "OK":
-            self._lease_until = before + self.settings.lease_s
-            self._next_beat = before + self.settings.beat_s
-            self._dirty = self._dirty or standing.last_seq != self._seq
-            others = self.reader.registrations()
-            has_come = self._is_new_epoch or bool(others - self._met)
-            raised = self.tenants.restore(self._writer, everything=has_come)
-            self.tenants.follow(self._writer, is_new=self._is_new_epoch, raised=raised)
-            self._is_new_epoch, self._met = False, others
-            self._heard_until = before + self.settings.lease_s
-            self.tenants.restate(self._writer, self.settings.lease_s)
-
-    @property
-    def _epoch(self) -> int:
-        return self._writer.epoch
-
-    def _heal(self) -> None:
-        """Register again if the store forgot it, replace the holdings if the log can't be trusted."""
-        if not self._registered:
-            self._refuse_if_different()
-            self._boot_now()
-            self._beat_now()
-        if self._registered and self._dirty:
-            self._send_holdings()
-        if not self._registered or self._dirty:
-            raise StoreUnavailable("the store does not keep what is written to it")
-
-    def _send_holdings(self) -> None:
-        """Let the mirror take the place of all that was written."""
-        seq, self._seq = self._seq, self._seq + 2  # which it takes
-        standing = self.store.snapshot(self._writer, seq, 0, self._publisher.mirror, anew=True)
-        self._obey(standing)
-        if standing.verdict == "OK":
-            self._seq = self._snapshot_seq = standing.last_seq
-            self._dirty = False
-            self._snapshot_taken(0)
-
-    def _compact(self) -> None:
-        """Once as much was appended as a snapshot takes: a snapshot, and the log trimmed behind the one before it.
-
-        Readers that lag less than one snapshot behind never see a gap.
-        """
-        appended = self._seq - self._snapshot_seq
-        if appended < self.settings.snapshot_entries or self._log_bytes < self._snapshot_bytes:
-            return
-        keep_from, kept_bytes = self._snapshot_seq + 1, self._log_bytes
-        mirror = self._publisher.mirror
-        standing = self.store.snapshot(self._writer, self._seq, keep_from, mirror, anew=False)
-        self._obey(standing)
-        if standing.verdict == "OK":
-            self._snapshot_seq = self._seq
-            self._snapshot_taken(kept_bytes)
-
-    def _snapshot_taken(self, kept_bytes: int) -> None:
-        self._kept_bytes, self._log_bytes = kept_bytes, 0
-        self._snapshot_bytes = self._publisher.mirror.num_digests * DIGEST_BYTES
-        self._num_replaced += 1
-
-    def _digest(self) -> None:
-        """Digest what is queued now; write it unless the holdings are to be replaced anyway."""
-        end = self._publisher.num_drained + self._publisher.num_queued
-        while True:
-            entries = self._drained()
-            for start in range(0, len(entries), _ENTRIES_A_WRITE):
-                self._write(entries[start : start + _ENTRIES_A_WRITE])
-            self._beat_meanwhile()
-            if self._publisher.num_drained >= end or not self._publisher.num_queued:
-                return
-
-    def _digest_only(self) -> None:
-        """While the store is away: keep the queue short and the mirror true."""
-        while self._publisher.num_queued or self._publisher.is_lost:
-            self._dirty = bool(self._drained()) or self._dirty
-
-    def _drained(self) -> list[Entry]:
-        """The next entries; none if records were lost: the mirror is then made anew, and sent whole."""
-        entries, lost = self._publisher.drain()
-        if lost:
-            self._dirty = True
-            if self._resident is not None:
-                self._publisher.rebuild(self._resident, self._beat_meanwhile)
-        return entries
-
-    def _beat_meanwhile(self) -> None:
-        """Long work must not cost the lease. A store that is away will be met again by who called."""
-        if self._state != "ok" or self.clock() < self._next_beat:
-            return
-        self._next_beat = self.clock() + self.settings.beat_s
-        try:
-            self._beat_now()
-        except StoreUnavailable:
-            self._dirty = True
-
-    def _write(self, entries: list[Entry]) -> None:
-        if self._dirty or not self._registered:
-            self._dirty = True
-            return
-        self._dirty = True
-        first_seq, self._seq = self._seq + 1, self._seq + len(entries)
-        standing = self.store.append(self._writer, first_seq, entries)
-        self._dirty = False
-        self._obey(standing)
-        if standing.verdict == "OK":
-            self._num_published += len(entries)
-            self._log_bytes += sum([len(entry.digests) for entry in entries]) + len(entries) * _ENTRY_BYTES
-
-    def _obey(self, standing: Standing) -> None:
-        if standing.verdict == "FENCED":
-            raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")
-        if standing.verdict == "LOST":
-            self._registered = False
-        self._dirty = self._dirty or standing.verdict != "OK"
-
-    def _fence(self) -> None:
-        """A younger process has this id, whichever key of the store said so, and be it that others forgot it."""
-        self._lease_until = self._heard_until = float("-inf")
-        self._fencers, self._num_looks = [], 0
-        self._publisher.suspend()
-        self._set_state("fenced", "a younger process has registered this id")
-
-    def _is_abandoned(self) -> bool:
-        """Whether nobody has held the id that was taken from this replica, for two leases: it may be taken again.
-
-        A registration may arrive long after who sent it has given up on it: a process that has died, or this one,
-        which has registered again meanwhile. It has never held a lease, and never will.
-        """
-        try:
-            seen, unread = self.store.fetch([self.replica_id])
-        except StoreUnavailable:
-            return False
-        fencers = [each.registration for each in seen]
-        if unread or fencers != self._fencers or any(map(self._is_of_another, fencers)):
-            self._fencers, self._num_looks = fencers, 0
-        self._num_looks += 1
-        return self._num_looks > _LOOKS_OF_THE_FENCED
-
-    def _is_of_another(self, registration: Registration) -> bool:
-        """Whether another process has beaten under it: without that proof it may be anybody's writing."""
-        return registration.writer != self._writer and self.reader.is_signed(registration)
-
-    def _require_standing(self) -> None:
-        if self._state == "fenced":
-            raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")
-        if self._closed or self._state == "left":
-            raise CoordinationError(f"replica {self.replica_id} has left")
-
-    def _require_registration(self) -> None:
-        self._require_standing()
-        if self._epoch == 0 or self._state == "refused":
-            raise _NotRegistered(
-                f"replica {self.replica_id} is not registered: {self._reason or self._state}"
-            )
-
-    @contextmanager
-    def _storing(self) -> Iterator[None]:
-        """Keeps the state in step with what the store lets happen."""
-        try:
-            yield
-        except (_NotRegistered, UnreadableRecord):
-            raise
-        except StoreUnavailable as error:
-            if self._state == "ok":
-                self._num_outages += 1
-            self._set_state("unavailable", str(error))
-            raise
-        except ConfigError as error:
-            self._set_state("refused", str(error))
-            raise
-        except StaleEpoch:
-            self._fence()
-            raise
-        if self._registered:
-            self._set_state("ok")
-
-    def _set_state(self, state: State, reason: str = "") -> None:
-        self._reason = reason
-        self._state = state
-
-    def _others(self) -> list[Known]:
-        """The local view; never waits for the store."""
-        return self.reader.known()
-
-    def _num_script_reloads(self) -> int:
-        return 0
-
-    def _loops(self) -> list[Loop]:
-        return [self._loop]
-
-    def _start_threads(self) -> None:
-        for loop in self._loops():
-            loop.start()
-            loop.wake()
-
-    def _stop_threads(self) -> None:
-        for loop in self._loops():
-            loop.stop()

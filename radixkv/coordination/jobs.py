@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from radixkv.coordination import values as protocol
 from radixkv.coordination.keys import mac
-from radixkv.coordination.store.protocol import MAX_PARTS, Store
+from radixkv.coordination.replica import Replica
+from radixkv.coordination.store.protocol import MAX_PARTS
 from radixkv.coordination.store.wire import NEVER
 from radixkv.coordination.validation import (
     check_error,
@@ -30,41 +29,28 @@ from radixkv.coordination.validation import (
     check_text,
     is_job_id,
 )
-from radixkv.coordination.values import NOBODY, JobPart, JobState, ReplicaInfo, WarmJob, Writer
+from radixkv.coordination.values import (
+    NOBODY,
+    JobPart,
+    JobState,
+    ReplicaInfo,
+    WarmJob,
+    Writer,
+    check_amount,
+)
 from radixkv.errors import ArgumentError, StoreUnavailable
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.coordination.keys import FleetKeys
-    from radixkv.coordination.purges import Tenants
-    from radixkv.coordination.view.reader import Reader
 
 _DIGEST = re.compile(r"([0-9a-f]{64})?")
 
 
-class WarmJobs(ABC):
-    """The part of a coordinator that deals with jobs. See ``protocol.Coordinator``."""
-
-    store: Store
-    reader: Reader
-    keys: FleetKeys
-    tenants: Tenants
-
-    @abstractmethod
-    def info(self) -> ReplicaInfo:
-        """This replica; local."""
-
-    @abstractmethod
-    def replicas(self) -> list[ReplicaInfo]:
-        """All that are known; local."""
-
-    @property
-    @abstractmethod
-    def unavailable(self) -> str | None:
-        """Why the store can't be reached; None if it can, as far as is known. Local."""
+class JobRecords(Replica):
+    """What a replica does with warm jobs."""
 
     def job_owner(self, tenant: str) -> bytes:
-        """What jobs of a tenant bear: another value after each purge of it. Local. See the protocol."""
+        """What jobs of a tenant bear, 32 bytes: another value after each purge of it; local."""
         check_tenant(tenant)
         digest, raised = self.keys.tenant(tenant), self.tenants.raised(tenant)
         return digest if raised == NEVER else mac(digest, "jobs", raised.generation, raised.purge)
@@ -80,11 +66,17 @@ class WarmJobs(ABC):
         num_left_out: int = 0,
         request: str = "",
     ) -> WarmJob:
-        """Record a warm job with a part, queued, for each replica. See the protocol."""
+        """Record a warm job with a part, queued, for each replica; this replica sees to it.
+
+        ``job_id`` (32 hex digits, random by default) makes it idempotent: a job that the tenant has under this
+        id already is returned as it is, also if its ``request`` (a digest, 64 hex digits) is another.
+        ``num_wanted``: how many replicas are to hold the prefix in the end; 0 if nobody stands in for another.
+        Raises ArgumentError for a replica that isn't live, StoreUnavailable.
+        """
         wanted = 0 if num_wanted is None else num_wanted
         amounts = {"num_tokens": num_tokens, "num_left_out": num_left_out, "num_wanted": wanted}
         for name, value in amounts.items():
-            protocol.check_amount(name, value)
+            check_amount(name, value)
         check_namespace(namespace)
         if job_id is not None and not is_job_id(job_id):
             raise ArgumentError("job_id", job_id, "32 hex digits")
@@ -112,7 +104,10 @@ class WarmJobs(ABC):
         return kept
 
     def take_job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """See to a job whose owner's lease is over: the job if it is this replica's now. See the protocol."""
+        """See to a job whose owner's lease is over, or this replica's own: the job, or None if another does.
+
+        Of all who try, one gets it. Raises StoreUnavailable.
+        """
         job = self.job(job_id, tenant)
         if job is None or job.owner == NOBODY:
             return None
@@ -137,7 +132,10 @@ class WarmJobs(ABC):
             self.store.drop_job(job_id)
 
     def extend_job(self, job_id: str, replica_id: str) -> bool:
-        """Ask one more replica, or one that was restarted: only for the owner. See the protocol."""
+        """Ask one more replica, or one that was restarted since: a queued part. False unless this replica sees to it.
+
+        Raises ArgumentError for a replica that isn't live, StoreUnavailable.
+        """
         asked = self._asked([replica_id], "replica_id")[replica_id]
         return is_job_id(job_id) and self.store.add_part(job_id, self._mine, JobPart(*asked, "queued"))
 
@@ -151,24 +149,27 @@ class WarmJobs(ABC):
         num_tokens_cached: int = 0,
         ms: int = 0,
     ) -> bool:
-        """State this replica's part. False if the job, or its part for this replica, is unknown."""
+        """State this replica's part. False if the job is unknown (or expired). Raises StoreUnavailable."""
         check_state(state)
         numbers = {"num_tokens_done": num_tokens_done, "num_tokens_cached": num_tokens_cached, "ms": ms}
         for name, value in numbers.items():
-            protocol.check_amount(name, value)
+            check_amount(name, value)
         check_error(error)
         part = JobPart(*self._mine, state, num_tokens_done, error, num_tokens_cached, ms)
         return is_job_id(job_id) and self.store.save_part(job_id, part)
 
     def give_up(self, job_id: str, part: JobPart, error: str) -> bool:
-        """A part that couldn't be delivered has failed; what its replica says later counts more."""
+        """A part that couldn't be delivered has failed; what its replica says later counts more.
+
+        Raises StoreUnavailable.
+        """
         check_instance("part", part, JobPart)
         check_error(error)
         failed = replace(part, state="failed", error=error)
         return is_job_id(job_id) and self.store.save_part(job_id, failed)
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """The job, or None if there is none of that tenant since it was purged last."""
+        """The job, or None if there is none of that tenant since it was purged last. Raises StoreUnavailable."""
         check_tenant(tenant)
         job = self.store.load_job(job_id) if is_job_id(job_id) else None
         if job is None or job.tenant_digest != self.job_owner(tenant):

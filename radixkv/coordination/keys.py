@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_128
 
-from radixkv.coordination.values import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.index.arguments import FleetSecret
     from radixkv.index.tokens import Key
 
+SEGMENT_TOKENS: Final = 256
+"""Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
 DIGEST_BYTES = 16
 NAMESPACE_BYTES = 32
 SEGMENT_BYTES: Final[int] = SEGMENT_TOKENS * TOKEN_BYTES
@@ -147,7 +147,7 @@ class Scope(NamedTuple):
 class FleetKeys:
     """Every digest of one fleet secret. Thread-safe; keeps the keys of the namespaces it met last."""
 
-    def __init__(self, secret: FleetSecret) -> None:
+    def __init__(self, secret: object) -> None:
         self._secret = checked_secret(secret)
         self._known: dict[tuple[Namespace, int], Scope] = {}
         self.canary = self._canary()

@@ -11,11 +11,11 @@ time would have been over, so that one who was cut off hears of it.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.keys import NAMESPACE_BYTES, mac
+from radixkv.coordination.replica import Replica
 from radixkv.coordination.settings import REPLICA_ID
 from radixkv.coordination.store.wire import is_pin_id
 from radixkv.coordination.validation import (
@@ -33,42 +33,22 @@ from radixkv.coordination.values import (
     FleetPin,
     JobPart,
     JobState,
-    ReplicaInfo,
     check_amount,
 )
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.coordination.keys import FleetKeys
-    from radixkv.coordination.purges import Tenants
-    from radixkv.coordination.store.protocol import Durable, Store
 
 MAX_PIN_S = 366 * 86_400.0
 _WANTED = re.compile(f"all|[1-9][0-9]{{0,3}}|={REPLICA_ID}(,{REPLICA_ID})*")
 
 
-class FleetPins(ABC):
-    """The part of a coordinator that deals with pins. See ``protocol.Coordinator``."""
-
-    store: Store
-    keys: FleetKeys
-    tenants: Tenants
-
-    @abstractmethod
-    def info(self) -> ReplicaInfo:
-        """This replica; local."""
-
-    @abstractmethod
-    def replicas(self) -> list[ReplicaInfo]:
-        """All that are known; local."""
-
-    @abstractmethod
-    def _counted(self, written: Durable) -> Durable:
-        """Count a write that no second copy of the store has."""
+class PinRecords(Replica):
+    """What a replica does with pins of the fleet."""
 
     def pin_digest(self, namespace: Namespace) -> bytes:
-        """What a pin of the namespace bears, until the tenant is purged. See the protocol.
+        """What a pin of the namespace bears, 32 bytes: another one after each purge of the tenant; local.
 
         Its generation's number may be given again by a store that has lost it, which purge that was may not.
         """
@@ -79,7 +59,10 @@ class FleetPins(ABC):
     def keep_pin(
         self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True, most: int = MAX_FLEET_PINS
     ) -> bool:
-        """State that a prefix is to be kept resident for ``ttl_s`` from now on. See the protocol."""
+        """State that a prefix is to be kept resident for ``ttl_s`` from now on; ``anew=False``: unless that stands.
+
+        False if the tenant has ``most`` others, 0 to 256. Raises ArgumentError, StoreUnavailable.
+        """
         check_tenant(tenant)
         _check_pin(pin)
         seconds = checked_seconds("ttl_s", ttl_s, MAX_PIN_S, above=0.0)
@@ -90,7 +73,12 @@ class FleetPins(ABC):
         return self._counted(kept).value == 1
 
     def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:
-        """End a pin before its time. See the protocol."""
+        """End one before its time, and keep for ``keep_s`` that it has ended where the store knows nothing of it.
+
+        At most 366 days, and a millisecond where none is left.
+
+        False if there was none. Raises StoreUnavailable.
+        """
         check_tenant(tenant)
         _check_pin(pin)
         seconds = min(checked_seconds("keep_s", keep_s, 1e15), MAX_PIN_S)
@@ -99,7 +87,7 @@ class FleetPins(ABC):
     def state_pin(
         self, tenant: str, pin_id: str, state: JobState, num_tokens: int = 0, error: str = ""
     ) -> bool:
-        """What has become of a pin on this replica. See the protocol."""
+        """What has become of it on this replica. False if there is none. Raises ArgumentError, StoreUnavailable."""
         check_tenant(tenant)
         check_text("pin_id", pin_id)
         check_state(state)
@@ -109,7 +97,10 @@ class FleetPins(ABC):
         return is_pin_id(pin_id) and self.store.state_pin(self.keys.tenant(tenant), pin_id, part)
 
     def fleet_pins(self, tenant: str) -> list[FleetPin]:
-        """A tenant's pins; parts of registrations that don't live are lost. See the protocol."""
+        """A tenant's pins, by id; also those that were ended. Parts of registrations that don't live are lost.
+
+        Raises StoreUnavailable.
+        """
         check_tenant(tenant)
         living = {each.writer for each in self.replicas() if each.live or each.is_self}
         return [

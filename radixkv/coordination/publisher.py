@@ -25,10 +25,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from radixkv.coordination.keys import SCOPE_BYTES, SEGMENT_BYTES, FleetKeys, Scope, chains
+from radixkv.coordination.keys import SCOPE_BYTES, SEGMENT_BYTES, SEGMENT_TOKENS, FleetKeys, Scope, chains
 from radixkv.coordination.store.holdings import Holdings
 from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY, Entry
-from radixkv.coordination.values import SEGMENT_TOKENS, Resident
+from radixkv.coordination.values import Resident
 from radixkv.index.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 from urllib.parse import urlsplit
 
-from radixkv.coordination.keys import checked_secret
-from radixkv.coordination.values import SEGMENT_TOKENS
+from radixkv.coordination.keys import SEGMENT_TOKENS, checked_secret
 from radixkv.errors import ConfigError
 
 REPLICA_ID = "[A-Za-z0-9._-]{1,64}"

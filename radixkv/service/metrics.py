@@ -21,7 +21,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from radixkv.coordination.values import Coordinator
+    from radixkv.coordination.coordinator import Coordinator
     from radixkv.index.cache import PrefixCache
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

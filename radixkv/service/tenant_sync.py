@@ -15,7 +15,7 @@ from radixkv.service.auth import Keyring
 from radixkv.service.problems import store_unavailable
 
 if TYPE_CHECKING:
-    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.coordination.coordinator import Coordinator
     from radixkv.index.cache import PrefixCache
     from radixkv.service.schemas.tenants import TenantSettings
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TenantSync:
     """The tenants that the cache was told. Thread-safe."""
 
-    def __init__(self, cache: PrefixCache, coordinator: BaseCoordinator) -> None:
+    def __init__(self, cache: PrefixCache, coordinator: Coordinator) -> None:
         self._cache, self._coordinator = cache, coordinator
         self._told: dict[str, Tenant] = {}
         self._settings: dict[str, TenantSettings] = {}

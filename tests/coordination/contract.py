@@ -19,9 +19,9 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.coordination import Coordinator, Load
-from radixkv.coordination.coordinator import BaseCoordinator
+from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.coordination.store.wire import NEVER, Limit
-from radixkv.coordination.values import MAX_AMOUNT, SEGMENT_TOKENS, WIRE_VERSION, FleetPin, Writer
+from radixkv.coordination.values import MAX_AMOUNT, WIRE_VERSION, FleetPin, Writer
 from radixkv.errors import ArgumentError, ConfigError, CoordinationError, StaleEpoch, StoreUnavailable
 from tests.coordination import signed
 
@@ -45,7 +45,7 @@ class Fleet(ABC):
     lease_s = brief_s = 0.6
 
     def __init__(self) -> None:
-        self.members: list[BaseCoordinator] = []
+        self.members: list[Coordinator] = []
 
     def settings(self, name: str, overrides: dict[str, Any]) -> dict[str, Any]:
         defaults = {
@@ -58,13 +58,13 @@ class Fleet(ABC):
         }
         return defaults | overrides
 
-    def replica(self, name: str, **overrides: Any) -> BaseCoordinator:
+    def replica(self, name: str, **overrides: Any) -> Coordinator:
         """A coordinator that isn't registered yet."""
         coordinator = self.make(self.settings(name, overrides))
         self.members.append(coordinator)
         return coordinator
 
-    def join(self, name: str, **overrides: Any) -> BaseCoordinator:
+    def join(self, name: str, **overrides: Any) -> Coordinator:
         """A registered one."""
         coordinator = self.replica(name, **overrides)
         coordinator.register()
@@ -75,7 +75,7 @@ class Fleet(ABC):
             member.close()
 
     @abstractmethod
-    def make(self, settings: dict[str, Any]) -> BaseCoordinator: ...
+    def make(self, settings: dict[str, Any]) -> Coordinator: ...
 
     @abstractmethod
     def eventually(self, holds: Callable[[], object]) -> None:
@@ -86,7 +86,7 @@ class Fleet(ABC):
         """Let everything that is queued arrive everywhere."""
 
     @abstractmethod
-    def kill(self, coordinator: BaseCoordinator) -> None:
+    def kill(self, coordinator: Coordinator) -> None:
         """End its beats without a farewell; its lease runs on for at most a second or so."""
 
     @abstractmethod
@@ -410,7 +410,7 @@ class CoordinatorContract:
 
     def test_another_wire_version_is_refused(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         fleet.join("a")
-        monkeypatch.setattr("radixkv.coordination.coordinator.WIRE_VERSION", WIRE_VERSION + 1)
+        monkeypatch.setattr("radixkv.coordination.replica.WIRE_VERSION", WIRE_VERSION + 1)
         with pytest.raises(ConfigError, match="wire_version"):
             fleet.replica("b").register()
 
@@ -1165,7 +1165,7 @@ def works(act: Callable[[], object]) -> bool:
     return False
 
 
-def blocks(coordinator: BaseCoordinator, tenant: str) -> int:
+def blocks(coordinator: Coordinator, tenant: str) -> int:
     """What was granted last."""
     grant = coordinator.tenants.granted(tenant)
     return 0 if grant is None else grant.blocks
@@ -1176,7 +1176,7 @@ def by_hand(fleet: Fleet, name: str, lease_s: float = 600.0) -> Purged:
     return Purged(fleet, name, background=False, lease_s=lease_s)
 
 
-def twins(fleet: Fleet) -> tuple[BaseCoordinator, BaseCoordinator]:
+def twins(fleet: Fleet) -> tuple[Coordinator, Coordinator]:
     """Two processes of ``b`` with one epoch: the store has lost the first, and its clock went back."""
     found, ahead = [], int(time.time() * 1000) + 10**9
     for _ in range(2):

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.proofs import Proofs
-from radixkv.coordination.store.protocol import Standing, Store
+from radixkv.coordination.store.protocol import Store, WriteResult
 from radixkv.coordination.store.wire import Raised, Registration, new_token
 from radixkv.coordination.values import WIRE_VERSION, Load, Writer
 
 
 def beat(
     store: Store, keys: FleetKeys, writer: Writer, number: int, lease_s: float = 10.0, address: str = ""
-) -> Standing:
+) -> WriteResult:
     """One beat of a registration that states a model and a block size like those of the other tests."""
     stated = Registration(
         writer.replica_id, writer.epoch, writer.nonce, address, "fp:model", 16, WIRE_VERSION, keys.canary,

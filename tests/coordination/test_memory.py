@@ -14,11 +14,12 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings, connect, quotas
-from radixkv.coordination.coordinator import BaseCoordinator
+from radixkv.coordination.coordinator import Coordinator
 from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.memory_coordinator import MemoryCoordinator
 from radixkv.coordination.quotas import Limits
 from radixkv.coordination.routing.replica_sources import Generations
-from radixkv.coordination.store.memory import MemoryCoordinator, MemoryStore
+from radixkv.coordination.store.memory import MemoryStore
 from radixkv.coordination.store.protocol import Durable, Share
 from radixkv.coordination.store.wire import Confirmed, Raised, Registration
 from radixkv.coordination.values import WIRE_VERSION, Load, Writer
@@ -47,7 +48,7 @@ class MemoryFleet(Fleet):
         self.store = MemoryStore(self.clock)
         self.dead: set[int] = set()
 
-    def make(self, settings: dict[str, Any]) -> BaseCoordinator:
+    def make(self, settings: dict[str, Any]) -> Coordinator:
         return MemoryCoordinator(Settings(**settings | {"background": False}), self.store)
 
     def eventually(self, holds: Callable[[], object]) -> None:
@@ -68,7 +69,7 @@ class MemoryFleet(Fleet):
             elif id(member) not in self.dead and member.health().state == "fenced":
                 member._step()
 
-    def kill(self, coordinator: BaseCoordinator) -> None:
+    def kill(self, coordinator: Coordinator) -> None:
         self.dead.add(id(coordinator))
 
     def forge(self, victim: str, name: str, address: str) -> None:

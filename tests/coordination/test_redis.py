@@ -24,11 +24,13 @@ import trustme
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import Clock
 from radixkv.coordination import Load, Router, Settings, connect
-from radixkv.coordination.coordinator import BaseCoordinator
+from radixkv.coordination.coordinator import Coordinator
 from radixkv.coordination.purges import Purge
+from radixkv.coordination.redis_coordinator import RedisCoordinator
 from radixkv.coordination.store.holdings import Holdings
 from radixkv.coordination.store.protocol import Durable, Share
-from radixkv.coordination.store.redis import Address, RedisCoordinator, RedisStore, _greet
+from radixkv.coordination.store.redis import RedisStore
+from radixkv.coordination.store.redis_connection import Address, _greet
 from radixkv.coordination.store.wire import NOTHING, Entry, Limit, Raised, Registration
 from radixkv.coordination.values import WIRE_VERSION, FleetPin, JobPart, WarmJob, Writer
 from radixkv.errors import ConfigError, StaleEpoch, StoreUnavailable
@@ -119,7 +121,7 @@ class RedisFleet(Fleet):
     def settle(self) -> None:
         eventually(lambda: all(member.health().num_queued == 0 for member in self.members))
 
-    def kill(self, coordinator: BaseCoordinator) -> None:
+    def kill(self, coordinator: Coordinator) -> None:
         """The last beat states a lease that isn't waited for long."""
         coordinator._stop_threads()
         settings = coordinator.settings
@@ -357,7 +359,7 @@ def test_snapshots_bound_the_log(fleet: RedisFleet) -> None:
 
 def written(
     fleet: RedisFleet, **overrides: Any
-) -> tuple[BaseCoordinator, RedisCoordinator, list[int], list[int]]:
+) -> tuple[Coordinator, RedisCoordinator, list[int], list[int]]:
     """A writer, and a reader that has seen ``gone`` and not what happened since: ``gone`` left, ``new`` came."""
     writer = fleet.join("a", **overrides)
     gone, new = prompt(512), prompt(1024, seed=1)
@@ -572,7 +574,7 @@ def test_a_store_that_came_back_with_another_fleet_refuses(fleet: RedisFleet) ->
 def test_of_two_that_claim_one_id_one_remains(fleet: RedisFleet) -> None:
     claimants = [fleet.replica("a") for _ in range(4)]
 
-    def claim(claimant: BaseCoordinator) -> None:
+    def claim(claimant: Coordinator) -> None:
         with suppress(StaleEpoch):
             claimant.register()
 
@@ -896,7 +898,7 @@ def test_a_server_that_does_not_answer_delays_nobody(
 ) -> None:
     """Every local answer goes on while the thread that writes waits for a reply, under the lock of who writes."""
     monkeypatch.setattr(
-        "radixkv.coordination.store.redis.RedisStore", lambda url, _: RedisStore(url, PATIENCE_S)
+        "radixkv.coordination.redis_coordinator.RedisStore", lambda url, _: RedisStore(url, PATIENCE_S)
     )
     a = fleet.replica("a")
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
@@ -917,7 +919,7 @@ def test_a_server_that_does_not_answer_delays_nobody(
     )
 
 
-def is_waiting(coordinator: BaseCoordinator) -> bool:
+def is_waiting(coordinator: Coordinator) -> bool:
     """Whether a thread of it holds the lock of who writes: under a server that is paused, for as long as it waits."""
     is_free = coordinator._writing.acquire(blocking=False)
     if is_free:

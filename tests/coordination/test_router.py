@@ -14,13 +14,13 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Load, Router, connect
-from radixkv.coordination.coordinator import BaseCoordinator
-from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.coordinator import Coordinator
+from radixkv.coordination.keys import SEGMENT_TOKENS, FleetKeys
 from radixkv.coordination.routing.costs import COSTS, Facts
 from radixkv.coordination.routing.replica_sources import Beside, Generations, Observer
 from radixkv.coordination.routing.router import Predicted, Predictions
 from radixkv.coordination.store.memory import MemoryStore
-from radixkv.coordination.values import MAX_AMOUNT, SEGMENT_TOKENS
+from radixkv.coordination.values import MAX_AMOUNT
 from radixkv.errors import ArgumentError, ConfigError, StoreUnavailable
 from tests.coordination import signed
 from tests.redis_server import free_port
@@ -40,13 +40,13 @@ class Fleet:
     def __init__(self, *names: str) -> None:
         self.clock = ManualClock(100.0)
         self.store = MemoryStore(self.clock)
-        self.replicas: dict[str, tuple[BaseCoordinator, PrefixCache]] = {}
+        self.replicas: dict[str, tuple[Coordinator, PrefixCache]] = {}
         for name in names:
             self.join(name)
         self.source = Observer(self.store, SECRET, clock=self.clock, background=False)
         self.router = Router(self.source, seed=0)
 
-    def join(self, name: str, fingerprint: str = "fp") -> BaseCoordinator:
+    def join(self, name: str, fingerprint: str = "fp") -> Coordinator:
         replica = connect(
             None,
             replica_id=name,
@@ -58,7 +58,7 @@ class Fleet:
             background=False,
             store=self.store,
         )
-        assert isinstance(replica, BaseCoordinator)
+        assert isinstance(replica, Coordinator)
         replica.register()
         self.replicas[name] = replica, PrefixCache(CacheConfig(num_blocks=4096), journal=replica.journal)
         return replica

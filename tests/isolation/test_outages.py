@@ -24,7 +24,8 @@ from radixkv.audit.properties import NAMESPACES, CacheAdapter, strict_halves
 from radixkv.audit.properties.adapter import OPERATOR
 from radixkv.clock import ManualClock
 from radixkv.coordination import Settings
-from radixkv.coordination.store.memory import MemoryCoordinator, MemoryStore
+from radixkv.coordination.memory_coordinator import MemoryCoordinator
+from radixkv.coordination.store.memory import MemoryStore
 from radixkv.errors import StaleEpoch, StoreUnavailable
 
 EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 40, 5)

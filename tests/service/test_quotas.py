@@ -10,7 +10,8 @@ from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.clock import ManualClock
 from radixkv.config import Tenant
 from radixkv.coordination import Settings
-from radixkv.coordination.store.memory import MemoryCoordinator, MemoryStore
+from radixkv.coordination.memory_coordinator import MemoryCoordinator
+from radixkv.coordination.store.memory import MemoryStore
 from radixkv.errors import StoreUnavailable
 from radixkv.service.auth import Keyring
 from radixkv.service.fleet.quotas import Quotas

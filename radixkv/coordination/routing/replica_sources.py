@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from radixkv.clock import Clock, monotonic
-from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.keys import SEGMENT_TOKENS, FleetKeys
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.proofs import Proofs
 from radixkv.coordination.settings import Settings
 from radixkv.coordination.store.protocol import MAX_PURGES, Looked
 from radixkv.coordination.store.wire import NOTHING
-from radixkv.coordination.values import SEGMENT_TOKENS, ReplicaInfo, Writer
+from radixkv.coordination.values import ReplicaInfo, Writer
 from radixkv.coordination.view.reader import Reader
 from radixkv.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.coordination.coordinator import Coordinator
     from radixkv.coordination.store.protocol import Store
     from radixkv.coordination.view.reader import Remote
     from radixkv.coordination.view.view import RemoteLog, View
@@ -230,7 +230,7 @@ class Observer(Followed):
 class Beside(Followed):
     """A source for the router of a replica: its coordinator's reader, and the replica itself."""
 
-    def __init__(self, coordinator: BaseCoordinator, match: Match) -> None:
+    def __init__(self, coordinator: Coordinator, match: Match) -> None:
         super().__init__(
             coordinator.reader, coordinator.keys, coordinator.clock, coordinator.tenants.generation
         )

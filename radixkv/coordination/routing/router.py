@@ -34,13 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.config import Namespace
-from radixkv.coordination.keys import DIGEST_BYTES
+from radixkv.coordination.keys import DIGEST_BYTES, SEGMENT_TOKENS
 from radixkv.coordination.routing.costs import BASELINES, COSTS, MAX_TEMPERATURE, CostName, Facts, Floats
 from radixkv.coordination.routing.replica_sources import Member, Observer, Source
 from radixkv.coordination.settings import check_count, check_number
 from radixkv.coordination.store.wire import TIERS
 from radixkv.coordination.validation import check_flag, check_namespace
-from radixkv.coordination.values import SEGMENT_TOKENS, Load, ReplicaInfo
+from radixkv.coordination.values import Load, ReplicaInfo
 from radixkv.errors import ArgumentError, ConfigError, needs
 from radixkv.index import tokens
 from radixkv.index.tokens import TOKEN_BYTES

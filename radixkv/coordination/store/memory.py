@@ -1,7 +1,6 @@
 """The store as a plain object, on a clock handed in: the specification that every other store is compared with.
 
-Replicas of one process share one, and find it always up to date. ``is_reachable = False`` is an outage. A
-coordinator without a shared store is alone: it needs no lease and no journal, and starts no thread.
+Replicas of one process share one, and find it always up to date. ``is_reachable = False`` is an outage.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from radixkv.clock import Clock, monotonic
-from radixkv.coordination.coordinator import BaseCoordinator
-from radixkv.coordination.settings import Settings, check_published_block_size
 from radixkv.coordination.store.holdings import Holdings
 from radixkv.coordination.store.protocol import (
     ENTRIES_A_READ,
@@ -35,9 +32,10 @@ from radixkv.coordination.store.protocol import (
     SavedSnapshot,
     Seen,
     Share,
-    Standing,
+    Store,
     TenantFacts,
     Verdict,
+    WriteResult,
 )
 from radixkv.coordination.store.wire import (
     MAX_LEASE_MS,
@@ -49,10 +47,8 @@ from radixkv.coordination.store.wire import (
     Raised,
     Registration,
 )
-from radixkv.coordination.values import FleetPin, JobPart, Load, ReplicaInfo, WarmJob, Writer
-from radixkv.coordination.view.reader import Known
+from radixkv.coordination.values import FleetPin, JobPart, Load, WarmJob, Writer
 from radixkv.errors import StoreUnavailable
-from radixkv.index.changes import Journal
 
 
 @dataclass(slots=True)
@@ -88,8 +84,8 @@ class Pinned:
     parts: dict[str, JobPart] = field(default_factory=dict)
 
 
-class MemoryStore:
-    """See ``store.Store``. Thread-safe; ``clock`` decides about leases, shares and jobs."""
+class MemoryStore(Store):
+    """See ``protocol.Store``. Thread-safe; ``clock`` decides about leases, shares and jobs."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self.clock = clock
@@ -121,7 +117,6 @@ class MemoryStore:
     # ---- a replica's own facts
 
     def boot(self, registration: Registration) -> Durable:
-        """See the protocol."""
         with self._open():
             old = self.records.get(registration.replica_id)
             before = 0 if old is None else old.registration.epoch
@@ -141,10 +136,9 @@ class MemoryStore:
         stated_s = record.registration.replaced_ms / 1000
         return max(0.0, min(stated_s, record.replaced_until - self.clock()))
 
-    def beat(self, registration: Registration, load: Load) -> Standing:
-        """See the protocol."""
+    def beat(self, registration: Registration, load: Load) -> WriteResult:
         with self._open():
-            record, standing = self._standing(registration.writer)
+            record, result = self._checked(registration.writer)
             if record is not None:
                 left_ms = math.ceil(self._replaced_left_s(record) * 1000)
                 last_seq = record.registration.last_seq
@@ -154,33 +148,31 @@ class MemoryStore:
                 record.load = load
                 saved = record.saved
                 needed = saved.seq + 1 if saved is not None and saved.epoch == registration.epoch else 1
-                is_whole = needed > standing.last_seq or needed in record.log
-                if not is_whole or next(reversed(record.log), 0) > standing.last_seq:
-                    return Standing("OK", 0)
-            return standing
+                is_whole = needed > result.last_seq or needed in record.log
+                if not is_whole or next(reversed(record.log), 0) > result.last_seq:
+                    return WriteResult("OK", 0)
+            return result
 
-    def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
-        """See the protocol."""
+    def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> WriteResult:
         with self._open():
-            record, standing = self._standing(writer)
+            record, result = self._checked(writer)
             if record is None:
-                return standing
-            if first_seq != standing.last_seq + 1:
-                return Standing("GAP", standing.last_seq)
+                return result
+            if first_seq != result.last_seq + 1:
+                return WriteResult("GAP", result.last_seq)
             record.log.update(enumerate(entries, first_seq))
-            return _advance(record, standing.last_seq + len(entries))
+            return _advance(record, result.last_seq + len(entries))
 
     def snapshot(
         self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
-    ) -> Standing:
-        """See the protocol."""
+    ) -> WriteResult:
         with self._open():
-            record, standing = self._standing(writer)
+            record, result = self._checked(writer)
             if record is None:
-                return standing
-            last = standing.last_seq
+                return result
+            last = result.last_seq
             if not anew and seq != last:
-                return Standing("GAP", last)
+                return WriteResult("GAP", last)
             if anew:
                 seq = max(seq, last) + 1
                 keep_from = last = seq + 1
@@ -190,31 +182,29 @@ class MemoryStore:
             record.log = OrderedDict((number, at) for number, at in record.log.items() if number >= keep_from)
             return _advance(record, last)
 
-    def leave(self, writer: Writer, proof: str) -> Standing:
-        """See the protocol."""
+    def leave(self, writer: Writer, proof: str) -> WriteResult:
         with self._open():
-            record, standing = self._standing(writer)
+            record, result = self._checked(writer)
             if record is not None:
                 record.registration = replace(record.registration, beats=0, proof=proof)
                 record.live_until, record.listed_until = 0.0, self.clock() + self._replaced_left_s(record)
                 record.load = Load()
-            return Standing(standing.verdict, 0)
+            return WriteResult(result.verdict, 0)
 
-    def _standing(self, writer: Writer) -> tuple[Record | None, Standing]:
+    def _checked(self, writer: Writer) -> tuple[Record | None, WriteResult]:
         """The writer's record, or None with the verdict on who writes without one."""
         record = self.records.get(writer.replica_id)
         if record is None:
-            return None, Standing("LOST", 0)
+            return None, WriteResult("LOST", 0)
         stored = record.registration
         if (stored.epoch, stored.nonce) == (writer.epoch, writer.nonce):
-            return record, Standing("OK", stored.last_seq)
+            return record, WriteResult("OK", stored.last_seq)
         verdict: Verdict = "LOST" if stored.epoch < writer.epoch else "FENCED"
-        return None, Standing(verdict, 0)
+        return None, WriteResult(verdict, 0)
 
     # ---- reading
 
     def fetch(self, replica_ids: Sequence[str] | None = None) -> Fetched:
-        """See the protocol."""
         with self._open():
             now = self.clock()
             if replica_ids is None:
@@ -226,7 +216,7 @@ class MemoryStore:
             return Fetched(seen, [])
 
     def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
-        """See the protocol; never waits."""
+        """As any store does, but it never waits."""
         with self._open():
             found = {}
             for name, cursor in cursors.items():
@@ -239,7 +229,6 @@ class MemoryStore:
             return found
 
     def load(self, replica_id: str, epoch: int, after_seq: int) -> SavedSnapshot | None:
-        """See the protocol."""
         with self._open():
             record = self.records.get(replica_id)
             saved = None if record is None else record.saved
@@ -248,7 +237,6 @@ class MemoryStore:
     # ---- tenants
 
     def set_limit(self, tenant: bytes, limit: Limit, expected: int) -> Durable:
-        """See the protocol."""
         with self._open():
             account = self._account(tenant)
             is_expected = account.limit.stamp == expected
@@ -257,7 +245,6 @@ class MemoryStore:
             return Durable(int(is_expected), None)
 
     def reserve(self, tenant: bytes, share: Share, keep_s: float, limit: Limit = NO_LIMIT) -> Grant:
-        """See the protocol."""
         with self._open():
             account, now = self._account(tenant), self.clock()
             stated = account.limit if account.limit.stamp else NO_LIMIT
@@ -282,7 +269,6 @@ class MemoryStore:
             return Grant("OK", granted, others, limit.blocks)
 
     def raise_generation(self, tenant: bytes, raised: Raised, standing: bytes) -> Durable:
-        """See the protocol."""
         with self._open():
             account = self._account(tenant)
             if account.raised.standing != standing:
@@ -292,7 +278,6 @@ class MemoryStore:
             return Durable(1, None)
 
     def announce(self, tenant: bytes) -> None:
-        """See the protocol."""
         with self._open():
             self._announce(tenant)
 
@@ -303,7 +288,6 @@ class MemoryStore:
             self.announced.popitem(last=False)
 
     def confirm(self, tenant: bytes, writer: Writer, raised: Raised, proof: str) -> bool:
-        """See the protocol."""
         with self._open():
             account = self.accounts.get(tenant)
             if account is None or account.raised != raised or not raised.token:
@@ -319,7 +303,6 @@ class MemoryStore:
             return True
 
     def tenant(self, tenant: bytes) -> TenantFacts:
-        """See the protocol."""
         with self._open():
             account, now = self.accounts.get(tenant, Account()), self.clock()
             shares = tuple(share for until, share in account.shares.values() if until > now)
@@ -327,7 +310,6 @@ class MemoryStore:
             return TenantFacts(account.limit.blocks, raised, shares, confirmed, raised.standing)
 
     def look_at(self, tenants: Sequence[bytes], replica_id: str = "") -> list[Looked | None]:
-        """See the protocol."""
         with self._open():
             accounts = [self.accounts.get(tenant, Account()) for tenant in tenants]
             return [
@@ -341,12 +323,10 @@ class MemoryStore:
             ]
 
     def unannounced(self, positions: Mapping[bytes, int]) -> set[bytes]:
-        """See the protocol."""
         with self._open():
             return {tenant for tenant, at in positions.items() if self.announced.get(tenant, -1) < at}
 
     def purges(self, after: int) -> list[tuple[bytes, int]]:
-        """See the protocol."""
         with self._open():
             found = list(self.announced.items())
             start = after if found and found[-1][1] >= after else 0
@@ -358,7 +338,6 @@ class MemoryStore:
     # ---- jobs
 
     def save_job(self, job: WarmJob) -> WarmJob:
-        """See the protocol."""
         with self._open():
             known = self._job(job.id)
             if known is None:
@@ -369,7 +348,6 @@ class MemoryStore:
             return known or job
 
     def own_job(self, job_id: str, owner: Writer, expected: Writer) -> bool:
-        """See the protocol."""
         with self._open():
             job = self._job(job_id)
             if job is None or job.owner != expected:
@@ -378,7 +356,6 @@ class MemoryStore:
             return True
 
     def add_part(self, job_id: str, owner: Writer, part: JobPart) -> bool:
-        """See the protocol."""
         with self._open():
             job = self._job(job_id)
             if job is None or job.owner != owner:
@@ -393,7 +370,6 @@ class MemoryStore:
             return True
 
     def save_part(self, job_id: str, part: JobPart) -> bool:
-        """See the protocol."""
         with self._open():
             job = self._job(job_id)
             if job is None or all(each.replica_id != part.replica_id for each in job.parts):
@@ -403,12 +379,10 @@ class MemoryStore:
             return True
 
     def drop_job(self, job_id: str) -> None:
-        """See the protocol."""
         with self._open():
             self.jobs.pop(job_id, None)
 
     def load_job(self, job_id: str) -> WarmJob | None:
-        """See the protocol."""
         with self._open():
             return self._job(job_id)
 
@@ -417,7 +391,6 @@ class MemoryStore:
     def keep_pin(
         self, tenant: bytes, pin: FleetPin, ttl_s: float, *, anew: bool, most: int = MAX_PINS
     ) -> Durable:
-        """See the protocol."""
         with self._open():
             pinned = self._pinned(tenant)
             known = pinned.get(pin.id)
@@ -437,7 +410,6 @@ class MemoryStore:
             return Durable(1, None)
 
     def end_pin(self, tenant: bytes, pin: FleetPin, keep_s: float) -> Durable:
-        """See the protocol."""
         with self._open():
             pinned = self._pinned(tenant)
             known = pinned.get(pin.id) or Pinned(
@@ -449,7 +421,6 @@ class MemoryStore:
             return Durable(1, None)
 
     def state_pin(self, tenant: bytes, pin_id: str, part: JobPart) -> bool:
-        """See the protocol."""
         with self._open():
             known = self._pinned(tenant).get(pin_id)
             if known is None or known.pin.is_ended:
@@ -461,7 +432,6 @@ class MemoryStore:
             return True
 
     def pins(self, tenant: bytes) -> list[FleetPin]:
-        """See the protocol."""
         with self._open():
             return [
                 replace(
@@ -486,47 +456,6 @@ class MemoryStore:
         self.jobs[job.id] = (self.jobs[job.id][0], job)
 
 
-class MemoryCoordinator(BaseCoordinator):
-    """A coordinator over a MemoryStore; over none, one that is alone."""
-
-    def __init__(self, settings: Settings, store: MemoryStore | None = None) -> None:
-        if store is not None:
-            check_published_block_size(settings.block_size)
-        self._is_alone = store is None
-        shared = MemoryStore() if store is None else store
-        super().__init__(settings, shared, shared.clock)
-
-    @property
-    def journal(self) -> Journal | None:
-        """What the cache reports its changes to; None if alone."""
-        return None if self._is_alone else self._publisher
-
-    def info(self) -> ReplicaInfo:
-        """This replica; alone, its lease never runs out."""
-        info = super().info()
-        if self._is_alone and self._registered:
-            return replace(info, live=True, lease_remaining_s=self.settings.lease_s)
-        return info
-
-    @property
-    def knows_generations(self) -> bool:
-        """Alone it knows them all."""
-        return self._is_alone or super().knows_generations
-
-    def _start_threads(self) -> None:
-        if not self._is_alone:
-            super()._start_threads()
-
-    def _others(self) -> list[Known]:
-        """Always up to date: the store is an object of this process, and never waits."""
-        with suppress(StoreUnavailable):
-            self.reader.refresh()
-        return self.reader.known()
-
-    def _living(self, replica_ids: Sequence[str]) -> set[Writer]:
-        return {self._writer} if self._is_alone else super()._living(replica_ids)
-
-
-def _advance(record: Record, seq: int) -> Standing:
+def _advance(record: Record, seq: int) -> WriteResult:
     record.registration = replace(record.registration, last_seq=seq)
-    return Standing("OK", seq)
+    return WriteResult("OK", seq)

@@ -53,7 +53,7 @@ ENTRIES_A_READ = 512
 Verdict = Literal["OK", "GAP", "LOST", "FENCED"]
 
 
-class Standing(NamedTuple):
+class WriteResult(NamedTuple):
     """The answer to a write, and the last sequence number of the log after it.
 
     ``GAP``: the log isn't where the writer thinks. ``LOST``: the store knows no registration, or an older
@@ -172,7 +172,7 @@ class Store(Protocol):
         of the last one's lease, or of those before it, but for leases of the same process.
         """
 
-    def beat(self, registration: Registration, load: Load) -> Standing:
+    def beat(self, registration: Registration, load: Load) -> WriteResult:
         """Extend the lease by ``lease_ms``, state the registration once more, its proof and the load, and be listed.
 
         Its ``beats`` are more than those of any beat of this registration, be it one that didn't arrive or was
@@ -184,12 +184,12 @@ class Store(Protocol):
         something, and if it has anything behind its last number.
         """
 
-    def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> Standing:
+    def append(self, writer: Writer, first_seq: int, entries: Sequence[Entry]) -> WriteResult:
         """Append to the log; GAP unless ``first_seq`` is the next number."""
 
     def snapshot(
         self, writer: Writer, seq: int, keep_from: int, holdings: Holdings, *, anew: bool
-    ) -> Standing:
+    ) -> WriteResult:
         """Keep ``holdings`` as of number ``seq``, and trim the log before ``keep_from``.
 
         GAP unless ``seq`` is the last number.
@@ -199,7 +199,7 @@ class Store(Protocol):
         that every reader meets the gap.
         """
 
-    def leave(self, writer: Writer, proof: str) -> Standing:
+    def leave(self, writer: Writer, proof: str) -> WriteResult:
         """Give the lease back, and be listed no more than a process may serve that had the id before.
 
         ``proof``: see ``Proofs.of_farewell``.

@@ -1,4 +1,4 @@
-"""Reads that wait in the server, and what its client's errors mean. Knows no client: connections are handed in.
+"""Reads that wait in the server.
 
 ``StreamReads`` is the ``read`` of ``redis.RedisStore``: XREAD over streams of any slots, each slot on a connection of
 its own, and one thread that waits for all of them.
@@ -7,44 +7,16 @@ its own, and one thread that waits for all of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from radixkv.coordination.store.protocol import ENTRIES_A_READ
-from radixkv.errors import RadixKVError, StoreUnavailable
-
-if TYPE_CHECKING:
-    from radixkv.coordination.store.redis import Connection
+from radixkv.coordination.store.redis_connection import Connection, is_wrong_type, translated
+from radixkv.errors import StoreUnavailable
 
 SERVER_BLOCK_S = 1.0
 _SWEEP_S = 0.005
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Any error of the client, or of the server, is StoreUnavailable; so is an answer that can't be one.
-
-    Of any type: the client parses what a server says without distrust, and meets garbage, torn connections and other
-    threads' disconnects as a ValueError, AttributeError, RecursionError …
-    """
-    try:
-        yield
-    except RadixKVError:
-        raise
-    except Exception as error:
-        raise unavailable(error) from error
-
-
-def is_wrong_type(error: object) -> bool:
-    """Whether a server said that a key has another type, to a command or, as the older ones say it, to a script."""
-    return isinstance(error, Exception) and "WRONGTYPE" in str(error)
-
-
-def unavailable(error: Exception) -> StoreUnavailable:
-    """What an error of the client, or one that a server answered with, is to those who use the store."""
-    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ from radixkv.service.schemas.errors import ErrorReply
 from radixkv.service.schemas.fleet import ProofReply, ToldPurge
 
 if TYPE_CHECKING:
-    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.coordination.coordinator import Coordinator
     from radixkv.coordination.values import ReplicaInfo
 
 WARM_PATH = "/internal/warm"
@@ -76,7 +76,7 @@ class Fleet:
 
     def __init__(
         self,
-        coordinator: BaseCoordinator,
+        coordinator: Coordinator,
         secret: bytes,
         *,
         is_alone: bool = False,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from radixkv.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.coordination.coordinator import Coordinator
     from radixkv.index.cache import PrefixCache
     from radixkv.service.auth import Keyring
     from radixkv.service.schemas.tenants import TenantSettings
@@ -30,7 +30,7 @@ class Quotas:
     def __init__(
         self,
         cache: PrefixCache,
-        coordinator: BaseCoordinator,
+        coordinator: Coordinator,
         ring: Callable[[], Keyring],
         tenant_sync: TenantSync,
     ) -> None:

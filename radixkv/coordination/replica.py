@@ -1,0 +1,608 @@
+"""One replica's registration: what it writes of itself to a store, and what it knows of itself and the others.
+
+The writer is a small state machine under one lock, driven by a thread (``_step``) or by a caller (``beat``,
+``publish``). A store answers each write with a verdict:
+
+    OK       written
+    GAP      the log isn't where the writer thinks: the holdings are written anew, whole
+    LOST     the store has forgotten this registration: register again, with a greater epoch, and replace
+    FENCED   a younger process has the id: say so, and write no more
+
+After any failed write it isn't known what arrived, so the holdings are replaced too: one path heals an
+overflow, an outage, a failover that lost writes, and a restart of the store. A number that may have arrived is
+never used again, since somebody may have read it before the store lost it. Questions never take that lock,
+since it is held while the store is waited for.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from radixkv.clock import Clock
+from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
+from radixkv.coordination.loop import Loop
+from radixkv.coordination.proofs import Proofs
+from radixkv.coordination.publisher import Publisher
+from radixkv.coordination.purges import OnPurge, Tenants
+from radixkv.coordination.settings import Settings, check_address
+from radixkv.coordination.store.protocol import Durable, Store, WriteResult
+from radixkv.coordination.store.wire import Entry, Registration, new_nonce, new_process
+from radixkv.coordination.values import (
+    WIRE_VERSION,
+    Health,
+    Load,
+    ReplicaInfo,
+    Resident,
+    State,
+    Writer,
+)
+from radixkv.coordination.view.reader import Known, Reader
+from radixkv.errors import (
+    ArgumentError,
+    ConfigError,
+    CoordinationError,
+    StaleEpoch,
+    StoreUnavailable,
+    UnreadableRecord,
+)
+
+if TYPE_CHECKING:
+    from radixkv.index.changes import Journal
+
+FLUSH_S = 0.02
+"""While records come, all that wait are written together this often."""
+_DROWSY_S = 1.0
+"""Without a record for this long, the publisher sleeps until one wakes it."""
+_ENTRIES_A_WRITE = 1_024
+_ENTRY_BYTES = 256
+"""What an entry takes in the store beside its digests, roughly."""
+_LOOKS_OF_THE_FENCED = 6
+"""How often in a row, a beat apart, a fenced replica finds that nobody holds its id, before it takes it: two leases."""
+_DIGEST_BYTES_HELD = 130
+"""What a digest takes in the mirror, roughly."""
+
+
+class _NotRegistered(StoreUnavailable):
+    """The store was not asked for anything, so this says nothing of it."""
+
+
+class Replica:
+    """See the module's docstring. Every method may be called from any thread."""
+
+    def __init__(self, settings: Settings, store: Store, clock: Clock, wall: Clock = time.time) -> None:
+        """``wall``: seconds since 1970, which beats state; others compare it with theirs."""
+        self.settings = settings
+        self.store = store
+        self.keys = FleetKeys(settings.fleet_secret)
+        self.proofs = Proofs(self.keys)
+        self.clock, self.wall = clock, wall
+        self._loop = Loop(f"radixkv-publisher-{settings.replica_id}", self._step)
+        self._publisher = Publisher(
+            self.keys,
+            max_records=settings.queue_records,
+            max_bytes=settings.queue_bytes,
+            wake=self._loop.wake,
+            generation_of=lambda tenant: self.tenants.first_met(tenant),
+        )
+        self.reader = Reader(settings, self.keys, store, clock, wall=wall)
+        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised, self.reader)
+        self._writing = threading.RLock()
+        self._resident: Resident | None = None
+        self._load = Load()
+        self._address = settings.address
+        self._state: State = "new"
+        self._reason = ""
+        self._closed = False
+        self._registered = False
+        self._dirty = False
+        self._process = new_process()
+        self._writer = Writer(settings.replica_id, 0, "")
+        self._seq = self._num_beats = 0
+        self._lease_until = self._heard_until = self._next_beat = self._retry_at = float("-inf")
+        self._looked_at = float("-inf")
+        self._num_failures = 0
+        self._num_published = self._num_replaced = self._num_outages = self._num_unreplicated = 0
+        self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
+        self._is_new_epoch = True
+        self._met: frozenset[Writer] = frozenset()
+        self._heard_bytes, self._heard_at = 0, float("-inf")
+        self._fencers: list[Registration] = []
+        self._num_looks = 0
+
+    # ---- in the order of a replica's life
+
+    @property
+    def replica_id(self) -> str:
+        """The name that this replica registers with."""
+        return self.settings.replica_id
+
+    @property
+    def journal(self) -> Journal | None:
+        """What the cache reports its changes to; None where no other replica could ever read them."""
+        return self._publisher
+
+    def attach(self, resident: Resident, on_purge: OnPurge | None = None) -> None:
+        """Say where to rebuild from when the journal has overflowed. Without it the others only forget.
+
+        ``on_purge(tenant, generation)`` is called when the fleet purges a tenant that was met here: it returns
+        when nothing of the tenant can be matched any more. Without it such a purge is never confirmed.
+        """
+        if not all(callable(getattr(resident, name, None)) for name in ("snapshot", "tenants")):
+            raise ArgumentError("resident", resident, "what has snapshot() and tenants(), as a PrefixCache")
+        if on_purge is not None and not callable(on_purge):
+            raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
+        self._resident = self.tenants.resident = resident
+        self.tenants.on_purge = on_purge
+
+    def register(self, address: str | None = None) -> ReplicaInfo:
+        """Take the id with a new epoch, start beating and publishing. ``address`` replaces the setting.
+
+        Raises ConfigError if a live replica of the fleet has another secret, block size or wire version,
+        StaleEpoch if another process took the id at the same moment.
+        A store that can't be reached is no error: ``health().state`` is ``"unavailable"``, and the
+        registration is tried again in the background.
+        """
+        check_address(address)
+        with self._writing:
+            if self._closed:
+                raise CoordinationError(f"the coordinator of replica {self.replica_id} is closed")
+            self._address = self._address if address is None else address
+            self._registered = False
+            self._set_state("new")
+            try:
+                self._join()
+            except StoreUnavailable:
+                self._retry_at = self.clock() + self._backoff_s()
+        if self.settings.background:
+            self._start_threads()
+        return self.info()
+
+    def beat(self) -> None:
+        """Extend the lease now. Raises StaleEpoch if fenced, StoreUnavailable if the store is gone.
+
+        A store that has forgotten this replica is registered with anew. Raises ConfigError then, as ``register`` does.
+        """
+        with self._writing, self._storing():
+            self._require_registration()
+            self._beat_now()
+            self._heal()
+
+    def publish(self) -> None:
+        """Write what the journal has queued, now. Raises what ``beat`` does."""
+        with self._writing, self._storing():
+            self._require_active()
+            self._digest()
+            self._require_registration()
+            self._heal()
+            self._compact()
+
+    def leave(self) -> None:
+        """Give the lease back, so that the others forget this replica at once. A lost store is no error."""
+        with self._writing:
+            if self._registered and self._state != "fenced":
+                try:
+                    with self._storing():
+                        self.store.leave(self._writer, self.proofs.of_farewell(self._writer))
+                except StoreUnavailable:
+                    pass
+            self._registered = False
+            self._publisher.suspend()
+            self._lease_until = float("-inf")
+            if self._state != "fenced":
+                self._set_state("left")
+
+    def close(self) -> None:
+        """Leave, end the threads and the connections. Idempotent."""
+        with self._writing:
+            if self._closed:
+                return
+            self._closed = True
+        self._stop_threads()
+        self.leave()
+        self.store.close()
+
+    def health(self) -> Health:
+        """State and counters; local."""
+        state, reason = self._state, self._reason
+        failure = next((loop.failure for loop in self._loops() if loop.failure is not None), None)
+        if failure is not None:
+            state, reason = "failed", repr(failure)
+        return Health(
+            state=state,
+            reason=reason,
+            epoch=self._epoch,
+            last_seq=self._seq,
+            num_live_peers=len(self.peers()),
+            num_queued=self._publisher.num_queued,
+            num_overflows=self._publisher.num_overflows,
+            num_published=self._num_published,
+            num_snapshots=self._num_replaced,
+            num_outages=self._num_outages,
+            num_mirror_digests=self._publisher.mirror.num_digests,
+            num_script_reloads=self._num_script_reloads(),
+            num_unreplicated=self._num_unreplicated,
+            num_view_digests=self.reader.view.num_digests,
+            num_view_gaps=self.reader.view.num_gaps,
+            num_view_forgotten=self.reader.view.num_forgotten,
+            num_jobs=self.store.num_jobs,
+            queue_bytes=self._publisher.queued_bytes,
+            mirror_bytes=self._publisher.mirror.num_digests * _DIGEST_BYTES_HELD,
+            log_bytes=self._kept_bytes + self._log_bytes,
+            snapshot_bytes=self._snapshot_bytes,
+            view_bytes=self.reader.view.num_bytes,
+            tenant_bytes=self.tenants.num_bytes,
+            namespace_bytes=self._publisher.namespace_bytes + self.keys.num_bytes,
+        )
+
+    def info(self) -> ReplicaInfo:
+        """This replica; local."""
+        remaining_s, writer = max(0.0, self._lease_until - self.clock()), self._writer
+        return ReplicaInfo(
+            id=self.replica_id,
+            epoch=writer.epoch,
+            nonce=writer.nonce,
+            address=self._address,
+            fingerprint=self.settings.fingerprint,
+            block_size=self.settings.block_size,
+            wire_version=WIRE_VERSION,
+            live=self._registered and self._state != "fenced" and remaining_s > 0,
+            last_seq=self._seq,
+            lease_remaining_s=remaining_s,
+            proven=True,
+            is_self=True,
+            load=self._load,
+        )
+
+    def replicas(self) -> list[ReplicaInfo]:
+        """All that are known, this one first, then by id; local. O(replicas)."""
+        return [self.info(), *sorted((known.info for known in self._others()), key=lambda info: info.id)]
+
+    def peers(self) -> list[ReplicaInfo]:
+        """The others that are ``reachable``, by id; local. O(replicas)."""
+        return [info for info in self.replicas()[1:] if info.reachable]
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why the store can't be reached; None if it can, as far as is known. Local."""
+        return (self._reason or self._state) if self._state == "unavailable" else None
+
+    def report_load(self, load: Load) -> None:
+        """State the load that the next beat carries. Raises ArgumentError."""
+        if not isinstance(load, Load):
+            raise ArgumentError("load", load, "a Load")
+        self._load = load
+
+    @property
+    def knows_generations(self) -> bool:
+        """No purge can be complete that this replica hasn't applied: it heard of all within a lease. Local.
+
+        A tenant that would rather not be served than served stale isn't served while this is False. It is where more
+        than a lease is left: the clock was turned back, and nobody has looked at it yet.
+        """
+        ends, now = (self._heard_until, self._lease_until), self.clock()
+        return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
+
+    def _counted(self, written: Durable) -> Durable:
+        self._num_unreplicated += written.replicated is False
+        return written
+
+    # ---- the writer
+
+    def _step(self) -> float | None:
+        """What the thread repeats: the seconds until it has something to do again.
+
+        While records come it looks every ``FLUSH_S``, so that a record wakes nobody; after ``_DROWSY_S``
+        without one it sleeps, and the next record wakes it.
+        """
+        with self._writing:
+            if self._state == "left" or self._closed:
+                return self._sleep(None)
+            if self._state == "fenced":
+                if not self._is_abandoned():
+                    return self.settings.beat_s
+                self._registered = False
+                self._set_state("new")
+            now = self.clock()
+            if now < self._looked_at:  # the clock was turned back: what it said before says nothing
+                self._next_beat = self._retry_at = self._lease_until = self._heard_at = now
+            self._looked_at = now
+            try:
+                if now < self._retry_at:
+                    self._digest_only()
+                    return self._wait_s(self._retry_at - now)
+                self._work(now)
+            except StoreUnavailable:
+                return self._wait_s(self._backoff_s())
+            except ConfigError:
+                return self._wait_s(self.settings.lease_s)
+            except StaleEpoch:
+                self._fence()
+                return self.settings.beat_s
+            self._num_failures = 0
+            pause_s = self._next_beat - self.clock()
+            return self._sleep(
+                min(max(0.0, pause_s), self.settings.beat_s)
+            )  # it may have been turned just now
+
+    def _sleep(self, seconds: float | None) -> float | None:
+        """The seconds to sleep: ``FLUSH_S`` if something may come soon, or has come meanwhile."""
+        if self._publisher.appended_bytes != self._heard_bytes:
+            self._heard_bytes, self._heard_at = self._publisher.appended_bytes, self.clock()
+        self._publisher.is_asleep = self.clock() - self._heard_at > _DROWSY_S or seconds is None
+        if self._publisher.is_asleep and not self._publisher.num_queued:
+            return seconds
+        return FLUSH_S if seconds is None else min(seconds, FLUSH_S)
+
+    def _work(self, now: float) -> None:
+        if not self._registered:
+            self._join()
+        elif now >= self._next_beat:
+            self.beat()
+        if self._publisher.num_queued or self._publisher.is_lost:
+            self.publish()
+
+    def _wait_s(self, seconds: float) -> float | None:
+        """Try the store again after ``seconds``; look after the queue more often."""
+        self._retry_at = self.clock() + seconds
+        return self._sleep(min(seconds, 10 * FLUSH_S))
+
+    def _backoff_s(self) -> float:
+        """Doubling from 50 ms to a beat's time (at most 2 s), with jitter against herds."""
+        longest = min(2.0, max(0.05, self.settings.beat_s))
+        delay = min(longest, 0.05 * 2 ** min(self._num_failures, 10))
+        self._num_failures += 1
+        return float(delay * random.uniform(0.5, 1.0))
+
+    def _join(self) -> None:
+        """Compare with the fleet, boot, and be seen."""
+        with self._storing():
+            self._refuse_if_different()
+            self._boot_now()
+            self._beat_now()
+            self._heal()
+
+    def _refuse_if_different(self) -> None:
+        mine = self._registration(0)
+        for other, remaining_s, _ in self.store.fetch().seen:
+            difference = mine.difference(other)
+            if difference is not None and remaining_s > 0:
+                setting, own, theirs = difference
+                raise ConfigError(setting, own, f"what the live replica {other.replica_id} has: {theirs}")
+
+    def _registration(self, epoch: int, nonce: str = "") -> Registration:
+        return Registration(
+            replica_id=self.replica_id,
+            epoch=epoch,
+            nonce=nonce,
+            address=self._address or "",
+            fingerprint=self.settings.fingerprint,
+            block_size=self.settings.block_size,
+            wire_version=WIRE_VERSION,
+            canary=self.keys.canary,
+            last_seq=self._seq,
+        )
+
+    def _boot_now(self) -> None:
+        """Fence whoever had the id before. Its log begins with a clear, at 1."""
+        nonce = new_nonce(self._process)
+        booted = self._counted(self.store.boot(self._registration(self._epoch, nonce)))
+        self._writer = Writer(self.replica_id, booted.value, nonce)
+        self._seq = 1
+        self._snapshot_seq = self._snapshot_bytes = self._kept_bytes = self._log_bytes = 0
+        self._is_new_epoch = True
+        self._registered = True
+        self._dirty = self._dirty or self._publisher.mirror.num_digests > 0
+
+    def _beat_now(self) -> None:
+        before = self.clock()
+        self._num_beats += 1
+        stated = replace(
+            self._registration(self._epoch, self._writer.nonce),
+            lease_ms=max(1, int(self.settings.lease_s * 1000)),
+            beats=self._num_beats,
+            stated_ms=int(self.wall() * 1000),
+        )
+        result = self.store.beat(replace(stated, proof=self.proofs.of_beat(stated)), self._load)
+        self._check(result)
+        if result.verdict == "OK":
+            self._lease_until = before + self.settings.lease_s
+            self._next_beat = before + self.settings.beat_s
+            self._dirty = self._dirty or result.last_seq != self._seq
+            others = self.reader.registrations()
+            has_come = self._is_new_epoch or bool(others - self._met)
+            raised = self.tenants.restore(self._writer, everything=has_come)
+            self.tenants.follow(self._writer, is_new=self._is_new_epoch, raised=raised)
+            self._is_new_epoch, self._met = False, others
+            self._heard_until = before + self.settings.lease_s
+            self.tenants.restate(self._writer, self.settings.lease_s)
+
+    @property
+    def _epoch(self) -> int:
+        return self._writer.epoch
+
+    def _heal(self) -> None:
+        """Register again if the store forgot it, replace the holdings if the log can't be trusted."""
+        if not self._registered:
+            self._refuse_if_different()
+            self._boot_now()
+            self._beat_now()
+        if self._registered and self._dirty:
+            self._send_holdings()
+        if not self._registered or self._dirty:
+            raise StoreUnavailable("the store does not keep what is written to it")
+
+    def _send_holdings(self) -> None:
+        """Let the mirror take the place of all that was written."""
+        seq, self._seq = self._seq, self._seq + 2  # which it takes
+        result = self.store.snapshot(self._writer, seq, 0, self._publisher.mirror, anew=True)
+        self._check(result)
+        if result.verdict == "OK":
+            self._seq = self._snapshot_seq = result.last_seq
+            self._dirty = False
+            self._snapshot_taken(0)
+
+    def _compact(self) -> None:
+        """Once as much was appended as a snapshot takes: a snapshot, and the log trimmed behind the one before it.
+
+        Readers that lag less than one snapshot behind never see a gap.
+        """
+        appended = self._seq - self._snapshot_seq
+        if appended < self.settings.snapshot_entries or self._log_bytes < self._snapshot_bytes:
+            return
+        keep_from, kept_bytes = self._snapshot_seq + 1, self._log_bytes
+        mirror = self._publisher.mirror
+        result = self.store.snapshot(self._writer, self._seq, keep_from, mirror, anew=False)
+        self._check(result)
+        if result.verdict == "OK":
+            self._snapshot_seq = self._seq
+            self._snapshot_taken(kept_bytes)
+
+    def _snapshot_taken(self, kept_bytes: int) -> None:
+        self._kept_bytes, self._log_bytes = kept_bytes, 0
+        self._snapshot_bytes = self._publisher.mirror.num_digests * DIGEST_BYTES
+        self._num_replaced += 1
+
+    def _digest(self) -> None:
+        """Digest what is queued now; write it unless the holdings are to be replaced anyway."""
+        end = self._publisher.num_drained + self._publisher.num_queued
+        while True:
+            entries = self._drained()
+            for start in range(0, len(entries), _ENTRIES_A_WRITE):
+                self._write(entries[start : start + _ENTRIES_A_WRITE])
+            self._beat_meanwhile()
+            if self._publisher.num_drained >= end or not self._publisher.num_queued:
+                return
+
+    def _digest_only(self) -> None:
+        """While the store is away: keep the queue short and the mirror true."""
+        while self._publisher.num_queued or self._publisher.is_lost:
+            self._dirty = bool(self._drained()) or self._dirty
+
+    def _drained(self) -> list[Entry]:
+        """The next entries; none if records were lost: the mirror is then made anew, and sent whole."""
+        entries, lost = self._publisher.drain()
+        if lost:
+            self._dirty = True
+            if self._resident is not None:
+                self._publisher.rebuild(self._resident, self._beat_meanwhile)
+        return entries
+
+    def _beat_meanwhile(self) -> None:
+        """Long work must not cost the lease. A store that is away will be met again by who called."""
+        if self._state != "ok" or self.clock() < self._next_beat:
+            return
+        self._next_beat = self.clock() + self.settings.beat_s
+        try:
+            self._beat_now()
+        except StoreUnavailable:
+            self._dirty = True
+
+    def _write(self, entries: list[Entry]) -> None:
+        if self._dirty or not self._registered:
+            self._dirty = True
+            return
+        self._dirty = True
+        first_seq, self._seq = self._seq + 1, self._seq + len(entries)
+        result = self.store.append(self._writer, first_seq, entries)
+        self._dirty = False
+        self._check(result)
+        if result.verdict == "OK":
+            self._num_published += len(entries)
+            self._log_bytes += sum([len(entry.digests) for entry in entries]) + len(entries) * _ENTRY_BYTES
+
+    def _check(self, result: WriteResult) -> None:
+        if result.verdict == "FENCED":
+            raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")
+        if result.verdict == "LOST":
+            self._registered = False
+        self._dirty = self._dirty or result.verdict != "OK"
+
+    def _fence(self) -> None:
+        """A younger process has this id, whichever key of the store said so, and be it that others forgot it."""
+        self._lease_until = self._heard_until = float("-inf")
+        self._fencers, self._num_looks = [], 0
+        self._publisher.suspend()
+        self._set_state("fenced", "a younger process has registered this id")
+
+    def _is_abandoned(self) -> bool:
+        """Whether nobody has held the id that was taken from this replica, for two leases: it may be taken again.
+
+        A registration may arrive long after who sent it has given up on it: a process that has died, or this one,
+        which has registered again meanwhile. It has never held a lease, and never will.
+        """
+        try:
+            seen, unread = self.store.fetch([self.replica_id])
+        except StoreUnavailable:
+            return False
+        fencers = [each.registration for each in seen]
+        if unread or fencers != self._fencers or any(map(self._is_of_another, fencers)):
+            self._fencers, self._num_looks = fencers, 0
+        self._num_looks += 1
+        return self._num_looks > _LOOKS_OF_THE_FENCED
+
+    def _is_of_another(self, registration: Registration) -> bool:
+        """Whether another process has beaten under it: without that proof it may be anybody's writing."""
+        return registration.writer != self._writer and self.reader.is_signed(registration)
+
+    def _require_active(self) -> None:
+        if self._state == "fenced":
+            raise StaleEpoch(f"replica {self.replica_id} is fenced: epoch {self._epoch} is not the last one")
+        if self._closed or self._state == "left":
+            raise CoordinationError(f"replica {self.replica_id} has left")
+
+    def _require_registration(self) -> None:
+        self._require_active()
+        if self._epoch == 0 or self._state == "refused":
+            raise _NotRegistered(
+                f"replica {self.replica_id} is not registered: {self._reason or self._state}"
+            )
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        """Keeps the state in step with what the store lets happen."""
+        try:
+            yield
+        except (_NotRegistered, UnreadableRecord):
+            raise
+        except StoreUnavailable as error:
+            if self._state == "ok":
+                self._num_outages += 1
+            self._set_state("unavailable", str(error))
+            raise
+        except ConfigError as error:
+            self._set_state("refused", str(error))
+            raise
+        except StaleEpoch:
+            self._fence()
+            raise
+        if self._registered:
+            self._set_state("ok")
+
+    def _set_state(self, state: State, reason: str = "") -> None:
+        self._reason = reason
+        self._state = state
+
+    def _others(self) -> list[Known]:
+        """The local view; never waits for the store."""
+        return self.reader.known()
+
+    def _num_script_reloads(self) -> int:
+        return 0
+
+    def _loops(self) -> list[Loop]:
+        return [self._loop]
+
+    def _start_threads(self) -> None:
+        for loop in self._loops():
+            loop.start()
+            loop.wake()
+
+    def _stop_threads(self) -> None:
+        for loop in self._loops():
+            loop.stop()

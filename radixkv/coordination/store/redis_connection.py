@@ -1,0 +1,416 @@
+"""Connections to Redis or Valkey from a URL: single, Cluster or Sentinel. The only importer of the client library.
+
+Where a command goes is asked of the server: the shard of its key's tag, the master that Sentinel names, or the one
+there is. ``WAIT 1`` follows the writes that must not be lost, on the connection that wrote, where the server has had
+a replica.
+"""
+
+from __future__ import annotations
+
+from radixkv.errors import require_extra
+
+require_extra("radixkv.coordination.store.redis", "redis")
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha1
+from inspect import signature
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import SSLConnection, parse_url
+from redis.exceptions import (
+    ConnectionError,
+    MovedError,
+    NoScriptError,
+    RedisClusterException,
+    ResponseError,
+)
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from radixkv.coordination.settings import without_password
+from radixkv.coordination.store import redis_scripts as scripts
+from radixkv.errors import ConfigError, RadixKVError, StoreUnavailable
+
+log = logging.getLogger("radixkv.coordination")
+
+_TYPES = {
+    "meta": "hash",
+    "lease": "string",
+    "ev": "stream",
+    "snapmeta": "hash",
+    "load": "hash",
+    "q": "hash",
+    "p": "hash",
+    "job": "hash",
+    "replicas": "zset",
+    "purges": "zset",
+    "jobs": "zset",
+}
+"""What type a key has whose name ends so."""
+_URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
+_FORMS = (
+    "redis://[user:password@]host[:port][/db], rediss://… (TLS), unix:///path, redis+cluster://host:port,host:port "
+    "or redis+sentinel://host:port,host:port/service; also rediss+cluster:// and rediss+sentinel://"
+)
+
+
+# What the library leaves untyped.
+_parse_url: Any = parse_url
+_cluster_client: Any = RedisCluster
+_cluster_node: Any = ClusterNode
+_sentinel_client: Any = Sentinel
+
+_OBJECTS = {"connection_pool", "credential_provider", "event_dispatcher", "redis_connect_func", "retry"}
+_OPTIONS = frozenset(
+    {*signature(redis.Redis).parameters, "path", "connection_class", "sentinel_username", "sentinel_password"}
+    - _OBJECTS
+)
+"""What a URL, and what stands behind its question mark, may come to."""
+
+Args = Sequence[str | bytes | int]
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Any error of the client, or of the server, is StoreUnavailable; so is an answer that can't be one.
+
+    Of any type: the client parses what a server says without distrust, and meets garbage, torn connections and other
+    threads' disconnects as a ValueError, AttributeError, RecursionError …
+    """
+    try:
+        yield
+    except RadixKVError:
+        raise
+    except Exception as error:
+        raise unavailable(error) from error
+
+
+def is_wrong_type(error: object) -> bool:
+    """Whether a server said that a key has another type, to a command or, as the older ones say it, to a script."""
+    return isinstance(error, Exception) and "WRONGTYPE" in str(error)
+
+
+def unavailable(error: Exception) -> StoreUnavailable:
+    """What an error of the client, or one that a server answered with, is to those who use the store."""
+    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the servers are, from a URL. ``options`` go to every connection, TLS and credentials among them."""
+
+    kind: str
+    hosts: tuple[tuple[str, int], ...]
+    service: str
+    options: dict[str, Any]
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Raises ConfigError, without the password."""
+        if not isinstance(url, str):
+            raise ConfigError("redis", url, _FORMS)
+        try:
+            return cls._parse(url)
+        except (ValueError, TypeError) as error:
+            raise ConfigError("redis", without_password(url), f"{_FORMS} ({error})") from None
+
+    @classmethod
+    def _parse(cls, url: str) -> Address:
+        found = _URL.fullmatch(url)
+        if found is None:
+            raise ValueError("no such form")
+        scheme, user, hosts, path, query = (part or "" for part in found.groups())
+        plain, _, kind = scheme.partition("+")
+        names = [name for name in hosts.split(",") if name]
+        is_socket = plain == "unix"
+        if not is_socket and re.search("[/?#]", user):
+            raise ValueError("special characters before the @ have to be percent-encoded")
+        user = f"{user}@" if user else ""
+        path = path.strip("/")
+        service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
+        if not is_socket and not re.fullmatch("[0-9]*", database):
+            raise ValueError(f"{database!r} is no number of a database")
+        shown = url if is_socket else f"{plain}://{user}{names[0] if names else ''}/{database}{query}"
+        options = dict(_parse_url(shown))
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise ValueError(f"there is no option {unknown[0]}")
+        if is_socket:
+            return cls("single", (), "", options)
+        if kind == "sentinel" and not service:
+            raise ValueError("the service's name is missing")
+        default = 26379 if kind == "sentinel" else 6379
+        listed = tuple(_host(f"{plain}://{name}", default) for name in names or ["localhost"])
+        if len(listed) > 1 and not kind:
+            raise ValueError("several hosts")
+        options.pop("host", None)
+        options.pop("port", None)
+        if options.pop("connection_class", None) is SSLConnection:
+            options["ssl"] = True
+        return cls(kind or "single", listed, service, options)
+
+
+def _host(url: str, default_port: int) -> tuple[str, int]:
+    if urlsplit(url).port == 0:
+        raise ValueError("there is no port 0")
+    options = _parse_url(url)
+    return options.get("host", "localhost"), int(options.get("port", default_port))
+
+
+class Connection:
+    """Clients of one deployment, made when first needed; every error of theirs is StoreUnavailable. Thread-safe.
+
+    A Cluster's client is used for its map of slots alone: commands go to the node that has the key.
+    """
+
+    def __init__(self, url: str, reply_timeout_s: float) -> None:
+        self.num_script_reloads = 0
+        self._address = Address.parse(url)
+        self._reply_timeout_s = reply_timeout_s
+        self._options = self._address.options | {
+            "socket_timeout": reply_timeout_s,
+            "socket_connect_timeout": reply_timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            "decode_responses": False,
+            "redis_connect_func": _greet,
+        }
+        self._client: Any = None
+        self._is_stale = False
+        self._had_replica = False
+        self._sentinel: Any = None
+        self._master: tuple[str, int] | None = None
+        self._opening = threading.Lock()
+        self._digests: dict[str, str] = {}
+        if self._address.kind == "single":
+            self._client = self._plain()  # so that an option which can't work is refused at once
+
+    def run(self, script: str, keys: Sequence[str], args: Args) -> Any:
+        """The script's answer. Raises StoreUnavailable."""
+        return self._at(keys[0], lambda node: self._evaluate(node, script, keys, args))
+
+    def repair(self, keys: Sequence[str]) -> None:
+        """Delete those of these keys, which share a tag, that have another type than we give them; log which.
+
+        Whoever wrote them can delete keys too; what stood there is lost to a store, and told to it again.
+        """
+        self._at(keys[0], lambda node: self._repair(node, keys))
+
+    def run_durably(self, script: str, keys: Sequence[str], args: Args) -> tuple[Any, bool | None]:
+        """The script's answer, and whether a replica has what it wrote: None where the server has none."""
+
+        def act(node: Any) -> tuple[Any, bool | None]:
+            with node.client() as one:
+                answer = self._evaluate(one, script, keys, args)
+                num_replicas = int(one.info("replication").get("connected_slaves", 0))
+                self._had_replica = self._had_replica or num_replicas > 0
+                if not self._had_replica:
+                    return answer, None
+                wait_ms = max(1, int(self._reply_timeout_s * 500))
+                return answer, int(one.execute_command("WAIT", 1, wait_ms)) >= 1
+
+        found: tuple[Any, bool | None] = self._at(keys[0], act)
+        return found
+
+    def gather(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The replies to commands of one key each, ``(name, key, …)``: one round trip to each shard.
+
+        A reply may be an exception: that of its command, or of its shard. Raises StoreUnavailable if no shard
+        answers.
+        """
+        replies: list[Any] = [None] * len(commands)
+        failure: StoreUnavailable | None = None
+        num_failed = 0
+        by_node = self._by_node([str(command[1]) for command in commands])
+        for node, indices in by_node:
+            pipeline = node.pipeline(transaction=False)
+            for index in indices:
+                pipeline.execute_command(*commands[index])
+            try:
+                with translated():
+                    answers = pipeline.execute(raise_on_error=False)
+            except StoreUnavailable as error:
+                answers, failure, num_failed = [error] * len(indices), error, num_failed + 1
+                self._is_stale = True
+            for index, answer in zip(indices, answers, strict=True):
+                replies[index] = answer
+                self._is_stale = self._is_stale or isinstance(answer, MovedError)
+        if failure is not None and num_failed == len(by_node):
+            raise failure
+        return replies
+
+    def of(self, command: str, *args: Any) -> Any:
+        """The reply to one command of one key, which comes first."""
+        return self._at(str(args[0]), lambda node: node.execute_command(command, *args))
+
+    def slot(self, key: str) -> int:
+        """The slot of a key in a Cluster; 0 anywhere else. Keys of one slot can share a command."""
+        client = self._open()
+        return int(client.keyslot(key)) if isinstance(client, _cluster_client) else 0
+
+    def borrow(self, key: str) -> tuple[Any, Any]:
+        """A raw connection to the node of ``key``, and the pool that it goes back to."""
+        pool = self._node(key).connection_pool
+        return pool, pool.get_connection()
+
+    def check(self) -> None:
+        """Under Sentinel: leave a master that is none any more, even if it still answers."""
+        if self._sentinel is None:
+            return
+        with translated():
+            master = self._sentinel.discover_master(self._address.service)
+            known, self._master = self._master, master
+            if known not in (None, master):
+                self._open().connection_pool.disconnect(inuse_connections=False)
+
+    def suspect(self) -> None:
+        """The map of slots may be behind: ask again before the next command."""
+        self._is_stale = True
+
+    def close(self) -> None:
+        """Close the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        for each in self._sentinel.sentinels if self._sentinel else ():
+            each.close()
+
+    def _at(self, key: str, act: Callable[[Any], Any]) -> Any:
+        with translated():
+            try:
+                return act(self._node(key))
+            except MovedError:
+                self._is_stale = True
+                return act(self._node(key))
+            except Exception:
+                self._is_stale = True
+                raise
+
+    def _evaluate(self, node: Any, script: str, keys: Sequence[str], args: Args) -> Any:
+        try:
+            return self._run(node, script, keys, args)
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            self._repair(node, keys)
+            return self._run(node, script, keys, args)
+
+    def _run(self, node: Any, script: str, keys: Sequence[str], args: Args) -> Any:
+        digest = self._digests.setdefault(script, sha1(script.encode(), usedforsecurity=False).hexdigest())
+        try:
+            return node.evalsha(digest, len(keys), *keys, *args)
+        except NoScriptError:
+            self.num_script_reloads += 1
+            return node.eval(script, len(keys), *keys, *args)
+
+    def _repair(self, node: Any, keys: Sequence[str]) -> None:
+        types = [_TYPES[key.rpartition(":")[2]] for key in keys]
+        for place in self._run(node, scripts.REPAIR, keys, types):
+            at = int(place) - 1
+            log.warning("Redis: %s was no %s, which only an outsider writes: deleted", keys[at], types[at])
+
+    def _by_node(self, keys: Sequence[str]) -> list[tuple[Any, list[int]]]:
+        found: dict[int, tuple[Any, list[int]]] = {}
+        for index, key in enumerate(keys):
+            node = self._node(key)
+            found.setdefault(id(node), (node, []))[1].append(index)
+        return list(found.values())
+
+    def _node(self, key: str) -> Any:
+        """The client of the server that ``key`` belongs on. Raises StoreUnavailable."""
+        client = self._open()
+        if not isinstance(client, _cluster_client):
+            return client
+        with translated():
+            return client.get_redis_connection(client.get_node_from_key(key))
+
+    def _open(self) -> Any:
+        with self._opening, translated():
+            if self._client is None:
+                self._client = self._make()
+            elif self._is_stale and isinstance(self._client, _cluster_client):
+                self._client = self._remapped(self._client)
+            elif self._is_stale and self._address.kind == "single":
+                self._client = self._upgraded(self._client)
+            self._is_stale = False
+            return self._client
+
+    def _make(self) -> Any:
+        if self._address.kind == "cluster":
+            return self._cluster(self._address.hosts)
+        if self._address.kind == "sentinel":
+            return self._by_sentinel()
+        return self._plain()
+
+    def _plain(self) -> Any:
+        if not self._address.hosts:
+            return redis.Redis.from_pool(redis.ConnectionPool(**self._options))
+        host, port = self._address.hosts[0]
+        return redis.Redis(host=host, port=port, **self._options)
+
+    def _upgraded(self, client: Any) -> Any:
+        """A plain URL may lead to a node of a Cluster: it answers MOVED, and is asked for the others then."""
+        if client.info("server").get("redis_mode") != "cluster":
+            return client
+        return self._cluster(self._address.hosts)
+
+    def _remapped(self, client: Any) -> Any:
+        """A Cluster's client asks the nodes that it knows; if all of those are gone, those of the URL may not be."""
+        try:
+            client.nodes_manager.initialize()
+        except RedisClusterException:
+            return self._cluster(self._address.hosts)
+        return client
+
+    def _cluster(self, hosts: Sequence[tuple[str, int]]) -> Any:
+        if self._options.get("db", 0):
+            raise ConfigError("redis", f"database {self._options['db']}", "database 0 in a Cluster")
+        options = {name: value for name, value in self._options.items() if name != "db"}
+        options["redis_connect_func"] = _check_peer  # its client greets by itself
+        nodes = [_cluster_node(host, port) for host, port in hosts]
+        return _cluster_client(startup_nodes=nodes, require_full_coverage=False, **options)
+
+    def _by_sentinel(self) -> Any:
+        options = dict(self._options)
+        asked = {
+            name: options[name]
+            for name in (
+                "socket_timeout",
+                "socket_connect_timeout",
+                "retry",
+                "protocol",
+                "redis_connect_func",
+            )
+        }
+        asked |= {name: value for name, value in options.items() if name.startswith("ssl")}
+        for name in ("username", "password"):
+            if value := options.pop(f"sentinel_{name}", None):
+                asked[name] = value
+        self._sentinel = _sentinel_client(self._address.hosts, sentinel_kwargs=asked, **options)
+        return self._sentinel.master_for(self._address.service)
+
+
+def _greet(connection: Any) -> None:
+    """What follows a connect: authentication and all that, if there is a server behind it."""
+    _check_peer(connection)
+    connection.on_connect()
+
+
+def _check_peer(connection: Any) -> None:
+    """Raises ConnectionError for a connection to itself.
+
+    TCP allows it, where a port of this machine that the kernel gives to clients has no listener: the client
+    would answer itself, and the server could not have its port back.
+    """
+    mine = connection._sock.getsockname()
+    if mine and mine == connection._sock.getpeername():
+        raise ConnectionError(f"connected to itself at {mine}: there is no server")
