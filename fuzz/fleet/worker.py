@@ -94,7 +94,7 @@ class Worker:
         config = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         self.cache = PrefixCache(config, journal=self.coordinator.journal)
         self.coordinator.attach(self.cache, self.purged)
-        self.coordinator.tenants.meet(TENANTS)
+        self.coordinator.purges.meet(TENANTS)
 
     def clock(self) -> float:
         """Monotonic seconds, unless somebody has turned it."""
@@ -207,8 +207,8 @@ class Worker:
             "live": self.coordinator.info().live,
             "queued": health.num_queued,
             "peers": [peer.id for peer in self.coordinator.peers()],
-            "generations": {tenant: self.coordinator.tenants.generation(tenant) for tenant in TENANTS},
-            "granted": {name: grant.blocks for name, grant in self.coordinator.tenants._grants.items()},
+            "generations": {tenant: self.coordinator.purges.generation(tenant) for tenant in TENANTS},
+            "granted": {name: grant.blocks for name, grant in self.coordinator.quotas._grants.items()},
             "limits": self.coordinator.limits(),
         }
         if with_hints:

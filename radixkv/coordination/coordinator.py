@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING
 from radixkv.coordination.jobs import JobRecords
 from radixkv.coordination.pins import PinRecords
 from radixkv.coordination.purges import Purge
+from radixkv.coordination.quotas import check_limit
 from radixkv.coordination.store.protocol import Durable, Grant
 from radixkv.coordination.store.wire import Raised
 from radixkv.coordination.validation import check_namespace
@@ -76,7 +77,7 @@ class Coordinator(JobRecords, PinRecords):
         holders = [known for known in self._others() if known.column is not None and known.info.reachable]
         if not holders:
             return []
-        generation = self.tenants.generation(namespace.tenant)
+        generation = self.purges.generation(namespace.tenant)
         digests = self.keys.digests(namespace, key, generation=generation)
         held = self.reader.view.leading(b"".join(digests)).counts().sum(axis=1) * self._publisher.grain_tokens
         found = [Hint(known.info, int(held[known.column])) for known in holders if held[known.column] > 0]
@@ -85,16 +86,16 @@ class Coordinator(JobRecords, PinRecords):
     # ---- tenants of the fleet
 
     def purge(self, tenant: str) -> Purge:
-        """Forget a tenant in the whole fleet: raises its generation, obeys, and says who has confirmed so far.
+        """Forget a tenant in the whole fleet: raise its generation, apply that, report who has confirmed.
 
         Repeat after StoreUnavailable; UnreadableRecord is one: what stood in the store of the tenant's generation was
         no replica's writing, and was replaced. Raises StaleEpoch, ArgumentError.
         """
         with self._writing, self._storing():
             self._require_registration()
-            raising = self.tenants.raise_generation(self._writer, tenant)
+            raising = self.purges.raise_purge(self._writer, tenant)
             self._num_unreplicated += raising.replicated is False
-            self.tenants.follow_own(self._writer, tenant, raising.raised)
+            self.purges.apply_own(self._writer, tenant, raising.raised)
             if raising.was_unreadable:
                 raise UnreadableRecord(
                     f"the generation of tenant {self.keys.tenant(tenant).hex()} in the store couldn't be read: "
@@ -102,20 +103,20 @@ class Coordinator(JobRecords, PinRecords):
                 )
             return self._reported(tenant, raising.replicated)
 
-    def obey(self, tenant: str, raised: Raised) -> None:
-        """Obey and confirm a raise that another replica tells of, be it that the store doesn't have it.
+    def apply_purge(self, tenant: str, raised: Raised) -> None:
+        """Apply and confirm a raise that another replica sent, even if the store doesn't have it.
 
-        Raises ArgumentError unless its proof is right, StaleEpoch or StoreUnavailable once it is obeyed.
+        Raises ArgumentError unless its proof is right, StaleEpoch or StoreUnavailable once it is applied.
         """
         with self._writing, self._storing():
             self._require_registration()
-            self.tenants.obey(self._writer, tenant, raised)
+            self.purges.apply_purge(self._writer, tenant, raised)
 
-    def heed(self) -> None:
-        """Obey and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
+    def apply_purges(self) -> None:
+        """Apply and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
         with self._writing, self._storing():
             self._require_registration()
-            self.tenants.follow(self._writer, is_new=False)
+            self.purges.apply_purges(self._writer)
 
     def purge_report(self, tenant: str) -> Purge:
         """How far the tenant's last purge has come. Raises StoreUnavailable, UnreadableRecord."""
@@ -124,7 +125,7 @@ class Coordinator(JobRecords, PinRecords):
     def _reported(self, tenant: str, replicated: bool | None = None) -> Purge:
         """A replica that a store has forgotten is waited for, as long as its lease runs by what was read of it."""
         known = [info.id for info in self.replicas() if info.live]
-        return self.tenants.report(tenant, known, replicated)
+        return self.purges.report(tenant, known, replicated)
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
         """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable.
@@ -132,11 +133,16 @@ class Coordinator(JobRecords, PinRecords):
         Every replica that has met the tenant knows it within a beat or two (256 tenants a beat), and tells a store
         that has lost it.
         """
-        return self._counted(self.tenants.set_limit(tenant, blocks))
+        check_limit(tenant, blocks)
+        self.purges.meet([tenant])
+        return self._counted(self.quotas.set_limit(tenant, blocks))
 
     def limits(self) -> dict[str, int]:
         """The limits over all replicas of tenants met here, whoever was told; as known here. Local; O(limits)."""
-        return self.tenants.limits()
+        known = [
+            (self.purges.name(digest), each.blocks) for digest, each in self.quotas.limits.known().items()
+        ]
+        return {tenant: blocks for tenant, blocks in known if tenant is not None and blocks is not None}
 
     def reserve(self, tenant: str, blocks: int) -> Grant:
         """State how many blocks this replica wants to hold of a tenant's quota; ``.blocks`` of them are granted.
@@ -146,4 +152,4 @@ class Coordinator(JobRecords, PinRecords):
         """
         with self._writing, self._storing():
             self._require_registration()
-            return self.tenants.reserve(self._writer, tenant, blocks, self.settings.lease_s)
+            return self.quotas.reserve(self._writer, tenant, blocks, self.settings.lease_s)

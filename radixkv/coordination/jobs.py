@@ -52,7 +52,7 @@ class JobRecords(Replica):
     def job_owner(self, tenant: str) -> bytes:
         """What jobs of a tenant bear, 32 bytes: another value after each purge of it; local."""
         check_tenant(tenant)
-        digest, raised = self.keys.tenant(tenant), self.tenants.raised(tenant)
+        digest, raised = self.keys.tenant(tenant), self.purges.raised(tenant)
         return digest if raised == NEVER else mac(digest, "jobs", raised.generation, raised.purge)
 
     def create_job(
@@ -90,7 +90,7 @@ class JobRecords(Replica):
         job = WarmJob(
             id=job_id or secrets.token_hex(16),
             tenant_digest=self.job_owner(namespace.tenant),
-            namespace_digest=self.keys.namespace(namespace, self.tenants.generation(namespace.tenant)),
+            namespace_digest=self.keys.namespace(namespace, self.purges.generation(namespace.tenant)),
             num_tokens=num_tokens,
             parts=tuple(JobPart(*asked[name], "queued") for name in sorted(asked)),
             owner=self._mine,

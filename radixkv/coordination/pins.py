@@ -53,7 +53,7 @@ class PinRecords(Replica):
         Its generation's number may be given again by a store that has lost it, which purge that was may not.
         """
         check_namespace(namespace)
-        raised = self.tenants.raised(namespace.tenant)
+        raised = self.purges.raised(namespace.tenant)
         return mac(self.keys.namespace(namespace, raised.generation), "pin", raised.purge)
 
     def keep_pin(

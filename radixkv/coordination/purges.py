@@ -1,29 +1,30 @@
-"""What one replica has to do with tenants of the fleet: its share of their quotas, and their generations.
+"""Generations of tenants: how a purge is raised in the store, applied here and confirmed.
 
-A share is absolute and stated anew with every beat, so a number that got lost heals by itself; what was
-granted last holds while the store is away. What a limit is, ``limits.py`` says. A generation is raised by a purge and
-announced to all; every replica forgets what it has of the tenant, and then confirms that very raise, by its token, for
-its registration. Since namespace digests depend on the generation, what others still publish of an older one is met by
-nobody. What a store has lost of that is told to it again by who obeyed it (``restore``), and no purge of it is complete
-meanwhile.
+    raise_purge     an operator's act on one replica: a raise of the tenant's generation in the store, announced to all
+    apply_purges    on every replica: what the store has raised since is forgotten here, and confirmed
+    apply_purge     the same for one raise that another replica sent, whatever the store says
+    report          which replicas have confirmed the last raise
+
+A replica confirms that very raise, by its token, for its registration. Namespace digests depend on the generation, so
+nobody matches what others still publish of an older one. What a store has lost of that is written again by any replica
+that has applied it (``restore``), and no purge of it is complete meanwhile.
 
 A raise and a confirmation count only with their proof (``proofs.py``), so a writer to the store without the fleet's
 secret can make neither. A store that lost a raise may give its number to another one. The token tells them apart: its
 first half names the purge and begins with the purge's time, its second half the raise. What stands in the store is
-compared with the last raise that was obeyed here (``Raised.relation``):
+compared with the last raise that was applied here (``Raised.relation``):
 
-    later                  it is obeyed, and confirmed
-    same                   it was obeyed: it is only confirmed, for it may have been given back
+    later                  it is applied, and confirmed
+    same                   it was applied: it is only confirmed, for it may have been given back
     earlier, or nothing    lost, or put back by an outsider: the known one is written again
-    apart                  nobody can say which of the two all have obeyed: another purge is raised
+    apart                  nobody can say which of the two all have applied: another purge is raised
 
 An announcement only says where to look. What stands in the place of a raise without being one (``UnreadableRecord``)
 fails that tenant's purge and the question how far it has come, is logged with the tenant's digest, and is replaced by
 the next raise.
 
-Bounded: 65,536 purged tenants, as many names of tenants met here and as many limits, 4,096 tenants with a share; about
-200 bytes each (``num_bytes``). The cache says itself whom it has something of, so no purge depends on what was
-forgotten here.
+Bounded: 65,536 purged tenants and as many names of tenants met here, about 200 bytes each (``num_bytes``). The cache
+says itself which tenants have something in it, so no purge depends on what was forgotten here.
 """
 
 from __future__ import annotations
@@ -34,35 +35,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from radixkv.coordination.keys import FleetKeys
 from radixkv.coordination.proofs import Proofs
 from radixkv.coordination.quotas import Limits
-from radixkv.coordination.store.protocol import MAX_PURGES, Durable, Grant, Looked, Share, Store, TenantFacts
+from radixkv.coordination.store.protocol import MAX_PURGES, Looked, Store, TenantFacts
 from radixkv.coordination.store.wire import NEVER, NOTHING, Raised, new_token
 from radixkv.coordination.validation import check_tenant
-from radixkv.coordination.values import Writer
-from radixkv.errors import (
-    ArgumentError,
-    CapacityError,
-    StaleEpoch,
-    StoreUnavailable,
-    UnreadableRecord,
-)
-
-if TYPE_CHECKING:
-    from radixkv.coordination.keys import FleetKeys
-    from radixkv.coordination.values import Resident
-    from radixkv.coordination.view.reader import Reader
+from radixkv.coordination.values import Resident, Writer
+from radixkv.coordination.view.reader import Reader
+from radixkv.errors import ArgumentError, StoreUnavailable, UnreadableRecord
 
 log = logging.getLogger("radixkv.coordination")
 
 OnPurge = Callable[[str, int], None]
-"""Told of a tenant whose generation was raised: returns when nothing of it can be matched here any more."""
+"""Called with a tenant and its new generation; it returns when nothing of the tenant can be matched here any more."""
 
-_MAX_SHARES = 4_096
 _MAX_NAMES = 65_536
-_MAX_BLOCKS = 10**15 - 1
 _ITEM_BYTES = 200
 _CHECKED_A_BEAT = 256
 _TRIES = 8
@@ -104,7 +94,7 @@ class Raising(NamedTuple):
     was_unreadable: bool
 
 
-class _Obeyed(NamedTuple):
+class _Applied(NamedTuple):
     """The last purge of a tenant that was heard of here, where it was announced, and whether all of it is gone."""
 
     raised: Raised
@@ -112,35 +102,32 @@ class _Obeyed(NamedTuple):
     is_done: bool
 
 
-_NEVER = _Obeyed(NEVER, 0, True)
+_NOTHING_APPLIED = _Applied(NEVER, 0, True)
 
 
-class Tenants:
-    """See the module's docstring. ``follow`` by one thread at a time; the rest from any."""
+class Purges:
+    """See the module's docstring. ``apply_purges`` and ``restore`` by one thread at a time; the rest from any."""
 
     def __init__(
         self,
         keys: FleetKeys,
         store: Store,
-        fingerprint: str,
-        tell: Callable[[str, int], None],
         reader: Reader,
+        limits: Limits,
+        on_raise: Callable[[str, int], None],
     ) -> None:
-        """``tell`` hears of each generation that is raised of a tenant met here, before ``on_purge`` does.
+        """``reader``: knows how long leases run by this replica's clock. ``limits``: looked at with the generations.
 
-        ``reader``: knows how long leases run by this replica's clock.
+        ``on_raise``: called with each new generation of a tenant met here, before ``on_purge`` is.
         """
-        self._keys, self._store, self._fingerprint, self._tell = keys, store, fingerprint, tell
-        self._reader = reader
+        self._keys, self._store, self._reader, self._limits = keys, store, reader, limits
+        self._on_raise = on_raise
         self._proofs = Proofs(keys)
         self._unreadable: set[bytes] = set()
-        self._limits = Limits(keys, store)
         self._names: OrderedDict[bytes, str] = OrderedDict()
         self._meeting = threading.Lock()
-        self._generations: OrderedDict[bytes, _Obeyed] = OrderedDict()
+        self._applied: OrderedDict[bytes, _Applied] = OrderedDict()
         self._unchecked: list[bytes] = []
-        self._wanted: dict[str, int] = {}
-        self._grants: dict[str, Grant] = {}
         self._cursor = 0
         self.on_purge: OnPurge | None = None
         self.resident: Resident | None = None
@@ -148,8 +135,7 @@ class Tenants:
     @property
     def num_bytes(self) -> int:
         """What all of this takes, roughly."""
-        num_items = len(self._names) + len(self._generations) + len(self._wanted) + len(self._grants)
-        return (num_items + len(self._limits)) * _ITEM_BYTES
+        return (len(self._names) + len(self._applied)) * _ITEM_BYTES
 
     def generation(self, tenant: str) -> int:
         """The generation of a tenant as known here; local."""
@@ -157,7 +143,11 @@ class Tenants:
 
     def raised(self, tenant: str) -> Raised:
         """The last purge of a tenant that was heard of here; local."""
-        return self._generations.get(self._keys.tenant(tenant), _NEVER).raised
+        return self._last(self._keys.tenant(tenant)).raised
+
+    def name(self, digest: bytes) -> str | None:
+        """The name of a tenant, if it was met here; local."""
+        return self._names.get(digest)
 
     def first_met(self, tenant: str) -> int:
         """The generation of a tenant that has something here now; local."""
@@ -174,74 +164,8 @@ class Tenants:
             while len(self._names) > _MAX_NAMES:
                 self._names.popitem(last=False)
 
-    def granted(self, tenant: str) -> Grant | None:
-        """What was granted last; local."""
-        return self._grants.get(tenant)
-
-    def set_limit(self, tenant: str, blocks: int | None) -> Durable:
-        """The tenant's limit over the fleet. Raises ArgumentError, StoreUnavailable."""
-        check_tenant(tenant)
-        if blocks is not None:
-            _check_blocks(blocks)
-        self.meet([tenant])
-        return self._limits.state(self._keys.tenant(tenant), blocks)
-
-    def limits(self) -> dict[str, int]:
-        """The limits over the fleet of tenants met here, as known here. Local; O(limits)."""
-        known = [(self._names.get(digest), each.blocks) for digest, each in self._limits.known().items()]
-        return {tenant: blocks for tenant, blocks in known if tenant is not None and blocks is not None}
-
-    def reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
-        """State how many blocks this replica wants to hold. Raises ArgumentError, CapacityError, StoreUnavailable.
-
-        CapacityError: 4,096 other tenants hold a share here.
-        """
-        check_tenant(tenant)
-        _check_blocks(blocks)
-        if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
-            raise CapacityError(
-                f"{_MAX_SHARES} tenants hold a share here, which is the most that a replica keeps"
-            )
-        grant = self._reserve(writer, tenant, blocks, keep_s)
-        if blocks:
-            self._wanted[tenant], self._grants[tenant] = blocks, grant
-        else:
-            self._wanted.pop(tenant, None)
-            self._grants.pop(tenant, None)
-        return grant
-
-    def restate(self, writer: Writer, keep_s: float) -> None:
-        """State every share again. Raises StoreUnavailable."""
-        for tenant, blocks in list(self._wanted.items()):
-            try:
-                self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
-            except UnreadableRecord as error:  # what was granted last holds, of this tenant alone
-                log.warning("%s", error)
-
-    def follow(self, writer: Writer, *, is_new: bool, raised: Mapping[bytes, Raised] = _NONE) -> None:
-        """Purge what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was.
-
-        ``raised``: what the store had before, announced or not.
-        """
-        announced = self._store.purges(0 if is_new else self._cursor)
-        if is_new:
-            self._cursor = 0
-        positions = {digest: self._generations.get(digest, _NEVER).position for digest in raised}
-        standing = self._standing(writer, [*(positions | dict(announced))])
-        here = self._here() if standing else {}
-        for digest, position in announced:
-            if digest in standing:
-                tenant = here.get(digest) or self._names.get(digest)
-                self._take(writer, digest, tenant, standing[digest], position)
-            self._cursor = position  # smaller than before where the store has lost what it announced
-        for digest, position in positions.items():
-            known = self._generations.get(digest, _NEVER)
-            if digest in standing and (known.raised != standing[digest] or not known.is_done):
-                tenant = here.get(digest) or self._names.get(digest)
-                self._take(writer, digest, tenant, standing[digest], position)
-
-    def raise_generation(self, writer: Writer, tenant: str) -> Raising:
-        """Purge a tenant in the whole fleet; ``follow_own`` comes next.
+    def raise_purge(self, writer: Writer, tenant: str) -> Raising:
+        """Purge a tenant in the whole fleet; ``apply_purges`` comes next.
 
         Raises ArgumentError, StoreUnavailable; may be repeated then.
         """
@@ -261,31 +185,55 @@ class Tenants:
                 return Raising(raised, written.replicated, self._is_unreadable(looked, stands))
         raise StoreUnavailable("others purge this tenant all the time")
 
-    def follow_own(self, writer: Writer, tenant: str, raised: Raised) -> None:
-        """``follow``, and what was raised here a moment ago is obeyed. Raises StoreUnavailable.
+    def apply_purges(
+        self, writer: Writer, *, is_new: bool = False, raised: Mapping[bytes, Raised] = _NONE
+    ) -> None:
+        """Apply what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was.
 
-        StoreUnavailable too if the store has lost it meanwhile, so that nobody would ever hear of it.
+        ``raised``: what the store had before, announced or not. Raises StoreUnavailable.
         """
-        self.follow(writer, is_new=False, raised={self._keys.tenant(tenant): raised})
+        announced = self._store.purges(0 if is_new else self._cursor)
+        if is_new:
+            self._cursor = 0
+        positions = {digest: self._last(digest).position for digest in raised}
+        found = self._raised_in_store(writer, [*(positions | dict(announced))])
+        here = self._here() if found else {}
+        for digest, position in announced:
+            if digest in found:
+                tenant = here.get(digest) or self.name(digest)
+                self._apply(writer, digest, tenant, found[digest], position)
+            self._cursor = position  # smaller than before where the store has lost what it announced
+        for digest, position in positions.items():
+            known = self._last(digest)
+            if digest in found and (known.raised != found[digest] or not known.is_done):
+                tenant = here.get(digest) or self.name(digest)
+                self._apply(writer, digest, tenant, found[digest], position)
+
+    def apply_own(self, writer: Writer, tenant: str, raised: Raised) -> None:
+        """``apply_purges`` right after ``raise_purge``. Raises StoreUnavailable.
+
+        StoreUnavailable too if the store has lost the raise meanwhile, so that no other replica would ever hear of it.
+        """
+        self.apply_purges(writer, raised={self._keys.tenant(tenant): raised})
         if self.raised(tenant).relation(raised) not in ("same", "later"):
             raise StoreUnavailable("the store does not keep what is written to it")
 
-    def obey(self, writer: Writer, tenant: str, raised: Raised) -> None:
-        """Obey and confirm a raise that another replica tells of, whatever the store says; an earlier one is none.
+    def apply_purge(self, writer: Writer, tenant: str, raised: Raised) -> None:
+        """Apply and confirm a raise that another replica sent, whatever the store says; an earlier one is none.
 
-        One that was raised without knowing the last one that was obeyed here is obeyed, and left to ``follow``.
+        One that was raised without knowing the last one that was applied here is applied, and left to ``apply_purges``.
 
-        Raises ArgumentError if its proof is wrong, StoreUnavailable once it is obeyed and can't be confirmed.
+        Raises ArgumentError if its proof is wrong, StoreUnavailable once it is applied and can't be confirmed.
         """
         check_tenant(tenant)
         digest = self._keys.tenant(tenant)
         if not self._proofs.is_raise(digest, raised):
             raise ArgumentError("raised", raised.generation, "a raise with its proof")
-        known = self._generations.get(digest, _NEVER)
+        known = self._last(digest)
         relation = raised.relation(known.raised)
         if relation == "later" or (relation == "same" and not known.is_done):
             self.meet([tenant])
-            self._obey(writer, digest, tenant, raised, known.position)
+            self._apply(writer, digest, tenant, raised, known.position)
         elif relation == "apart" and self.on_purge is not None:
             self.on_purge(tenant, known.raised.generation)
 
@@ -345,9 +293,9 @@ class Tenants:
         """
         taken = self._in_turn()
         if everything:
-            taken = list({*taken, *self._generations, *self._limits.known()})
-        known = {digest: self._generations.get(digest, _NEVER) for digest in taken}
-        positions = {digest: obeyed.position for digest, obeyed in known.items() if obeyed.raised.generation}
+            taken = list({*taken, *self._applied, *self._limits.known()})
+        known = {digest: self._last(digest) for digest in taken}
+        positions = {digest: last.position for digest, last in known.items() if last.raised.generation}
         unannounced = self._store.unannounced(positions) if positions else set()
         news = {}
         found = self._store.look_at(taken, writer.replica_id) if taken else ()
@@ -430,13 +378,13 @@ class Tenants:
         """The next 256 of those that were met or purged."""
         if not self._unchecked:
             with self._meeting:
-                self._unchecked = list(self._names.keys() | self._generations.keys())
+                self._unchecked = list(self._names.keys() | self._applied.keys())
         taken = self._unchecked[-_CHECKED_A_BEAT:]
         del self._unchecked[-_CHECKED_A_BEAT:]
         return taken
 
-    def _standing(self, writer: Writer, digests: Sequence[bytes]) -> dict[bytes, Raised]:
-        """What there is to obey of each; what the store has lost is given back to it first.
+    def _raised_in_store(self, writer: Writer, digests: Sequence[bytes]) -> dict[bytes, Raised]:
+        """What there is to apply of each; what the store has lost is given back to it first.
 
         Of some there is nothing: nobody has raised them, or another replica does so now. Raises StoreUnavailable if
         one can't be read, as its shard is away.
@@ -445,7 +393,7 @@ class Tenants:
         for digest, looked in zip(digests, self._store.look_at(digests) if digests else (), strict=True):
             if looked is None:
                 raise _shard_is_away()
-            stands, known = self._proven(digest, looked), self._generations.get(digest, _NEVER).raised
+            stands, known = self._proven(digest, looked), self._last(digest).raised
             raised: Raised | None = stands
             if self._is_lost(stands, known):
                 raised = self._give_back(writer, digest, looked, stands, known)
@@ -454,69 +402,37 @@ class Tenants:
         return found
 
     def _here(self) -> dict[bytes, str]:
-        """Who has something here. Asked once it is known what is to be obeyed: what comes after that is younger."""
+        """Tenants that have something here. Asked once it is known what to apply: what comes later is younger."""
         resident = () if self.resident is None else self.resident.tenants()
         return {self._keys.tenant(tenant): tenant for tenant in resident}
 
-    def _take(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
-        """Obey and confirm what stands in the store; what was obeyed already is only confirmed, also if given back."""
-        known = self._generations.get(digest, _NEVER)
-        if known.is_done and raised.relation(known.raised) == "same":
-            self._note(digest, _Obeyed(raised, position, True))
-            self._confirm(writer, digest, raised)
-        else:
-            self._obey(writer, digest, tenant, raised, position)
+    def _last(self, digest: bytes) -> _Applied:
+        return self._applied.get(digest, _NOTHING_APPLIED)
 
-    def _note(self, digest: bytes, obeyed: _Obeyed) -> None:
-        self._generations[digest] = obeyed
-        self._generations.move_to_end(digest)
-        if len(self._generations) > MAX_PURGES:
-            self._generations.popitem(last=False)
+    def _apply(
+        self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int
+    ) -> None:
+        """Forget here what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here.
 
-    def _obey(self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int) -> None:
-        """Purge what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here."""
-        obeyed = _Obeyed(raised, position, False)
-        self._note(digest, obeyed)
-        if tenant is not None:
-            self._tell(tenant, raised.generation)
-            if self.on_purge is None:
-                return
-            self.on_purge(tenant, raised.generation)
-        self._generations[digest] = obeyed._replace(is_done=True)
+        What was applied already is only confirmed, also if it was given back.
+        """
+        known = self._last(digest)
+        is_done = known.is_done and raised.relation(known.raised) == "same"
+        self._note(digest, _Applied(raised, position, is_done))
+        if not is_done:
+            if tenant is not None:
+                self._on_raise(tenant, raised.generation)
+                if self.on_purge is None:
+                    return
+                self.on_purge(tenant, raised.generation)
+            self._applied[digest] = _Applied(raised, position, is_done=True)
         self._confirm(writer, digest, raised)
 
-    def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
-        """State a share under the limit that is known here; what else stands in the store is compared with it first.
-
-        A share of a greater epoch fences this replica only where the registration is another's too: a share isn't
-        signed. Otherwise nothing is granted until that share is over. Raises StaleEpoch, StoreUnavailable,
-        UnreadableRecord.
-        """
-        digest, share = self._keys.tenant(tenant), Share(*writer, self._fingerprint, blocks)
-        for _ in range(_TRIES):
-            grant = self._store.reserve(digest, share, keep_s, self._limits.of(digest))
-            if grant.verdict == "STALE":
-                (looked,) = self._store.look_at([digest])
-                if looked is None:
-                    raise _shard_is_away()
-                self._limits.compare(digest, looked.limit)
-            elif grant.verdict == "FENCED" and self._is_registered(writer):
-                log.warning(
-                    "no share of tenant %s: one of a process that isn't registered stands", digest.hex()
-                )
-                return Grant("OK", 0, grant.others, grant.limit)
-            elif grant.verdict == "FENCED":
-                raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
-            else:
-                return grant
-        raise UnreadableRecord(f"the limit of tenant {digest.hex()} in the store is of no replica's making")
-
-    def _is_registered(self, writer: Writer) -> bool:
-        """Whether the store has this very registration as the last of its id, by the proof of its beat."""
-        seen = self._store.fetch([writer.replica_id]).seen
-        return any(
-            each.registration.writer == writer and self._reader.is_signed(each.registration) for each in seen
-        )
+    def _note(self, digest: bytes, applied: _Applied) -> None:
+        self._applied[digest] = applied
+        self._applied.move_to_end(digest)
+        if len(self._applied) > MAX_PURGES:
+            self._applied.popitem(last=False)
 
 
 def _shard_is_away() -> StoreUnavailable:
@@ -527,8 +443,3 @@ def _unreadable(digest: bytes) -> UnreadableRecord:
     return UnreadableRecord(
         f"the generation of tenant {digest.hex()} in the store can't be read: purge the tenant again"
     )
-
-
-def _check_blocks(blocks: object) -> None:
-    if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= _MAX_BLOCKS:
-        raise ArgumentError("blocks", blocks, f"an integer from 0 to {_MAX_BLOCKS}")

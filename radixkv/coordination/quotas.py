@@ -1,36 +1,45 @@
-"""What operators say that tenants may use on all replicas together, as one replica knows it.
+"""What tenants may use on all replicas together: the limits that operators state, and this replica's shares of them.
 
-A limit is said to one replica, stands in the store, and binds all: each looks at the limits of the tenants that it has
-met, in turn, and keeps to what it read last. The fleet's secret signs tenant, blocks and stamp, so nobody who can only
-write to the store can bind a tenant or free it. Whoever is told reads what stands, and takes a greater stamp: of two
-words the later holds, and a withdrawal is a word too. A store that lost one, or went back to an earlier one, is told
-again by any replica that remembers it.
+An operator states a limit to one replica. It stands in the store and binds all: each replica looks at the limits of
+the tenants that it has met, in turn, and keeps to what it read last. The fleet's secret signs tenant, blocks and stamp,
+so a writer to the store without the secret can neither bind a tenant nor free it. A replica reads the current limit and
+writes a higher stamp. The highest stamp wins; a withdrawal has a stamp too. A store that lost a limit, or went back to
+an earlier one, gets it again from any replica that remembers it.
 
-Bounded: 65,536 tenants, about 200 bytes each.
+A share is absolute and stated anew with every beat, so a number that got lost heals by itself. What was granted last
+holds while the store is away.
+
+Bounded: 65,536 limits and 4,096 shares, about 200 bytes each.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from radixkv.clock import Clock
-from radixkv.coordination.store.protocol import Durable, Store
+from radixkv.coordination.keys import FleetKeys
+from radixkv.coordination.store.protocol import Durable, Grant, Share, Store
 from radixkv.coordination.store.wire import NO_LIMIT, Limit
-from radixkv.errors import StoreUnavailable
+from radixkv.coordination.validation import check_tenant
+from radixkv.coordination.values import Writer
+from radixkv.errors import ArgumentError, CapacityError, StaleEpoch, StoreUnavailable, UnreadableRecord
 
-if TYPE_CHECKING:
-    from radixkv.coordination.keys import FleetKeys
+log = logging.getLogger("radixkv.coordination")
 
 _MAX_LIMITS = 65_536
+_MAX_SHARES = 4_096
+_MAX_BLOCKS = 10**15 - 1
+_ITEM_BYTES = 200
 _TRIES = 8
-"""Each that fails is another operator's word at the same moment."""
+"""Each that fails is another operator's limit at the same moment."""
 
 
 class Limits:
-    """See the module's docstring. Thread-safe."""
+    """The limits that are known here. Thread-safe."""
 
     def __init__(self, keys: FleetKeys, store: Store, wall: Clock = time.time) -> None:
         """``wall``: seconds since 1970, for stamps in ms; a clock that is wrong makes greater stamps, never smaller."""
@@ -42,16 +51,16 @@ class Limits:
         return len(self._known)
 
     def known(self) -> dict[bytes, Limit]:
-        """The last word on each tenant, by its digest; also withdrawals. Local."""
+        """The last limit of each tenant, by its digest; also withdrawals. Local."""
         with self._lock:
             return dict(self._known)
 
     def of(self, tenant: bytes) -> Limit:
-        """The last word on a tenant; ``NO_LIMIT`` if there is none. Local."""
+        """The last limit of a tenant; ``NO_LIMIT`` if there is none. Local."""
         return self._known.get(tenant, NO_LIMIT)
 
     def state(self, tenant: bytes, blocks: int | None) -> Durable:
-        """Say what holds from now on; the same as stands is written once more. Raises StoreUnavailable."""
+        """State a limit; the same as stands is written once more. Raises StoreUnavailable."""
         for _ in range(_TRIES):
             (looked,) = self._store.look_at([tenant])
             if looked is None:
@@ -90,5 +99,97 @@ class Limits:
                 self._known.popitem(last=False)
 
 
+class Quotas:
+    """This replica's shares, and the limits above them. ``restate`` by one thread at a time; the rest from any."""
+
+    def __init__(
+        self, keys: FleetKeys, store: Store, fingerprint: str, is_registered: Callable[[Writer], bool]
+    ) -> None:
+        """``fingerprint``: of the model, in whose blocks shares are counted. ``is_registered``: asks the store."""
+        self._keys, self._store, self._fingerprint = keys, store, fingerprint
+        self._is_registered = is_registered
+        self.limits = Limits(keys, store)
+        self._wanted: dict[str, int] = {}
+        self._grants: dict[str, Grant] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of this takes, roughly."""
+        return (len(self._wanted) + len(self._grants) + len(self.limits)) * _ITEM_BYTES
+
+    def granted(self, tenant: str) -> Grant | None:
+        """What was granted last; local."""
+        return self._grants.get(tenant)
+
+    def set_limit(self, tenant: str, blocks: int | None) -> Durable:
+        """The tenant's limit over the fleet. Raises StoreUnavailable."""
+        return self.limits.state(self._keys.tenant(tenant), blocks)
+
+    def reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
+        """State how many blocks this replica wants to hold. Raises ArgumentError, CapacityError, StoreUnavailable.
+
+        CapacityError: 4,096 other tenants hold a share here.
+        """
+        check_tenant(tenant)
+        _check_blocks(blocks)
+        if tenant not in self._wanted and len(self._wanted) >= _MAX_SHARES:
+            raise CapacityError(
+                f"{_MAX_SHARES} tenants hold a share here, which is the most that a replica keeps"
+            )
+        grant = self._reserve(writer, tenant, blocks, keep_s)
+        if blocks:
+            self._wanted[tenant], self._grants[tenant] = blocks, grant
+        else:
+            self._wanted.pop(tenant, None)
+            self._grants.pop(tenant, None)
+        return grant
+
+    def restate(self, writer: Writer, keep_s: float) -> None:
+        """State every share again. Raises StoreUnavailable."""
+        for tenant, blocks in list(self._wanted.items()):
+            try:
+                self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
+            except UnreadableRecord as error:  # what was granted last holds, of this tenant alone
+                log.warning("%s", error)
+
+    def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
+        """State a share under the limit that is known here; what else stands in the store is compared with it first.
+
+        A share of a greater epoch fences this replica only where the registration is another's too: a share isn't
+        signed. Otherwise nothing is granted until that share is over. Raises StaleEpoch, StoreUnavailable,
+        UnreadableRecord.
+        """
+        digest, share = self._keys.tenant(tenant), Share(*writer, self._fingerprint, blocks)
+        for _ in range(_TRIES):
+            grant = self._store.reserve(digest, share, keep_s, self.limits.of(digest))
+            if grant.verdict == "STALE":
+                (looked,) = self._store.look_at([digest])
+                if looked is None:
+                    raise StoreUnavailable("a tenant's limit can't be read: its shard is away")
+                self.limits.compare(digest, looked.limit)
+            elif grant.verdict == "FENCED" and self._is_registered(writer):
+                log.warning(
+                    "no share of tenant %s: one of a process that isn't registered stands", digest.hex()
+                )
+                return Grant("OK", 0, grant.others, grant.limit)
+            elif grant.verdict == "FENCED":
+                raise StaleEpoch(f"replica {writer.replica_id} is fenced: a younger process holds its share")
+            else:
+                return grant
+        raise UnreadableRecord(f"the limit of tenant {digest.hex()} in the store is of no replica's making")
+
+
+def check_limit(tenant: object, blocks: object) -> None:
+    """Raises ArgumentError unless this can be a tenant's limit over the fleet."""
+    check_tenant(tenant)
+    if blocks is not None:
+        _check_blocks(blocks)
+
+
 def _by_stamp(limit: Limit) -> tuple[int, str]:
     return limit.stamp, limit.proof
+
+
+def _check_blocks(blocks: object) -> None:
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks <= _MAX_BLOCKS:
+        raise ArgumentError("blocks", blocks, f"an integer from 0 to {_MAX_BLOCKS}")

@@ -29,7 +29,8 @@ from radixkv.coordination.keys import DIGEST_BYTES, FleetKeys
 from radixkv.coordination.loop import Loop
 from radixkv.coordination.proofs import Proofs
 from radixkv.coordination.publisher import Publisher
-from radixkv.coordination.purges import OnPurge, Tenants
+from radixkv.coordination.purges import OnPurge, Purges
+from radixkv.coordination.quotas import Quotas
 from radixkv.coordination.settings import Settings, check_address
 from radixkv.coordination.store.protocol import Durable, Store, WriteResult
 from radixkv.coordination.store.wire import Entry, Registration, new_nonce, new_process
@@ -88,10 +89,11 @@ class Replica:
             max_records=settings.queue_records,
             max_bytes=settings.queue_bytes,
             wake=self._loop.wake,
-            generation_of=lambda tenant: self.tenants.first_met(tenant),
+            generation_of=lambda tenant: self.purges.first_met(tenant),
         )
         self.reader = Reader(settings, self.keys, store, clock, wall=wall)
-        self.tenants = Tenants(self.keys, store, settings.fingerprint, self._publisher.raised, self.reader)
+        self.quotas = Quotas(self.keys, store, settings.fingerprint, self.reader.is_registered)
+        self.purges = Purges(self.keys, store, self.reader, self.quotas.limits, self._publisher.raised)
         self._writing = threading.RLock()
         self._resident: Resident | None = None
         self._load = Load()
@@ -137,8 +139,8 @@ class Replica:
             raise ArgumentError("resident", resident, "what has snapshot() and tenants(), as a PrefixCache")
         if on_purge is not None and not callable(on_purge):
             raise ArgumentError("on_purge", on_purge, "a function of a tenant and its generation, or None")
-        self._resident = self.tenants.resident = resident
-        self.tenants.on_purge = on_purge
+        self._resident = self.purges.resident = resident
+        self.purges.on_purge = on_purge
 
     def register(self, address: str | None = None) -> ReplicaInfo:
         """Take the id with a new epoch, start beating and publishing. ``address`` replaces the setting.
@@ -236,7 +238,7 @@ class Replica:
             log_bytes=self._kept_bytes + self._log_bytes,
             snapshot_bytes=self._snapshot_bytes,
             view_bytes=self.reader.view.num_bytes,
-            tenant_bytes=self.tenants.num_bytes,
+            tenant_bytes=self.purges.num_bytes + self.quotas.num_bytes,
             namespace_bytes=self._publisher.namespace_bytes + self.keys.num_bytes,
         )
 
@@ -416,11 +418,11 @@ class Replica:
             self._dirty = self._dirty or result.last_seq != self._seq
             others = self.reader.registrations()
             has_come = self._is_new_epoch or bool(others - self._met)
-            raised = self.tenants.restore(self._writer, everything=has_come)
-            self.tenants.follow(self._writer, is_new=self._is_new_epoch, raised=raised)
+            raised = self.purges.restore(self._writer, everything=has_come)
+            self.purges.apply_purges(self._writer, is_new=self._is_new_epoch, raised=raised)
             self._is_new_epoch, self._met = False, others
             self._heard_until = before + self.settings.lease_s
-            self.tenants.restate(self._writer, self.settings.lease_s)
+            self.quotas.restate(self._writer, self.settings.lease_s)
 
     @property
     def _epoch(self) -> int:

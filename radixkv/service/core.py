@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from radixkv.clock import Clock, monotonic
 from radixkv.coordination import Load, ReplicaInfo, Router
-from radixkv.coordination.routing.replica_sources import Beside
+from radixkv.coordination.routing.replica_sources import LocalSource
 from radixkv.errors import CapacityError, CoordinationError, IntegrityError
 from radixkv.service.auth import Keyring
 from radixkv.service.draining import Drain
@@ -78,7 +78,7 @@ class Service:
         self.recorder = recorder
         self.warmer = Warmer(engine, self.worker, recorder)
         self.tenant_sync = tenant_sync
-        self.router = Router(Beside(fleet.coordinator, self._resident))
+        self.router = Router(LocalSource(fleet.coordinator, self._resident))
         placement = Placement(fleet.coordinator, self.router)
         self.warm_jobs = WarmJobs(
             fleet,

@@ -92,7 +92,7 @@ class TenantSync:
             self._removals[each.id] = self.num_removals(each.id) + 1
             self._unpurged.add(each.id)
         self._told, self._settings = wanted, dict(ring.settings)
-        self._coordinator.tenants.meet(wanted)
+        self._coordinator.purges.meet(wanted)
 
     def _strike(self, tenant: str) -> None:
         """Off the lists of bases: a tenant that is called so one day is another one."""

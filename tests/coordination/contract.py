@@ -585,7 +585,7 @@ class CoordinatorContract:
         job, other = a.create_job(ACME, 1000, ["a"]), a.create_job(OTHER, 1000, ["a"])
         assert b.job(job.id, "acme") is not None and b.job_owner("acme") == before
         a.purge("acme")
-        b.heed()
+        b.apply_purges()
         for each in (a, b):
             assert each.job(job.id, "acme") is None and each.job(other.id, "other") is not None
             assert each.job_owner("acme") == a.job_owner("acme") != before
@@ -700,7 +700,7 @@ class CoordinatorContract:
         a.reserve("acme", 0)
         a.set_limit("acme", 5)
         fleet.eventually(lambda: blocks(b, "acme") == 5)
-        assert a.tenants.granted("acme") is None
+        assert a.quotas.granted("acme") is None
         a.set_limit("acme", None)
         fleet.eventually(lambda: blocks(b, "acme") == 7)
         for bad in (-1, 10**15):
@@ -711,14 +711,14 @@ class CoordinatorContract:
 
     def test_a_limit_binds_all_that_have_met_the_tenant(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
-        b.tenants.meet(["acme"])
+        b.purges.meet(["acme"])
         a.set_limit("acme", 10)
         assert a.limits() == {"acme": 10}
         fleet.eventually(lambda: b.limits() == {"acme": 10})
         b.set_limit("acme", 5)
         fleet.eventually(lambda: a.limits() == {"acme": 5})
         late = fleet.replica("c")
-        late.tenants.meet(["acme", "other"])
+        late.purges.meet(["acme", "other"])
         late.register()
         assert late.limits() == {"acme": 5}, "with its first beat"
         late.set_limit("acme", None)
@@ -728,7 +728,7 @@ class CoordinatorContract:
 
     def test_a_limit_outlives_a_store_that_lost_it(self, fleet: Fleet) -> None:
         a, b = fleet.join("a"), fleet.join("b")
-        b.tenants.meet(["acme"])
+        b.purges.meet(["acme"])
         digest = a.keys.tenant("acme")
         a.set_limit("acme", 10)
         fleet.eventually(lambda: b.limits() == {"acme": 10})
@@ -749,7 +749,7 @@ class CoordinatorContract:
     def test_a_limit_that_nobody_has_signed_binds_nobody(self, fleet: Fleet) -> None:
         """Whoever can write to the store can't bind a tenant, nor free it."""
         a, b = fleet.join("a"), fleet.join("b")
-        b.tenants.meet(["acme", "other"])
+        b.purges.meet(["acme", "other"])
         digest, other = a.keys.tenant("acme"), a.keys.tenant("other")
         a.set_limit("acme", 10)
         fleet.eventually(lambda: b.limits() == {"acme": 10})
@@ -926,7 +926,7 @@ class CoordinatorContract:
                 assert rivals[0].replica.purge("acme").generation == generation == 1
 
         b.replica.attach(b.cache, stand_still)
-        b.replica.heed()
+        b.replica.apply_purges()
         rival, *_ = rivals
         assert rival.replica.purge_report("acme").pending == ("a", "b")
         assert b.cache.match(ACME, prompt(512)).num_tokens == 512
@@ -952,7 +952,7 @@ class CoordinatorContract:
                 return found
 
         b.replica.attach(Resident(), b.purge)
-        b.replica.heed()
+        b.replica.apply_purges()
         assert a.replica.purge_report("acme").pending == ("b",) and b.purged == []
         b.replica.beat()
         assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
@@ -1012,7 +1012,7 @@ class CoordinatorContract:
         young, late = by_hand(fleet, "b"), by_hand(fleet, "late")
         a.replica.purge("acme")
         for each in (young, late):
-            each.replica.heed()
+            each.replica.apply_purges()
         assert old.replica.knows_generations and old.purged == []
         for each in (a, young, late):
             report = each.replica.purge_report("acme")
@@ -1028,7 +1028,7 @@ class CoordinatorContract:
         fleet.kill(old.replica)
         young = Purged(fleet, "b")
         a.replica.purge("acme")
-        young.replica.heed()
+        young.replica.apply_purges()
         report = a.replica.purge_report("acme")
         assert report.pending == ("b",) or not old.replica.knows_generations, "its lease may be over by now"
         fleet.eventually(lambda: a.replica.purge_report("acme").confirmed == ("a", "b"))
@@ -1042,7 +1042,7 @@ class CoordinatorContract:
         second.replica.leave()
         third = by_hand(fleet, "b")
         a.replica.purge("acme")
-        third.replica.heed()
+        third.replica.apply_purges()
         assert first.replica.knows_generations and not second.replica.knows_generations
         for each in (a, third, by_hand(fleet, "late")):
             assert "b" in each.replica.purge_report("acme").pending
@@ -1054,7 +1054,7 @@ class CoordinatorContract:
         old.replica.leave()
         young = by_hand(fleet, "b")
         a.replica.purge("acme")
-        young.replica.heed()
+        young.replica.apply_purges()
         assert a.replica.purge_report("acme").confirmed == ("a", "b")
         young.replica.register()
         assert a.replica.purge_report("acme").confirmed == ("a", "b"), "the same process, which has obeyed it"
@@ -1078,10 +1078,10 @@ class CoordinatorContract:
         lose_it()
         rival = by_hand(fleet, "rival")
         assert rival.replica.pin_digest(ACME) == never
-        assert rival.replica.purge(tenant).generation == a.replica.tenants.generation(tenant) == 1
+        assert rival.replica.purge(tenant).generation == a.replica.purges.generation(tenant) == 1
         a.replica.beat()
         second = a.replica.pin_digest(ACME)
-        assert a.replica.tenants.generation(tenant) == 1 and second == rival.replica.pin_digest(ACME)
+        assert a.replica.purges.generation(tenant) == 1 and second == rival.replica.pin_digest(ACME)
         assert len({never, first, second}) == 3
         assert a.replica.pin_digest(OTHER) not in (never, first, second)
 
@@ -1167,7 +1167,7 @@ def works(act: Callable[[], object]) -> bool:
 
 def blocks(coordinator: Coordinator, tenant: str) -> int:
     """What was granted last."""
-    grant = coordinator.tenants.granted(tenant)
+    grant = coordinator.quotas.granted(tenant)
     return 0 if grant is None else grant.blocks
 
 

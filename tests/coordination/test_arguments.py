@@ -18,7 +18,7 @@ from radixkv import CacheConfig, PrefixCache
 from radixkv.clock import ManualClock
 from radixkv.coordination import Load, RequestVerifier, Router, Settings, connect, sign_request
 from radixkv.coordination.memory_coordinator import MemoryCoordinator
-from radixkv.coordination.routing.replica_sources import Beside
+from radixkv.coordination.routing.replica_sources import LocalSource
 from radixkv.coordination.signing import ReplayGuard
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.coordination.values import MAX_AMOUNT, FleetPin
@@ -46,7 +46,7 @@ class Fleet:
         self.pin = FleetPin("1f" * 16, self.a.pin_digest(ACME), 512, "all")
         assert self.a.keep_pin("acme", self.pin, 60.0)
         self.cache = PrefixCache(CacheConfig(num_blocks=4, block_size=16))
-        self.router = Router(Beside(self.a, lambda namespace, key: 0))
+        self.router = Router(LocalSource(self.a, lambda namespace, key: 0))
 
     def join(self, name: str) -> MemoryCoordinator:
         settings = Settings(name, SECRET, "fp:model", 16, f"http://{name}", background=False)
@@ -55,9 +55,10 @@ class Fleet:
         return replica
 
     def state(self) -> object:
-        store, tenants = self.store, self.a.tenants
+        store, purges, quotas = self.store, self.a.purges, self.a.quotas
         kept = store.records, store.accounts, store.announced, store.jobs, store.pinned, self.a.info()
-        return deepcopy((kept, dict(tenants._wanted), tenants.num_bytes, self.router.predicted_bytes))
+        known = dict(quotas._wanted), purges.num_bytes, quotas.num_bytes
+        return deepcopy((kept, known, self.router.predicted_bytes))
 
 
 def calls(f: Fleet) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:

@@ -102,12 +102,12 @@ class Attacked:
         purged = [list(each.purged) for each in (self.a, self.b)]
         with suppress(StoreUnavailable):
             report = self.a.replica.purge_report("acme")
-            assert report.generation <= self.a.replica.tenants.generation("acme")
+            assert report.generation <= self.a.replica.purges.generation("acme")
         self.heal()
         assert [each.purged for each in (self.a, self.b)] == purged, "an outsider has purged a tenant"
         assert self.a.replica.limits() == {"acme": 100}
         for tenant in ("acme", "other"):
-            generation = self.a.replica.tenants.generation(tenant)
+            generation = self.a.replica.purges.generation(tenant)
             assert self.purge(tenant).generation > generation
         self.fill()
 
@@ -293,20 +293,20 @@ def test_a_raise_that_a_replica_tells_of_has_to_be_signed(attacked: Attacked) ->
     a, b = attacked.a.replica, attacked.b.replica
     b._stop_threads()
     a.purge("acme")
-    raised = a.tenants.raised("acme")
+    raised = a.purges.raised("acme")
     for forged in (
         raised._replace(generation=9), raised._replace(token="0" * 32), raised._replace(proof="0" * 64),
         raised._replace(replica_id="b"), raised._replace(nonce="0" * 32),
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
-            b.obey("acme", forged)
+            b.apply_purge("acme", forged)
     with pytest.raises(ArgumentError):
-        b.obey("other", raised)
+        b.apply_purge("other", raised)
     assert attacked.b.purged == []
     attacked.client.delete(f"rk1:{{t:{a.keys.tenant('acme').hex()}}}:q", "rk1:purges")
-    b.obey("acme", raised)
+    b.apply_purge("acme", raised)
     assert attacked.b.purged == [("acme", 1)] and not attacked.b.cache.namespaces("acme")
-    b.obey("acme", raised)
+    b.apply_purge("acme", raised)
     assert attacked.b.purged == [("acme", 1)]
     attacked.heal()
     assert a.purge_report("acme").is_complete, "they have told the store again"

@@ -182,7 +182,7 @@ def test_a_share_of_a_younger_process_fences_nobody_whose_registration_stands(
         older.beat()
     else:
         older.reserve("acme", 10)
-    grant = older.tenants.granted("acme")
+    grant = older.quotas.granted("acme")
     assert grant is not None and grant.blocks == 0 and older.health().is_ok
     younger.beat()
     assert younger.health().is_ok and younger.info().live
@@ -205,17 +205,17 @@ def test_a_share_without_an_end_is_dropped(fleet: MemoryFleet) -> None:
 def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet: MemoryFleet) -> None:
     """Who raised it died before it said so, or the position at which it did had been another's, which was lost."""
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
-    b.replica.tenants.meet(["acme", *(f"another {number}" for number in range(1_000))])
+    b.replica.purges.meet(["acme", *(f"another {number}" for number in range(1_000))])
     digest = a.replica.keys.tenant("acme")
     signed.raise_generation(fleet.store, a.replica.keys, digest, 2)
     del fleet.store.announced[digest]
-    fleet.eventually(lambda: b.replica.tenants.generation("acme") == 3)
+    fleet.eventually(lambda: b.replica.purges.generation("acme") == 3)
     assert b.purged == [("acme", 3)]
-    assert a.purged == [] and a.replica.tenants.generation("acme") == 0, "who never met it has nothing of it"
+    assert a.purged == [] and a.replica.purges.generation("acme") == 0, "who never met it has nothing of it"
     assert "b" in b.replica.purge_report("acme").confirmed
     b.replica.purge("acme")
     fleet.eventually(lambda: b.replica.purge_report("acme").is_complete)
-    assert b.purged == [("acme", 3), ("acme", 4)] and a.replica.tenants.generation("acme") == 4
+    assert b.purged == [("acme", 3), ("acme", 4)] and a.replica.purges.generation("acme") == 4
 
 
 def test_a_replica_whose_lease_the_store_has_ended_waits_for_itself(fleet: MemoryFleet) -> None:
@@ -430,8 +430,8 @@ def test_a_replica_that_the_store_forgot_is_waited_for(fleet: MemoryFleet) -> No
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     a.replica.purge("acme")
     fleet.store.records.pop("b")
-    assert a.replica.tenants.report("acme").pending == ("b",)
-    report = a.replica.tenants.report("acme", living=["a", "b"])
+    assert a.replica.purges.report("acme").pending == ("b",)
+    report = a.replica.purges.report("acme", living=["a", "b"])
     assert report.pending == ("b",) and report.confirmed == ("a",) and b.purged == []
 
 
@@ -450,7 +450,7 @@ def test_generations_count_as_known_once_they_were_read(fleet: MemoryFleet) -> N
     fleet.clock.advance(fleet.lease_s * 0.2)
     assert b.replica.info().live and not b.replica.knows_generations
     fleet.store.purges = purges  # type: ignore[method-assign]
-    b.replica.heed()
+    b.replica.apply_purges()
     assert not b.replica.knows_generations, "the next beat says so"
     b.replica.beat()
     assert b.replica.knows_generations and a.replica.info().epoch
@@ -460,7 +460,7 @@ def test_a_replica_heeds_a_purge_at_once(fleet: MemoryFleet) -> None:
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.warm(ACME, prompt(512))
     assert a.replica.purge("acme").pending == ("b",)
-    b.replica.heed()
+    b.replica.apply_purges()
     assert a.replica.purge_report("acme").is_complete and not b.cache.namespaces("acme")
 
 
@@ -544,9 +544,9 @@ def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     a.publish()
     most = 0
     for number in range(20):
-        a.tenants.meet([f"other-{number}"])
+        a.purges.meet([f"other-{number}"])
         assert a.purge(f"tenant-{number}").is_complete
-        most = max(most, a.tenants.num_bytes)
+        most = max(most, a.purges.num_bytes + a.quotas.num_bytes)
     assert set(purged) == {f"tenant-{number}" for number in range(20)} and not cache.stats().resident_blocks
     assert most == (5 + 7) * 200 == a.health().tenant_bytes
     a.close()
@@ -732,7 +732,7 @@ def test_a_purge_that_a_store_has_lost_is_told_to_it_again(fleet: MemoryFleet, l
     fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
     for _ in range(2):
         router.follow(a.replica.reader.registrations())
-    generations = {each.replica.tenants.generation("acme") for each in (a, b)}
+    generations = {each.replica.purges.generation("acme") for each in (a, b)}
     assert generations == {router("acme")} == {fleet.store.tenant(a.replica.keys.tenant("acme")).generation}
 
 
@@ -747,7 +747,7 @@ def test_a_purge_whose_announcement_alone_was_lost_is_announced_again(fleet: Mem
     fleet.store.announced = before
     fleet.clock.advance(0.01)
     fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
-    assert b.replica.tenants.generation("acme") == 2
+    assert b.replica.purges.generation("acme") == 2
     num_purged = len(b.purged)
     for _ in range(3):
         fleet.clock.advance(0.01)
@@ -972,7 +972,13 @@ def test_a_store_that_is_none_is_refused() -> None:
 def test_what_is_asked_too_early_says_nothing_of_the_store(fleet: MemoryFleet) -> None:
     a = fleet.replica("a")
     for _ in range(3):
-        for call in (a.beat, a.publish, a.heed, lambda: a.purge("acme"), lambda: a.reserve("acme", 1)):
+        for call in (
+            a.beat,
+            a.publish,
+            a.apply_purges,
+            lambda: a.purge("acme"),
+            lambda: a.reserve("acme", 1),
+        ):
             with pytest.raises(StoreUnavailable, match=r"replica a is not registered: new$"):
                 call()
     assert a.health().state == "new" and not a.health().reason
@@ -985,7 +991,7 @@ def test_who_is_refused_stays_so_whatever_is_asked_of_it(fleet: MemoryFleet) -> 
     stranger = fleet.join("stranger", fleet_secret=b"another secret of some length")
     with pytest.raises(ConfigError, match="stranger"):
         a.beat()
-    for call in (a.beat, a.publish, a.heed, lambda: a.purge("acme"), lambda: a.reserve("acme", 1)):
+    for call in (a.beat, a.publish, a.apply_purges, lambda: a.purge("acme"), lambda: a.reserve("acme", 1)):
         with pytest.raises(StoreUnavailable, match="stranger"):
             call()
         assert a.health().state == "refused" and "stranger" in a.health().reason

@@ -17,7 +17,7 @@ from radixkv.coordination import Load, Router, connect
 from radixkv.coordination.coordinator import Coordinator
 from radixkv.coordination.keys import SEGMENT_TOKENS, FleetKeys
 from radixkv.coordination.routing.costs import COSTS, Facts
-from radixkv.coordination.routing.replica_sources import Beside, Generations, Observer
+from radixkv.coordination.routing.replica_sources import Generations, LocalSource, Observer
 from radixkv.coordination.routing.router import Predicted, Predictions
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.coordination.values import MAX_AMOUNT
@@ -371,7 +371,9 @@ def test_a_purged_tenant_is_met_by_nobody(fleet: Fleet) -> None:
 
 def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
     replica, cache = fleet.replicas["a"]
-    router = Router(Beside(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0)
+    router = Router(
+        LocalSource(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0
+    )
     ids = prompt(1040)
     fleet.hold("a", ids)
     fleet.hold("b", ids[:512])
@@ -386,7 +388,9 @@ def test_a_router_inside_a_replica_asks_its_own_cache(fleet: Fleet) -> None:
 def test_a_router_inside_a_replica_falls_back_to_load_too(fleet: Fleet) -> None:
     """Or whoever asks a replica would send it everything, while the store is lost."""
     replica, cache = fleet.replicas["a"]
-    router = Router(Beside(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0)
+    router = Router(
+        LocalSource(replica, lambda namespace, key: cache.match(namespace, key).num_tokens), seed=0
+    )
     ids = prompt(1024)
     fleet.hold("a", ids)
     fleet.load("a", queued=100)

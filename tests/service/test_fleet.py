@@ -411,7 +411,7 @@ def test_pins_end_with_a_purge_whose_number_another_had(join: Join) -> None:
     for each in (one, two):
         eventually(lambda each=each: each.acme.get("/v1/pins").json() == {"pins": []}, "they have ended")
         eventually(lambda each=each: each.service.cache.tenant_stats("acme").pinned_blocks == 0, "here too")
-    assert coordinator.tenants.generation("acme") == 1
+    assert coordinator.purges.generation("acme") == 1
 
 
 def quota(replica: Process | Running, tenant: str = "acme") -> tuple[int | None, int | None]:

@@ -102,7 +102,7 @@ def test_what_settings_begin_and_cease_to_name_is_said(store: MemoryStore) -> No
     for each in (a, b, c):
         each.beat()
     assert b.coordinator.limits() == c.coordinator.limits() == {}
-    assert a.coordinator.tenants.granted("acme") is None
+    assert a.coordinator.quotas.granted("acme") is None
 
 
 def test_what_is_said_while_the_store_is_away_is_stated_later(store: MemoryStore) -> None:

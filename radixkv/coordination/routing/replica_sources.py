@@ -2,7 +2,7 @@
 
     Followed    over a reader that somebody polls
     Observer    over a store: a reader and its thread, for a router that is no replica
-    Beside      for a router inside a replica: the reader is its coordinator's, and the replica itself is a
+    LocalSource for a router inside a replica: the reader is its coordinator's, and the replica itself is a
                 member, whose cache is asked directly
 
 A source's members are made anew when the reader has fetched the registrations, and are the same object until
@@ -227,12 +227,12 @@ class Observer(Followed):
         return pause_s
 
 
-class Beside(Followed):
+class LocalSource(Followed):
     """A source for the router of a replica: its coordinator's reader, and the replica itself."""
 
     def __init__(self, coordinator: Coordinator, match: Match) -> None:
         super().__init__(
-            coordinator.reader, coordinator.keys, coordinator.clock, coordinator.tenants.generation
+            coordinator.reader, coordinator.keys, coordinator.clock, coordinator.purges.generation
         )
         self._coordinator, self._match = coordinator, match
         self._others: Sequence[Member] = ()

@@ -401,7 +401,7 @@ _MAX_TIME = 16**_TIME_DIGITS - 1
 
 Relation = Literal["same", "later", "earlier", "apart"]
 """Of what stands in a store to what is known: the same purge; one that takes its place; one whose place it took; one
-that was raised without knowing the other, so that nobody can say which of the two all have obeyed."""
+that was raised without knowing the other, so that nobody can say which of the two all have applied."""
 
 
 class Raised(NamedTuple):
@@ -424,7 +424,7 @@ class Raised(NamedTuple):
         return self.token[:_PURGE_DIGITS]
 
     def relation(self, known: Raised) -> Relation:
-        """What it is to one who has obeyed ``known``, both of them proven.
+        """What it is to one who has applied ``known``, both of them proven.
 
         A purge is drawn later than all that its raiser knew (``new_token``). So one that was drawn earlier than
         ``known`` was raised by somebody who didn't know that. Times further apart than clocks may be can be compared

@@ -193,6 +193,11 @@ class Reader:
         """Whether a replica of the fleet stated it, whenever that was. Local; some 10 µs."""
         return self._proofs.is_beat(registration) or self._proofs.is_farewell(registration)
 
+    def is_registered(self, writer: Writer) -> bool:
+        """Whether the store has this very registration as the last of its id, signed. Raises StoreUnavailable."""
+        seen = self._store.fetch([writer.replica_id]).seen
+        return any(each.registration.writer == writer and self.is_signed(each.registration) for each in seen)
+
     def sorted_out(self, fetched: Iterable[Seen]) -> tuple[list[Seen], dict[str, bool]]:
         """The registrations that are signed, and the ids of the others: whether one may be a replica's all the same.
 

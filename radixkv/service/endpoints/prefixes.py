@@ -108,7 +108,7 @@ async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, 
 
 
 async def purge_for_replica(call: Call[Service]) -> Response:
-    """Forget a tenant as another replica's signed request says, whatever the store says; then obey the store too."""
+    """Forget a tenant as another replica's signed request says, then apply what the store says."""
     told = (await call.read(ToldPurge)).body
     try:
         await call.host.purges.receive(call.signed_tenant, Raised(**told.model_dump()))

@@ -133,7 +133,7 @@ class Fleet:
             return "unreachable"
         return None if answer.status_code == 202 else _code(answer)
 
-    async def spread_purge(self, tenant: str, raised: Raised = NEVER) -> None:
+    async def send_purge(self, tenant: str, raised: Raised = NEVER) -> None:
         """Tell all replicas of a purge now; those that can't be reached hear of it with their next beat.
 
         They forget the tenant whatever the store says, and confirm ``raised`` if it was raised.

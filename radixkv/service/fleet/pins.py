@@ -264,7 +264,7 @@ class FleetPins:
     def _pin_again(self, mine: PinReplica, now: float) -> None:
         """Pin anew what ought to hold for longer, what failed for a while, and what was forgotten without a purge.
 
-        So it is where a store has lost a generation: see ``coordination.tenants``.
+        So it is where a store has lost a generation: see ``coordination.purges``.
         """
         if mine.task is not None:
             return

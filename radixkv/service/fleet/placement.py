@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.coordination import Router
-    from radixkv.coordination.coordinator import BaseCoordinator
+    from radixkv.coordination.coordinator import Coordinator
 
 
 class Placement:
     """Chooses among this replica and the others that live."""
 
-    def __init__(self, coordinator: BaseCoordinator, router: Router) -> None:
+    def __init__(self, coordinator: Coordinator, router: Router) -> None:
         self._coordinator, self._router = coordinator, router
 
     def asked(self, namespace: Namespace, prompt_key: bytes, where: str | int | list[str]) -> list[str]:

@@ -64,11 +64,11 @@ class TenantPurges:
             purge = await self._administer(partial(self._coordinator.purge, tenant))
             self._jobs.sweep()
             await self._fleet_pins.purged(tenant, pins)
-            await self._fleet.spread_purge(tenant, self._coordinator.tenants.raised(tenant))
+            await self._fleet.send_purge(tenant, self._coordinator.purges.raised(tenant))
             if not purge.is_complete:
                 purge = await self._administer(partial(self._coordinator.purge_report, tenant))
         except CoordinationError:
-            await self._fleet.spread_purge(tenant)
+            await self._fleet.send_purge(tenant)
             raise
         return num_blocks, purge
 
@@ -98,10 +98,10 @@ class TenantPurges:
         self._warmer.forget_tenant(tenant)
         try:
             if raised.generation:
-                await self._administer(partial(self._coordinator.obey, tenant, raised))
+                await self._administer(partial(self._coordinator.apply_purge, tenant, raised))
             else:
                 await self._purge_here(tenant)
-            await self._administer(self._coordinator.heed)
+            await self._administer(self._coordinator.apply_purges)
         except CoordinationError:
             await self._purge_here(tenant)
             raise

@@ -96,7 +96,7 @@ class Quotas:
         wanted = min(self._equal_share(limit), settings.max_blocks or self._cache.config.num_blocks)
         if wanted < (self._tenant_sync.granted(tenant) or 0) and not self._hold(tenant, wanted):
             return
-        grant = self._coordinator.tenants.granted(tenant)
+        grant = self._coordinator.quotas.granted(tenant)
         if grant is None or grant.blocks != wanted:
             grant = self._coordinator.reserve(tenant, wanted)
         self._hold(tenant, grant.blocks)

@@ -231,7 +231,7 @@ class WarmJobs:
         tenant, table = namespace.tenant, self.table
         record = await self._ask_store(self._coordinator.job, body.job, tenant)
         if record is None:  # unless it was asked for after a purge that wasn't heard of here yet
-            await self._ask_store(self._coordinator.heed)
+            await self._ask_store(self._coordinator.apply_purges)
             record = await self._ask_store(self._coordinator.job, body.job, tenant)
         if record is None:
             raise not_found("job")
