@@ -1,12 +1,15 @@
-# radixkv: `make run` serves, `make test` tests. Both set up .venv first, once, and again when pyproject.toml changes.
+# radixkv: `make run` serves, `make quick` checks an edit, `make test` tests. Each sets up .venv first, once, and again
+# when pyproject.toml changes.
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
-#   make test PYTEST="tests/core -q"   what pytest is told
+#   make test PYTEST="tests/core -q"   what pytest is told; quick takes it too
 #   make test WORKERS=0                one test at a time; otherwise a process for each of up to four cores
 #   make run RADIXKV_PURE=1            with index and policies as pure Python, though they are compiled
 #   make test RADIXKV_COMPILE=1        fail if they can't be compiled; 0: don't compile them
+#   make lives LIVES=20000             how many random lives
 #   make fuzz SECONDS=600              how long each fuzz driver goes on
 #   make faults MINUTES=60 SEED=7      how long faults happen to a fleet, and their first seed
+#   make test-pure INTERRUPT_ALL=1     interrupt each call at each of its steps, under each policy, not at some: minutes
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) that .venv is made of
 #   make … VENV=/path/to/venv          another place than .venv
 
@@ -16,39 +19,53 @@ ARGS   ?=
 PYTEST ?=
 WORKERS ?= auto
 PROGRESS_S ?= 30
+LIVES ?= 2000
 SECONDS ?= 60
 MINUTES ?= 2
 SEED ?= 1
-SPREAD = -n $(WORKERS) --maxprocesses 4 --dist loadfile
-INDEX_TESTS = tests/core tests/policies tests/isolation tests/storage tests/engines \
-  tests/coordination/test_keys.py tests/coordination/test_publisher.py
+SPREAD = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run test compile test-browser test-gpu fuzz faults lint format clean
+.PHONY: help run quick test test-all test-pure test-browser test-gpu lives compile fuzz faults lint format clean
 MAKEFLAGS += --no-print-directory
 
 help:
 	@printf '%s\n' \
-	  'make run      set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
-	  'make test     set up, and run the whole test suite (PYTEST="…" for options)' \
-	  'make compile  bring the compiled index and policies up to date with their sources' \
-	  'make test-browser   set up, and run the tests that look at pages in a Chromium' \
-  'make test-gpu set up, and run the tests that need a GPU, then the benchmark of the kernels' \
-  'make fuzz     set up, and let each fuzz driver (and each target of atheris) go on for SECONDS=60' \
-	  'make faults   set up, and let faults happen to a fleet over Redis for MINUTES=2' \
-	  'make lint     ruff, mypy --strict, import contracts' \
-	  'make format   let ruff format and mend what it can' \
-	  'make clean    remove .venv, caches and builds'
+	  'make run           set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
+	  'make quick         lint, the fast tests on the build that is there, 100 random lives: two minutes, for every edit' \
+	  'make test          compile, and run the whole test suite once (PYTEST="…" for options): eight minutes on two cores' \
+	  'make test-all      test, test-pure, lives, test-browser, faults: what .ci/run runs after lint' \
+	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
+	  'make test-browser  the tests that look at pages in a Chromium' \
+	  'make test-gpu      the tests that need a GPU, then the benchmark of the kernels' \
+	  'make lives         LIVES=2000 random lives of the cache' \
+	  'make faults        let faults happen to a fleet over Redis for MINUTES=2' \
+	  'make fuzz          let each fuzz driver (and each target of atheris) go on for SECONDS=60' \
+	  'make compile       bring the compiled index and policies up to date with their sources' \
+	  'make lint          ruff, mypy --strict, import contracts' \
+	  'make format        let ruff format and mend what it can' \
+	  'make clean         remove .venv, caches and builds'
 
 run: $(VENV)/.installed-all
 	@echo 'Loading the model: seconds, on a busy machine a minute or more ...'
 	@exec $(VENV)/bin/radixkv serve $(ARGS)
 
-# The index's tests on the compiled index, if there is one; then the whole suite, or what PYTEST says, as pure Python.
+quick: lint
+	@HYPOTHESIS_PROFILE=quick RADIXKV_EXAMPLES=100 $(VENV)/bin/python -m pytest $(SPREAD) -q -m 'not slow' $(PYTEST)
+
 test: compile
-	$(if $(PYTEST),,@if $(VENV)/bin/python -c 'import radixkv, sys; sys.exit(not radixkv.COMPILED)'; then \
-	  $(VENV)/bin/python -m pytest $(SPREAD) $(INDEX_TESTS); fi)
-	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST)
+	@$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST)
+
+test-all: test test-pure lives test-browser faults
+
+# Where nothing is compiled, `make test` has run them.
+test-pure: compile
+	@RADIXKV_PURE=1 $(VENV)/bin/python -m pytest $(SPREAD) -m pure $(PYTEST)
+
+# The whole cache, two worlds, outages of the store, snapshots of a cache that goes on.
+lives: compile
+	@RADIXKV_EXAMPLES=$(LIVES) $(VENV)/bin/python -m pytest $(SPREAD) tests/isolation/test_machine.py \
+	  tests/isolation/test_non_interference.py tests/isolation/test_outages.py tests/audit/test_gathering.py
 
 compile: $(VENV)/.installed-dev
 	@$(VENV)/bin/python hatch_build.py

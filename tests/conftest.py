@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 import radixkv
 from tests.redis_server import RedisServer, find_binary, need_binary
 
+settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("fast", deadline=None, max_examples=50)
 settings.register_profile(
     "ci",

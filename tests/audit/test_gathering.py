@@ -22,7 +22,7 @@ from tests.core.stepper import Interrupted, Stepper
 from tests.core.test_interrupted import SCENARIOS, World
 
 NS = Namespace("a", "m")
-EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 60, 20)
+EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 60, 20)
 
 
 def plain(snapshot: Snapshot) -> Any:

@@ -18,6 +18,7 @@ import radixkv
 from radixkv.audit.verdict import EXIT_CODES, Verdict, worst
 from radixkv.cli.main import commands
 from radixkv.service.api_client import ServiceError
+from tests.audit.openai_server import Behaviour, openai_server
 from tests.service.running import Running, service_in_thread
 
 pytestmark = pytest.mark.timeout(600)  # most commands are processes of their own, and load torch
@@ -298,7 +299,7 @@ def test_audit_of_a_service(live: Running, tmp_path: Path) -> None:
     That the verdict is the worst of the checks', and told, is not.
     """
     page = tmp_path / "report.html"
-    few = ["--probes", "2", "--samples", "20", "--control", "40", "--html", str(page)]
+    few = ["--probes", "1", "--samples", "20", "--control", "40", "--html", str(page)]
     keys = ["--key", "demo-acme", "--key", "demo-globex"]
     done = run("audit", "run", "--url", live.url, *keys, *few, "--json")
     document = json.loads(done.stdout)
@@ -311,10 +312,16 @@ def test_audit_of_a_service(live: Running, tmp_path: Path) -> None:
         "hit": 40, "own_miss": 40, "cross": taken, "miss": taken,
     }  # fmt: skip
     assert document["settings"]["timing"]["samples"] == 20 and "<svg" in page.read_text()
-    table = run("audit", "run", "--url", live.url, *keys, "--probes", "1", "--no-timing")
-    assert table.returncode == 6
+
+
+def test_an_audit_says_what_it_left_out() -> None:
+    with openai_server(Behaviour()) as url:
+        table = run(
+            "audit", "run", "--url", url, "--key", "a-key", "--key", "b-key", "--probes", "1", "--no-timing"
+        )
+    assert table.returncode == 6, table
     *_, control, margin, bits, last = table.stdout.splitlines()
-    assert last == f"{live.url}: isolated in what was checked"
+    assert last == f"{url}: isolated in what was checked"
     for line, number in ((control, 9), (margin, 10), (bits, 12)):
         assert line.startswith(f"not checked: {number} ") and line.endswith("left out (--no-timing)")
 

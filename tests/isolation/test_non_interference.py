@@ -19,7 +19,7 @@ from radixkv.errors import RadixKVError
 from radixkv_policies import POLICIES, Policy
 from tests.core.support import make_cache
 
-EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 5
+EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 5
 SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 
 

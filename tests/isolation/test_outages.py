@@ -28,7 +28,7 @@ from radixkv.coordination.memory_coordinator import MemoryCoordinator
 from radixkv.coordination.store.memory import MemoryStore
 from radixkv.errors import StaleEpoch, StoreUnavailable
 
-EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "2000")) // 40, 5)
+EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 40, 5)
 SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 SECRET = b"the secret of the fleet under test"
 MINE = [namespace for namespace in NAMESPACES if namespace.tenant == "a"]

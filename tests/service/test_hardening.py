@@ -232,6 +232,7 @@ def test_an_error_of_ours_is_logged_by_its_place_and_not_by_its_text(caplog: Any
     assert "emerald" not in caplog.text and str(IDS[0]) not in caplog.text
 
 
+@pytest.mark.pure
 def test_what_fails_inside_a_request_is_500_and_not_logged_either(caplog: Any, monkeypatch: Any) -> None:
     with caplog.at_level(logging.DEBUG), service_in_thread(**{"num-blocks": "64"}) as live:
 
