@@ -20,8 +20,8 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from starlette.responses import Response, StreamingResponse
@@ -29,8 +29,8 @@ from starlette.types import Receive, Scope, Send
 
 from radixkv.config import Namespace
 from radixkv.index.cache import RequestHints
-from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
-from radixkv.service.problems import ApiError, Json, invalid, refused, timed_out
+from radixkv.service.endpoint import Call, Endpoint, until_disconnect
+from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
 from radixkv.service.prompts import Prompt
 from radixkv.service.recording import COMPLETION, Recorder
 from radixkv.service.schemas.completions import (
@@ -56,11 +56,15 @@ MAX_STEPS_AHEAD = 16
 _TEXT_SLICE = 64
 """Tokens whose text is made before other tenants have a turn, once the generation is over."""
 MAX_ECHOED_CHARS = 2**20
-"""Characters of prompts that an answer repeats: it is written on the event loop."""
+"""Characters of prompts that an answer repeats."""
+_LOOP_CHARS = 2**14
+"""Answers of so many generated tokens and repeated characters are written on the event loop, in a millisecond or two;
+longer ones in a thread."""
 _GREEDY_BELOW = 1e-3
 _READING_S = 5.0
 """What a stream's reader has beyond the time of the answer, to read how it ended."""
 FinishReason = Literal["stop", "length"]
+T = TypeVar("T")
 
 
 async def completions(call: Call[Service]) -> Response:
@@ -165,9 +169,22 @@ class Run:
         finally:
             work.cancel()
         self._count(generation)
+        return await self._written(lambda: self._answer(generation))
+
+    def _answer(self, generation: Generation) -> Response:
         texts = [self._echo(row) + text.take() for row, text in enumerate(self.texts)]
         choices = [self._choice(row, text, self._reason(generation, row)) for row, text in enumerate(texts)]
-        return reply(self._reply(choices, self._usage(generation), self._timings(generation)))
+        answer = self._reply(choices, self._usage(generation), self._timings(generation)).model_dump()
+        return LongJson(answer) if self._is_long else Json(answer)
+
+    @property
+    def _is_long(self) -> bool:
+        num_chars = sum(len(self._echo(row)) + text.num_tokens for row, text in enumerate(self.texts))
+        return self.copies * num_chars > _LOOP_CHARS
+
+    async def _written(self, write: Callable[[], T]) -> T:
+        """``write()``; of a long answer in a thread, so that it stops nobody else's requests."""
+        return await self.service.threads.run(self.call.tenant, write) if self._is_long else write()
 
     async def streamed(self) -> Response:
         """The reply as server-sent events, begun once the first step is done."""
@@ -190,9 +207,8 @@ class Run:
     async def _events(self, work: Work[Generation], progress: Progress) -> AsyncIterator[bytes]:
         try:
             if self.body.echo:
-                yield self._chunk(
-                    [self._choice(row, self._echo(row), None) for row in range(len(self.texts))]
-                )
+                echoes = [self._choice(row, self._echo(row), None) for row in range(len(self.texts))]
+                yield await self._written(lambda: self._chunk(echoes, kind=LongJson))
             while not work.future.done():
                 progress.taken()
                 work.resume()
@@ -361,17 +377,17 @@ class Run:
             timings=timings,
         )
 
-    def _chunk(self, choices: list[Choice], timings: Timings | None = None) -> bytes:
+    def _chunk(self, choices: list[Choice], timings: Timings | None = None, kind: type[Json] = Json) -> bytes:
         options = self.body.stream_options or StreamOptions()
         unset = set() if options.include_usage else {"usage"}
         if timings is None:
             unset |= {"timings"}
         usage = self._usage_so_far() if options.continuous_usage_stats else None
-        return _event(self._reply(choices, usage, timings).model_dump(exclude=unset))
+        return _event(self._reply(choices, usage, timings).model_dump(exclude=unset), kind)
 
 
-def _event(document: dict[str, Any]) -> bytes:
-    return b"data: " + bytes(Json(document).body) + b"\n"
+def _event(document: dict[str, Any], kind: type[Json] = Json) -> bytes:
+    return b"data: " + bytes(kind(document).body) + b"\n"
 
 
 def _is_greedy(body: CompletionRequest) -> bool:

@@ -1,0 +1,44 @@
+"""A long answer is written beside the event loop, so that it stops nobody else's requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixkv.engines.hf import Generation
+from radixkv.service.endpoints import completions
+from radixkv.service.problems import Json, LongJson
+from tests.service.loop_watch import loop_watched
+from tests.service.running import Running
+
+NUM_ROWS, NUM_TOKENS = 32, 6_000
+
+
+def test_a_big_answer_is_made_beside_the_loop(
+    live: Running, salt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's tokens are made up, as the demo model would take minutes for so many."""
+    word = live.service.tokenizer.encode("word word")[-1]
+
+    def generate(ns: Any, prompts: list[bytes], max_new_tokens: int, **options: Any) -> Generation:
+        rows = [[word] * max_new_tokens] * options["num_return_sequences"]
+        return Generation(rows, [2], [0], ["length"] * len(rows), 0.0, 0.0)
+
+    monkeypatch.setattr(live.service.engine, "generate", generate)
+    monkeypatch.setattr(completions, "_check_room", lambda *_: None)
+    body = {"prompt": "one", "n": NUM_ROWS, "max_tokens": NUM_TOKENS, "temperature": 1.0, "salt": salt}
+    with loop_watched(live.service) as watch:
+        answer = live.acme.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert [each["index"] for each in answer.json()["choices"]] == list(range(NUM_ROWS))
+    assert {len(each["text"]) for each in answer.json()["choices"]} == {NUM_TOKENS * len(" word")}
+    assert answer.headers["content-type"] == "application/json" and answer.content.endswith(b"}\n")
+    assert watch.longest_work_s < 0.02, "written on the loop it took 0.03 s"
+
+
+@pytest.mark.parametrize(
+    "content", [{"a": [1, 2.5, None, True, 'é\u0001"\n漢'], "b": {}}, [], "text", {"nested": [{"x": []}]}]
+)
+def test_a_long_answer_has_the_same_bytes(content: Any) -> None:
+    assert LongJson(content).body == Json(content).body
