@@ -21,16 +21,17 @@
     tenant = verifier.verify(request.headers, method="POST", path="/v1/warm", body=body,
                              audience=coordinator.info().audience)     # verifier = RequestVerifier(secret)
 
-What concerns the registration is in ``replica.py``, jobs in ``jobs.py``, pins in ``pins.py``, the rest here. A store
-is behind it: ``memory_coordinator.py``, ``redis_coordinator.py``.
+What concerns the registration is in ``replica.py``, jobs in ``jobs.py``, pins in ``pins.py``, the rest here. The
+store is chosen by the subclass: ``memory_coordinator.py``, ``redis_coordinator.py``.
 
 Rules that hold over every store:
 
 1. A replica is the only writer of its own facts: what it holds, its load, its part of a job.
 2. What is known of another replica is a hint. It may be forgotten at any time, and never persistently wrong.
 3. A registration has an epoch, greater than all before it of the same id. Entries of an older epoch count
-   for nothing, and whoever still writes with one is fenced: StaleEpoch, and nothing more is written. It takes
-   its id again if nobody has held a lease of it for two: then a registration had come after its sender was gone.
+   for nothing, and a replica that still writes with one is fenced: StaleEpoch, and nothing more is written. It takes
+   its id again once no other process has held a lease of it for two leases: the registration that fenced it then came
+   from a process that was gone.
 4. A replica that stops beating leaves every view within its lease. Liveness is compared when it is read.
 5. No token id, tenant name or KV byte reaches the store: digests of ``keys.py`` do.
 6. An address counts only with the proof of a beat that is no older than its lease and 30 s of skew; a purge and its

@@ -238,11 +238,11 @@ class Purges:
             self.on_purge(tenant, known.raised.generation)
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
-        """How far the last purge has come. An id that was taken over hasn't confirmed while who had it may serve.
+        """How far the last purge has come. An id that was taken over hasn't confirmed while its last process may serve.
 
-        ``living``: whose lease runs by the clock of this replica, it among them; these are waited for, whatever the
-        store says of them. Who is registered without proof is waited for as long as a lease, in case that it was
-        damaged, and ``unconfirmed`` then. Raises StoreUnavailable, UnreadableRecord.
+        ``living``: replicas whose lease runs by the clock of this one, itself among them. The purge waits for them,
+        whatever the store says of them. A registration without its proof may be damaged: the purge waits for it as long
+        as a lease, and then it is ``unconfirmed``. Raises StoreUnavailable, UnreadableRecord.
         """
         check_tenant(tenant)
         alive, digest = set(living), self._keys.tenant(tenant)
@@ -284,11 +284,11 @@ class Purges:
         """Give generations and limits that are known here back to a store that has lost them: all, or 256 in turn.
 
         All of them where a replica has come that may not know them. In turn, since a store may go back to what it had
-        a while ago, or lose one shard, with every registration still in it. Where it has lost that they were confirmed
-        here, that is said again. Limits that others stated are taken.
+        a while ago, or lose one shard, with every registration still in it. A confirmation of this replica that the
+        store has lost is written again. Limits that others stated are taken.
 
-        Returns those generations that the store has and nobody has told here, of tenants that were met too: who raised
-        one may have died before it was announced, and a position or a number that a store has lost may be given again.
+        Returns the raises that the store has and that weren't applied here, announced or not: the replica that raised
+        one may have died before it announced it, and a store that has lost a position or a number may give it again.
         Raises StoreUnavailable.
         """
         taken = self._in_turn()

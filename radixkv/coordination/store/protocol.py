@@ -227,9 +227,9 @@ class Store(Protocol):
         """State the blocks that a replica wants to hold, absolute; grants what ``limit`` leaves beside the others.
 
         The grant counts until it is stated again, or ``keep_s`` are over. STALE, and nothing is done, where another
-        limit stands, unless no blocks are wanted. FENCED by a share of a greater epoch. One of the same epoch and
-        another nonce counts beside, until it is over, and nothing is granted: nobody knows which of the two is the
-        younger. A share that counts for longer than the longest lease is dropped: nobody states such.
+        limit stands, unless no blocks are wanted. FENCED by a share of a greater epoch. A share with the
+        same epoch but another nonce blocks new grants until it expires: nobody knows which of the two is the younger.
+        A share that would count for longer than the longest lease is dropped: no replica states one.
         """
 
     def raise_generation(self, tenant: bytes, raised: Raised, standing: bytes) -> Durable:

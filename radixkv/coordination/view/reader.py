@@ -365,7 +365,7 @@ class Reader:
         return Remote(registration, info, live_until, log)
 
     def _keep_sighted(self, fetched: Fetched, signed: list[Seen], now: float) -> None:
-        """Forget whose lease was over long ago, and who has left; who is missing without that was lost by the store.
+        """Drop expired and departed replicas. Any other replica that is missing was lost by the store.
 
         And note whom those that came have replaced, before they are sighted themselves. Who is still listed is kept:
         were it sighted for the first time once more, the same beat would count for another lease.
