@@ -21,6 +21,7 @@ from radixkv.service.core import Limits, Service
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
 from radixkv.service.worker import Work
+from tests.service.forked import Forked
 
 KEYS = {"acme": "demo-acme", "globex": "demo-globex", "operator": "demo-operator"}
 DEADLINE_S = 60.0
@@ -117,16 +118,30 @@ def eventually(condition: Callable[[], Any], what: str = "it", deadline_s: float
 
 
 class Process:
-    """``radixkv serve`` in a process of its own; ``url`` once its banner is out."""
+    """``radixkv serve`` in a process of its own; ``url`` once its banner is out.
 
-    def __init__(self, options: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    ``forked``: from a process that has done all imports, as a test does that starts many and is not about that.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        *,
+        forked: bool = False,
+    ) -> None:
         self.log = log
+        self.url = ""
+        self.process: subprocess.Popen[bytes] | Forked
+        if forked:
+            self.process = Forked(["--threads", "1", *options], log)
+            return
         command = [sys.executable, "-m", "radixkv.cli.main", "serve", "--threads", "1", *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
             )
-        self.url = ""
 
     def wait_ready(self) -> str:
         """The base URL, read from the banner."""
@@ -155,9 +170,11 @@ class Process:
 
 
 @contextmanager
-def served(log: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Process]:
+def served(
+    log: Path, *options: str, environment: dict[str, str] | None = None, forked: bool = False
+) -> Iterator[Process]:
     """A process that is ready, as long as the ``with`` lasts."""
-    process = Process(["--port", "0", *options], log, environment)
+    process = Process(["--port", "0", *options], log, environment, forked=forked)
     try:
         process.wait_ready()
         yield process

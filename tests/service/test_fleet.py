@@ -64,7 +64,7 @@ def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
                 "--num-blocks",
                 "256",
             ]
-            return stack.enter_context(served(log, *common, "--fleet-secret", str(secret)))
+            return stack.enter_context(served(log, *common, "--fleet-secret", str(secret), forked=True))
 
         yield begin
 

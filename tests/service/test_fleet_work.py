@@ -59,7 +59,7 @@ class Fleet:
             "keys": str(self.folder / "keys.json"), "fleet-secret": str(self.folder / "secret"),
         }  # fmt: skip
         arguments = [part for setting, value in options.items() for part in (f"--{setting}", value)]
-        return Process(arguments, self.folder / f"{name}-{self.num_started}.log")
+        return Process(arguments, self.folder / f"{name}-{self.num_started}.log", forked=True)
 
     def replicas(self, name: str) -> list[dict[str, Any]]:
         return list(self.ask(name, "GET", "/v1/replicas", "operator").json()["replicas"])

@@ -255,7 +255,17 @@ def test_a_gateway_follows_the_router_and_falls_back(
     command = [str(EXAMPLES / "gateway.py"), str(router.base_url).rstrip("/"), url.rpartition(":")[2]]
     fleet = ["--redis", redis_server.url, "--fleet-secret", str(secret), "--lease-s", "15"]
     with (
-        served(tmp_path / "two.log", "--port", "0", "--replica", "two", "--num-blocks", "256", *fleet) as two,
+        served(
+            tmp_path / "two.log",
+            "--port",
+            "0",
+            "--replica",
+            "two",
+            "--num-blocks",
+            "256",
+            *fleet,
+            forked=True,
+        ) as two,
         closing(Started(tmp_path / "gateway.log", *command)),
         client(two.url, "demo-acme") as direct,
         client(url, "demo-acme") as acme,
