@@ -107,6 +107,7 @@ def test_four_calls_are_enough() -> None:
     assert report.ok, report.failure
 
 
+@pytest.mark.slow
 def test_radixkv_itself_behind_its_adapter_in_a_pool_with_room_and_in_one_without() -> None:
     def roomy() -> CacheAdapter:
         return CacheAdapter(PrefixCache(CacheConfig(num_blocks=512, block_size=4)))

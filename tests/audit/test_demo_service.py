@@ -25,7 +25,8 @@ from radixkv.audit.verdict import Verdict
 from radixkv.service.endpoints import prefixes
 from tests.service.running import KEYS, Running, service_in_thread
 
-pytestmark = pytest.mark.timeout(600)  # some hundred requests, one after the other
+# Some hundred requests, one after the other.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PLAN = TimingPlan(samples=48, control=40, prompt_words=40)
 PAIR = (KEYS["acme"], KEYS["globex"])
 

@@ -118,6 +118,7 @@ def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "PATIENCE", 8)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(3))
 def test_a_snapshot_in_slices_is_one_of_its_last_moment(part: int, _tiny_slices: None) -> None:

@@ -132,6 +132,7 @@ class Silent(PrefixCache):
         return super().match(namespace, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "check", "verdict"),
     [
@@ -175,6 +176,7 @@ def test_bits_of_burst_mode_are_measured_and_not_judged() -> None:
     assert 0 <= figures["bits"]["low"] <= figures["bits"]["estimate"] <= figures["bits"]["high"] <= 1
 
 
+@pytest.mark.slow
 def test_a_whole_run_reports_every_check_and_its_progress() -> None:
     told: list[tuple[str, int, int]] = []
     report = inprocess.run(PrefixCache, examples=8, steps=10, progress=lambda *each: told.append(each))

@@ -21,7 +21,8 @@ from radixkv.service.api_client import ServiceError
 from tests.audit.openai_server import Behaviour, openai_server
 from tests.service.running import Running, service_in_thread
 
-pytestmark = pytest.mark.timeout(600)  # most commands are processes of their own, and load torch
+# Most commands are processes of their own, and load torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Result = subprocess.CompletedProcess[str]
 
 
@@ -293,15 +294,15 @@ def test_audit_of_a_cache_of_ones_own(tmp_path: Path) -> None:
     assert row.split()[2:4] == ["3", "leaks"]
 
 
-def test_audit_of_a_service(live: Running, tmp_path: Path) -> None:
+def test_audit_of_a_server(tmp_path: Path) -> None:
     """What so few samples say of time is chance, and whether they see anything, without which no more are taken.
 
-    That the verdict is the worst of the checks', and told, is not.
+    That the verdict is the worst of the checks', and told, is not. tests/audit audits radixkv's own service.
     """
     page = tmp_path / "report.html"
-    few = ["--probes", "1", "--samples", "20", "--control", "40", "--html", str(page)]
-    keys = ["--key", "demo-acme", "--key", "demo-globex"]
-    done = run("audit", "run", "--url", live.url, *keys, *few, "--json")
+    few = ["--probes", "2", "--samples", "20", "--control", "40", "--html", str(page)]
+    with openai_server(Behaviour()) as url:
+        done = run("audit", "run", "--url", url, "--key", "a-key", "--key", "b-key", *few, "--json")
     document = json.loads(done.stdout)
     checks = {each["check"]: each for each in document["checks"]}
     verdict = worst(Verdict(each["verdict"]) for each in checks.values() if each["verdict"] is not None)

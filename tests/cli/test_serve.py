@@ -17,7 +17,8 @@ import pytest
 from radixkv.service.server import bind
 from tests.service.running import START_S, Process, client, eventually, served, service_in_thread
 
-pytestmark = pytest.mark.timeout(600)  # each process loads torch
+# Each process loads torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_a_signal_drains_and_ends_it_with_code_0_whatever_runs(
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    with served(tmp_path / "log", "--num-blocks", "1024", "--drain-s", "600") as process:
+    with served(tmp_path / "log", "--num-blocks", "1024", "--drain-s", "600", forked=True) as process:
         banner = process.output
         stream = Asked(process.url, "demo-acme", stream=True)
         eventually(lambda: stream.lines)

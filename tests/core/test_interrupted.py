@@ -635,6 +635,7 @@ class Mended(Recorded):
         return super().snapshot_in_slices(pause)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_mending_what_is_whole() -> None:
     """It changes nothing: over random lives every law holds, every byte is right, copies are as many as before."""

@@ -84,6 +84,7 @@ class Recorded(PrefixCache):
         super().__init__(config, journal=self.recorder, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_journal_hears_what_is_resident() -> None:
     """Over random lives: what was stored and not removed or cleared is what the trees hold, no more, no less."""

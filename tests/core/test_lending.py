@@ -139,6 +139,7 @@ def _prompts(token_id: st.SearchStrategy[int]) -> st.SearchStrategy[dict[str, An
 families = st.fixed_dictionaries({"prompts": st.lists(_prompts(st.integers(0, 1)), min_size=1, max_size=3)})
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(family=families, block_size=st.sampled_from([1, 2, 3, 4]), num_steps=st.integers(0, 9), data=st.data())
 def test_the_same_as_by_reorder_and_append(

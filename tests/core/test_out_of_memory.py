@@ -93,6 +93,7 @@ def test_mending_that_fails_is_made_good_by_the_next_call(monkeypatch: pytest.Mo
     audit.check(cache)
 
 
+@pytest.mark.slow
 def test_a_dead_cache_refuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call raises IntegrityError, and says what to do; leaving a ``with`` does not hide another error."""
     cache, one, other, _ = _interrupted(monkeypatch, 1_000_000)

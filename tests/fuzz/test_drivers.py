@@ -16,9 +16,8 @@ from fuzz.faults import Ranked
 from fuzz.fleet import history, plan
 from fuzz.targets.material import Material
 
-pytestmark = pytest.mark.timeout(
-    600
-)  # drivers load torch, Hypothesis and Schemathesis, each in its own process
+# Drivers load torch, Hypothesis and Schemathesis, each in its own process.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "fuzz" / "corpus"
 SEED, FAULTS_S = 296, 5.0

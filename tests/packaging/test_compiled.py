@@ -15,7 +15,8 @@ import pytest
 
 from tests.packaging.building import ROOT, build, files_of, hasty_compiler
 
-pytestmark = pytest.mark.timeout(600)  # a compiler that shares its cores takes minutes
+# A compiler that shares its cores takes minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CODE = """
 import radixkv
 cache = radixkv.PrefixCache(radixkv.CacheConfig(num_blocks=4))

@@ -13,6 +13,8 @@ import pytest
 
 from tests.packaging.building import ROOT, build, files_of
 
+pytestmark = pytest.mark.slow
+
 SOURCES = {"radixkv": ROOT, "radixkv_kernels": ROOT / "kernels", "radixkv_policies": ROOT / "policies"}
 DATA = {"radixkv/tokenizer/radixkv-8k.model", "radixkv/tokenizer/LICENSE-TEXT"}
 TYPED = {f"{package}/py.typed" for package in SOURCES}

@@ -51,6 +51,7 @@ def read(connection: socket.socket) -> list[dict[str, Any]]:
     return [json.loads(each) for each in re.findall(rb"data: (\{.*\})", text)]
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_not_read_leaves_the_model_and_goes_on_when_it_is(roomy: Running) -> None:
     worker = roomy.service.worker
     with asked(roomy, "globex", {**LONG, "stream": True}) as unread:
@@ -85,6 +86,7 @@ def test_another_tenant_does_not_wait_for_unread_or_endless_streams(roomy: Runni
     eventually(lambda: roomy.service.cache.stats().num_sequences == 0)
 
 
+@pytest.mark.slow
 def test_an_unread_stream_ends_with_its_time(monkeypatch: pytest.MonkeyPatch, roomy: Running) -> None:
     monkeypatch.setattr("radixkv.service.endpoints.completions._READING_S", 0.1)
     monkeypatch.setattr(roomy.service, "limits", roomy.service.limits.__class__(timeout_s=3.0))

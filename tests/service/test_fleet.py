@@ -90,6 +90,7 @@ def matched(replica: Process | Running, key: str = "demo-acme", **fields: Any) -
     return int(post(replica, "/v1/lookup", {"token_ids": IDS, **fields}, key).json()["matched_tokens"])
 
 
+@pytest.mark.slow
 def test_a_fleet_from_birth_to_death(start: Start) -> None:
     one, two = start("one"), start("two")
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
@@ -185,6 +186,7 @@ def test_what_one_holds_is_known_to_the_other(join: Join) -> None:
     eventually(lambda: not two.service.fleet.coordinator.hints(namespace, IDS))
 
 
+@pytest.mark.slow
 def test_a_replica_without_room_fails_alone(join: Join) -> None:
     one, two = join("one"), join("two", **{"num-blocks": "41"})
     eventually(lambda: reachable(one, "one", "two"))
@@ -209,6 +211,7 @@ def test_a_tenant_that_another_replica_lacks_fails_there_only(join: Join, tmp_pa
     assert outcomes == {"one": ("done", None), "two": ("failed", "not_found")}
 
 
+@pytest.mark.slow
 def test_requests_follow_proofs_not_addresses(join: Join, redis_server: RedisServer) -> None:
     one, _ = join("one"), join("two")
     eventually(lambda: reachable(one, "one", "two"))
@@ -395,6 +398,7 @@ def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join)
     assert matched(one) == matched(two) == 256
 
 
+@pytest.mark.slow
 def test_pins_end_with_a_purge_whose_number_another_had(join: Join) -> None:
     """Redis has lost the purge that they were made after, and another was given its number."""
     one, two = join("one", **BRISK), join("two", **BRISK)
@@ -428,6 +432,7 @@ def put(replica: Process | Running, tenant: str = "acme", **settings: Any) -> ht
     return answer
 
 
+@pytest.mark.slow
 def test_a_quota_that_one_replica_is_told_binds_all(start: Start, redis_server: RedisServer) -> None:
     """They share no keys file: each has demo keys of its own, which know nothing of a quota."""
     one, two = start("one"), start("two")
@@ -473,6 +478,7 @@ def test_a_tenant_that_was_removed_leaves_no_quota_behind() -> None:
         assert quota(live, "brief") == (None, None)
 
 
+@pytest.mark.slow
 def test_a_generation_that_an_outsider_wrote_makes_no_purge_lie(
     join: Join, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -526,6 +532,7 @@ class Listener:
         self._socket.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", [b"{}", b'{"proof": "%s"}' % (b"0" * 64), b"x" * 10**6, b'{"job": "0"}'], ids=len
 )

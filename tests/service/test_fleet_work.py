@@ -20,7 +20,8 @@ from tests.redis_server import RedisServer, need_binary
 from tests.service.running import DEADLINE_S, Process, answered, client, eventually
 from tests.tcp_proxy import TcpProxy
 
-pytestmark = pytest.mark.timeout(600)  # replicas are started, which loads torch, and leases run out
+# Replicas are started, which loads torch, and leases run out.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 IDS = list(range(5, 5 + 16 * 40))
 LEASE_S = 8
 """Nobody who lives stands still for two thirds of it; the deaths of others are waited for."""

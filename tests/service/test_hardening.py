@@ -72,6 +72,7 @@ def test_it_serves_https(tls: tuple[Path, Path], monkeypatch: Any, text: str) ->
             assert command_line.call("GET", "/v1/stats")["tenant"] == "acme"
 
 
+@pytest.mark.slow
 def test_the_command_serves_https_too(tls: tuple[Path, Path], tmp_path: Path) -> None:
     cert, key = tls
     options = ("--tls-cert", str(cert), "--tls-key", str(key), "--num-blocks", "64")
@@ -245,6 +246,7 @@ def test_what_fails_inside_a_request_is_500_and_not_logged_either(caplog: Any, m
     assert "ValueError" in caplog.text and "emerald" not in caplog.text and "7919" not in caplog.text
 
 
+@pytest.mark.slow
 def test_upkeep_goes_on_after_an_error_of_ours(caplog: Any) -> None:
     """Who reports no load any more is sent everything, and whoever joins would be told of no pin."""
     with caplog.at_level(logging.ERROR), service_in_thread(**{"num-blocks": "64"}) as live:

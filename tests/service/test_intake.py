@@ -313,6 +313,7 @@ def test_closing_lets_nobody_wait() -> None:
     in_loop(test)
 
 
+@pytest.mark.slow
 def test_a_process_is_replaced_when_it_dies_and_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_pool, "_RESTART_AFTER_S", 0.0)
     message = [name_of(LookupRequest), b'{"token_ids":[1,2,3]}']
@@ -360,6 +361,7 @@ def test_processes_get_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         process.stop()
 
 
+@pytest.mark.slow
 def test_a_process_with_another_tokenizer_does_not_start() -> None:
     async def test() -> None:
         process = ReadingProcess(Specification(None, "another", RULES))

@@ -137,6 +137,7 @@ def hasty() -> Iterator[Running]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long_is_given_up(hasty: Running, stream: bool) -> None:
     with model_held(hasty.service, "globex"):
@@ -179,6 +180,7 @@ def test_a_body_that_does_not_arrive_is_408() -> None:
     assert answer.status_code == 408
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /"])
 def test_a_head_that_does_not_arrive_closes_the_connection(monkeypatch: Any, sent: bytes) -> None:
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)

@@ -40,6 +40,7 @@ def test_a_broken_law_makes_it_unhealthy() -> None:
         assert live.nobody.get("/healthz").json()["status"] == "unhealthy"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_cache_that_cannot_be_repaired_makes_it_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any request that meets the error: the health check itself looks. Upkeep's thread reports it too."""

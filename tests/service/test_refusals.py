@@ -251,6 +251,7 @@ def test_labels_that_cannot_be_are_422(live: Running, labels: dict[str, Any]) ->
     assert error["allowed"].startswith("at most 16 strings of at most 256 characters, numbers within ±1e+15")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_prompt_beyond_the_limit_names_the_limit(live: Running, path: str) -> None:
     limit = live.service.rules.max_tokens
@@ -363,6 +364,7 @@ FIELDS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(PATHS), body=st.dictionaries(FIELDS, JSON, max_size=4))
 def test_no_body_is_an_error_of_the_server(live: Running, path: str, body: dict[str, Any]) -> None:

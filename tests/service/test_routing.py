@@ -125,6 +125,7 @@ def test_a_replica_alone_routes_to_itself(live: Running, salt: str) -> None:
     assert sum(other["matched_tokens"].values()) == 0, "another tenant's prefix is nobody's business"
 
 
+@pytest.mark.slow
 def test_prompts_that_wait_for_the_model_are_load(live: Running, salt: str) -> None:
     def queued() -> int:
         (row,) = live.operator.get("/v1/replicas").json()["replicas"]
@@ -222,6 +223,7 @@ def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> No
     assert "/v1/route" in router.get("/openapi.json").json()["paths"]
 
 
+@pytest.mark.slow
 def test_a_lost_store_makes_a_router_route_by_load(
     join: Join, router: httpx.Client, redis_server: RedisServer
 ) -> None:
@@ -247,6 +249,7 @@ def test_a_lost_store_makes_a_router_route_by_load(
     eventually(healed, "and all heals by itself")
 
 
+@pytest.mark.slow
 def test_a_gateway_follows_the_router_and_falls_back(
     join: Join, router: httpx.Client, redis_server: RedisServer, secret: Path, tmp_path: Path
 ) -> None:
@@ -289,6 +292,7 @@ def test_a_gateway_follows_the_router_and_falls_back(
         assert again.json()["choices"] == answer.json()["choices"]
 
 
+@pytest.mark.slow
 def test_a_gateway_leaves_a_replica_that_hangs_and_ends_what_nobody_waits_for(
     join: Join, router: httpx.Client, redis_server: RedisServer, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from radixkv import audit
 from radixkv.service.core import Limits
 from tests.service.running import KEYS, Running, client, eventually, service_in_thread
 
+pytestmark = pytest.mark.slow
+
 ALLOWED = {
     "warm": {200, 202, 409, 429, 503},
     "lookup": {200},

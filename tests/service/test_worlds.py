@@ -21,6 +21,8 @@ import pytest
 from radixkv.service.app import ENDPOINTS
 from tests.service.running import Running, eventually, service_in_thread
 
+pytestmark = pytest.mark.slow
+
 RANDOM = {"id", "job"}
 TIMES = {
     "seconds", "created", "queued_s", "time_to_first_token_s", "total_s", "lease_remaining_s", "lag_s", "staleness_s",
