@@ -1,0 +1,69 @@
+"""Where things live: a newcomer guesses the file from the name of the thing, and finds it there."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "radixkv"
+
+HOMES = {
+    "match": ("index/leases.py", "Match"),
+    "copy-on-write": ("index/runs.py", "Runs"),
+    "purge": ("index/purge.py", "purge"),
+    "ghost keys": ("index/ghost_keys.py", "SegmentKeys"),
+    "audit snapshot": ("index/snapshot.py", "Snapshot"),
+    "scrubbing": ("index/scrubbing.py", "Scrubber"),
+    "expiry of pins": ("index/pins.py", "Pins.end_due"),
+    "route costs": ("coordination/routing/costs.py", "COSTS"),
+    "pins of the fleet": ("service/fleet/pins.py", "FleetPins"),
+    "warm jobs": ("service/fleet/warm_jobs.py", "WarmJobs"),
+    "key rotation": ("service/key_store.py", "KeyStore.rotate"),
+}
+"""What to look for, the file, and a name that it defines there: a class, a function, a method, a constant."""
+
+FILES = {"__init__.py", "__main__.py", "_compiled.py", "clock.py", "config.py", "errors.py", "py.typed"}
+PACKAGES = {"audit", "bench", "cli", "coordination", "engines", "index", "service", "storage", "tokenizer"}
+
+MAY_REPEAT = {"__init__.py", "pins.py", "validation.py"}
+"""File names that mean the same in several packages."""
+
+PARTS = {"endpoints", "schemas", "fleet", "store"}
+"""Folders whose files are named after what the rest of radixkv has: the endpoint, the schema of it."""
+
+
+def defined_in(path: Path) -> set[str]:
+    """Names at the top of a module, and methods of its classes as ``Class.method``."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef):
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
+
+
+@pytest.mark.parametrize("thing", HOMES)
+def test_a_thing_is_where_its_name_says(thing: str) -> None:
+    file, name = HOMES[thing]
+    assert name in defined_in(PACKAGE / file)
+
+
+def test_the_top_holds_the_packages_and_the_foundations() -> None:
+    found = {path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "_native")}
+    assert {path.name for path in found if path.is_file()} == FILES
+    assert {path.name for path in found if path.is_dir()} == PACKAGES
+
+
+def test_a_file_name_says_which_file() -> None:
+    named: dict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if path.name not in MAY_REPEAT and path.parent.name not in PARTS:
+            named[path.name].append(path.relative_to(PACKAGE).as_posix())
+    assert [files for files in named.values() if len(files) > 1] == []
