@@ -47,7 +47,7 @@ def wrongs(folder: Path, purges: list[Purged]) -> tuple[list[str], int]:
 def _is_stale(served: dict[str, Any], purge: Purged) -> bool:
     """A request of a purged tenant was given what is older than the purge, by a replica that must not do so.
 
-    Those that have confirmed must not; nobody must who thinks that no purge can be complete that it hasn't obeyed,
+    Those that have confirmed must not; nobody must who thinks that no purge can be complete that it hasn't applied,
     be it that another process has its id, as long as Redis remembers the purge. A tenant that refuses to be served
     where that isn't known is served by no others.
     """

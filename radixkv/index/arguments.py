@@ -25,9 +25,6 @@ BaseId: TypeAlias = str
 
 TenantId: TypeAlias = str
 
-FleetSecret: TypeAlias = bytes
-"""At least 16 bytes."""
-
 MatchLike: TypeAlias = "Match"
 
 Hints: TypeAlias = "RequestHints | None"

@@ -889,14 +889,14 @@ class CoordinatorContract:
         b.warm(ACME, prompt(512))
         fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {"b": 512})
         fleet.eventually(lambda: a.replica.purge_report("acme").is_complete)
-        assert b.purged.count(("acme", 2)) == 1, "the same purge, which it has obeyed"
+        assert b.purged.count(("acme", 2)) == 1, "the same purge, which it has applied"
         c = Purged(fleet, "c")
         assert c.replica.purge("acme").generation == 3
         fleet.eventually(lambda: c.replica.purge_report("acme").is_complete)
         assert b.purged[-1] == ("acme", 3) and b.cache.match(ACME, prompt(512)).num_tokens == 0
         fleet.eventually(lambda: hinted(a.replica, ACME, prompt(512)) == {})
 
-    def test_a_generation_that_counts_anew_is_obeyed(self, fleet: Fleet) -> None:
+    def test_a_generation_that_counts_anew_is_applied(self, fleet: Fleet) -> None:
         """Nobody who knows the old one is there when a store that lost it is asked for another purge."""
         a = Purged(fleet, "a")
         a.replica.purge("acme")
@@ -911,7 +911,7 @@ class CoordinatorContract:
         assert a.purged[:2] == [("acme", 1), ("acme", 1)] and a.cache.match(ACME, prompt(512)).num_tokens == 0
 
     def test_a_confirmation_that_comes_late_is_of_no_other_purge(self, fleet: Fleet) -> None:
-        """A replica stands still when it has obeyed; meanwhile its purge is lost, and another gets the number."""
+        """A replica stands still when it has applied; meanwhile its purge is lost, and another gets the number."""
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         b.warm(ACME, prompt(512))
         lose_it, rivals = fleet.remember(a.replica.keys.tenant("acme")), list[Purged]()
@@ -936,7 +936,7 @@ class CoordinatorContract:
         assert b.cache.match(ACME, prompt(512)).num_tokens == 0
         assert b.purged == [("acme", 1)] * 2
 
-    def test_what_comes_while_a_purge_is_obeyed_is_not_confirmed_for_the_next(self, fleet: Fleet) -> None:
+    def test_what_comes_while_a_purge_is_applied_is_not_confirmed_for_the_next(self, fleet: Fleet) -> None:
         """A replica that had nothing of the tenant stands still; then it has something, and there is another purge."""
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         a.replica.purge("acme")
@@ -960,7 +960,7 @@ class CoordinatorContract:
     def test_a_purge_that_is_lost_at_once_is_not_complete(
         self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Before the one who raised it has obeyed it: what was confirmed of the one before says nothing."""
+        """Before the one who raised it has applied it: what was confirmed of the one before says nothing."""
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         a.replica.purge("acme")
         b.replica.beat()
@@ -991,7 +991,7 @@ class CoordinatorContract:
         lose_it()
         assert a.replica.purge_report("acme").pending == ("b",)
         b.replica.beat()
-        assert a.replica.purge_report("acme").is_complete and b.purged == [("acme", 1)], "it has obeyed it"
+        assert a.replica.purge_report("acme").is_complete and b.purged == [("acme", 1)], "it has applied it"
 
     def test_a_confirmation_counts_for_the_process_that_made_it(self, fleet: Fleet) -> None:
         """One shard may have lost who had a greater epoch, and another know what that one confirmed."""
@@ -1057,7 +1057,9 @@ class CoordinatorContract:
         young.replica.apply_purges()
         assert a.replica.purge_report("acme").confirmed == ("a", "b")
         young.replica.register()
-        assert a.replica.purge_report("acme").confirmed == ("a", "b"), "the same process, which has obeyed it"
+        assert a.replica.purge_report("acme").confirmed == ("a", "b"), (
+            "the same process, which has applied it"
+        )
 
     def test_a_purge_waits_for_who_lost_its_id_in_a_store_that_lost_it(self, fleet: Fleet) -> None:
         """It came back empty, so that who registers knows of nobody before; who asks does."""
@@ -1086,7 +1088,7 @@ class CoordinatorContract:
         assert a.replica.pin_digest(OTHER) not in (never, first, second)
 
     def test_pins_outlive_a_store_that_is_given_a_generation_back(self, fleet: Fleet) -> None:
-        """Whoever tells it anew says which one it was, so that nobody obeys it twice."""
+        """Whoever tells it anew says which one it was, so that nobody applies it twice."""
         a, b = by_hand(fleet, "a"), by_hand(fleet, "b")
         b.warm(ACME, prompt(512))
         lose_it = fleet.remember(a.replica.keys.tenant("acme"))

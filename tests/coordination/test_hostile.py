@@ -228,7 +228,7 @@ def test_records_that_are_put_back_neither_purge_nor_confirm(
         a.beat()
         report = a.purge_report("acme")
         assert report.generation == 3 and report.pending == ("b",)
-    assert attacked.a.cache.match(ACME, IDS).num_tokens == 512, "it has obeyed the third, and no other"
+    assert attacked.a.cache.match(ACME, IDS).num_tokens == 512, "it has applied the third, and no other"
     b.beat()
     assert a.purge_report("acme").is_complete and not attacked.b.cache.namespaces("acme")
     third = client.hgetall(key)

@@ -202,7 +202,7 @@ def test_a_share_without_an_end_is_dropped(fleet: MemoryFleet) -> None:
     assert a.reserve("acme", 10).blocks == 10
 
 
-def test_a_generation_that_was_raised_and_never_announced_is_obeyed_by_all(fleet: MemoryFleet) -> None:
+def test_a_generation_that_was_raised_and_never_announced_is_applied_by_all(fleet: MemoryFleet) -> None:
     """Who raised it died before it said so, or the position at which it did had been another's, which was lost."""
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.replica.purges.meet(["acme", *(f"another {number}" for number in range(1_000))])
@@ -252,7 +252,7 @@ def test_a_purge_that_failed_is_not_confirmed(fleet: MemoryFleet) -> None:
 
 
 def test_a_generation_that_no_replica_signed_is_none(fleet: MemoryFleet) -> None:
-    """As wire version 4 wrote it: who knows a purge states it again, and nobody obeys the other."""
+    """As wire version 4 wrote it: who knows a purge states it again, and nobody applies the other."""
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     digest = a.replica.keys.tenant("acme")
     a.replica.purge("acme")
@@ -406,7 +406,7 @@ def test_a_store_that_lost_all_is_reminded_of_generations(fleet: MemoryFleet) ->
     assert a.replica.purge("acme").generation == 2
     fleet.lose()
     fleet.eventually(lambda: a.replica.purge_report("acme").generation == 2)
-    for each in (a, b):  # whoever hears of one again obeys again
+    for each in (a, b):  # whoever hears of one again applies again
         assert list(dict.fromkeys(each.purged)) == [("acme", 1), ("acme", 2)]
     cut_off.replica.register()
     fleet.dead.clear()
@@ -456,7 +456,7 @@ def test_generations_count_as_known_once_they_were_read(fleet: MemoryFleet) -> N
     assert b.replica.knows_generations and a.replica.info().epoch
 
 
-def test_a_replica_heeds_a_purge_at_once(fleet: MemoryFleet) -> None:
+def test_a_replica_applies_a_purge_at_once(fleet: MemoryFleet) -> None:
     a, b = Purged(fleet, "a"), Purged(fleet, "b")
     b.warm(ACME, prompt(512))
     assert a.replica.purge("acme").pending == ("b",)
@@ -530,7 +530,7 @@ def test_settings_that_cannot_work_are_named(overrides: dict[str, Any], setting:
 
 
 def test_what_is_known_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Purges of tenants that have something here are obeyed all the same: the cache says who they are."""
+    """Purges of tenants that have something here are applied all the same: the cache says who they are."""
     monkeypatch.setattr("radixkv.coordination.purges._MAX_NAMES", 5)
     monkeypatch.setattr("radixkv.coordination.purges.MAX_PURGES", 7)
     a = alone(replica_id="a", store=MemoryStore())

@@ -693,7 +693,7 @@ def test_a_process_that_slept_through_its_successor_is_fenced(fleet: RedisFleet)
     assert [fields[b"e"] for _, fields in fleet.log("a")] == [b"%d" % younger.info().epoch]
 
 
-def test_announcements_that_were_lost_are_obeyed_once(fleet: RedisFleet) -> None:
+def test_announcements_that_were_lost_are_applied_once(fleet: RedisFleet) -> None:
     """Positions begin anew then: what is announced after that is neither missed nor repeated with every beat."""
     a, purged = fleet.replica("a"), list[tuple[str, int]]()
     a.attach(PrefixCache(CacheConfig(num_blocks=64, block_size=16)), lambda *told: purged.append(told))

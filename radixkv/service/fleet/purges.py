@@ -4,6 +4,9 @@
     another replica's request ──▶ forget here, whatever the store says ──▶ apply what the store says
 
 A replica that can't be told reads the generation in the store with its next beat.
+
+Forgetting here comes first, since the store may hang or be down. The coordinator forgets here again once the raise
+stands, since requests may have added something meanwhile.
 """
 
 from __future__ import annotations
