@@ -6,8 +6,10 @@ so few samples by a clock on the wall.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from radixkv.audit.scrapes import Scrapes
 from radixkv.audit.target import Target
 from radixkv.audit.timing import STOP_CONFIDENCE, TimingPlan
 from radixkv.audit.verdict import Verdict
+from radixkv.engines import hf
 from radixkv.service.endpoints import prefixes
 from tests.service.running import KEYS, Running, service_in_thread
 
@@ -35,6 +38,14 @@ PAIR = (KEYS["acme"], KEYS["globex"])
 def _by_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep)
     monkeypatch.setattr(target_module, "time", clock)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_model() -> Iterator[None]:
+    """A third of the demo model's layers: these audits ask for a thousand completions each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "demo_model", functools.partial(hf.demo_model, num_layers=2))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -30,10 +31,16 @@ print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, *files)
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = hasty_compiler(tmp_path_factory.mktemp("compiler"))
-    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"), RADIXKV_COMPILE="1", CC=compiler)
+    """Built once, also where several processes run these tests."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = next(folder.glob("dist/*.whl"), None)
+        return made or build(ROOT, "wheel", folder / "dist", RADIXKV_COMPILE="1", CC=hasty_compiler(folder))
 
 
 @pytest.fixture
