@@ -49,8 +49,9 @@ from radixkv.errors import (
 )
 from radixkv.index.cache import PrefixCache, RequestHints, TokenRange
 from radixkv.index.changes import Journal
-from radixkv.index.device_beams import LentBeams
-from radixkv.index.leases import Lease, Match
+from radixkv.index.leases import Lease
+from radixkv.index.lent_beams import LentBeams
+from radixkv.index.match import Match
 from radixkv.index.pins import Pin
 from radixkv.index.sequence import Sequence
 from radixkv.index.stats import CacheStats, TenantStats

@@ -54,7 +54,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_l
 from radixkv.config import KVLayout
 from radixkv.errors import CapacityError, ConfigError, KernelError
 from radixkv.index.cache import PrefixCache
-from radixkv.index.device_beams import LentBeams
+from radixkv.index.lent_beams import LentBeams
 from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
 

@@ -6,13 +6,11 @@ a TypeError. ``radixkv.config`` is left out for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from radixkv.index.leases import Match
+    from radixkv.index.match import Match
     from radixkv.storage.device import BlockStorage
-    from radixkv.storage.plan import BlockIds
     from radixkv_policies import RequestHints
 
 OnPending: TypeAlias = Literal["compute", "raise", "wait"]
@@ -29,9 +27,6 @@ MatchLike: TypeAlias = "Match"
 
 Hints: TypeAlias = "RequestHints | None"
 """What policies may use of a request."""
-
-ScrubBlocks: TypeAlias = Callable[["BlockIds"], Any] | None
-"""Zeroes blocks, distinct int32 ids; None where nobody needs to."""
 
 StorageLike: TypeAlias = "BlockStorage | None"
 """Where an engine that owns its KV keeps its blocks; None where the cache makes a storage, or needs none."""

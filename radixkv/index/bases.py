@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from radixkv.errors import ArgumentError
-from radixkv.index.tenants import NamespaceTree, TenantState
+from radixkv.index.tenants import Base, NamespaceTree, Readable, TenantState
 from radixkv.index.tokens import ID_BYTES
-from radixkv.index.tree import Node, num_common_bytes
+from radixkv.index.tree import num_common_bytes
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.index.sequence import SequenceState
+    from radixkv.index.holders import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +57,6 @@ MAX_BASE_ID_BYTES: Final = 256
 """Longest UTF-8 form of a base's id."""
 
 
-class Base:
-    """A published prefix: its key, its blocks, the node that it leases, and the readers' trees behind it."""
-
-    __slots__ = (
-        "base_id",
-        "block_ids",
-        "is_held",
-        "is_over",
-        "key",
-        "namespace",
-        "node",
-        "readers",
-        "tree",
-        "trees",
-    )
-
-    def __init__(
-        self,
-        base_id: str,
-        readers: frozenset[str],
-        key: bytes,
-        block_ids: bytes,
-        node: Node,
-        tree: NamespaceTree,
-    ) -> None:
-        self.base_id, self.readers = base_id, readers
-        self.key, self.block_ids = key, block_ids
-        self.node, self.tree, self.namespace = node, tree, tree.namespace
-        self.trees: set[NamespaceTree] = set()  # registered, or cleared and still in use
-        self.is_over = False  # unpublished: nobody finds it any more
-        self.is_held = True  # it leases its node
-
-    @property
-    def is_left(self) -> bool:
-        """Whether it is unpublished and nothing uses it any more."""
-        return self.is_over and self.is_held and not self.trees
-
-    def is_for(self, tree: NamespaceTree) -> bool:
-        """Whether a tree behind it may be found."""
-        return not self.is_over and tree.tenant.tenant_id in self.readers
-
-
 class Publication:
     """A base on its way: ``sequence`` computes it, and gives it up when it is released before."""
 
@@ -112,10 +70,6 @@ class Publication:
     def is_under_way(self) -> bool:
         """Whether its sequence can still complete it."""
         return self.sequence is not None and self.sequence._is_open
-
-
-Readable = dict[tuple[Any, Any, bytes], list[Base]]
-"""Bases that a tenant may read, by model, adapter and the key of their first block; the longest first."""
 
 
 class Bases:

@@ -18,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from radixkv.errors import ReentrantCall
-from radixkv.index.locking import take_care
+from radixkv.index.locking import Held, Owner, take_care
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -38,10 +38,10 @@ class CacheLock:
         self._acquire: Any = inner.acquire
         self._release: Any = inner.release
         self._is_inside = False
-        self.broken: Any = None
+        self.broken: Owner | None = None
         self.death: str | None = None
-        self.forgotten: deque[tuple[Any, Any]] = deque()
-        self.given_up: set[object] = set()
+        self.forgotten: deque[tuple[Owner, Held]] = deque()
+        self.given_up: set[Held] = set()
         self.progress = threading.Condition(inner)
 
     def __enter__(self) -> None:

@@ -33,7 +33,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -44,23 +43,18 @@ from radixkv.errors import (
     ConfigError,
     IntegrityError,
     LeaseError,
-    ReentrantCall,
     StaleGeneration,
     wrong_count,
 )
+from radixkv.index import requests
 from radixkv.index.blocks import unpack
-from radixkv.index.locking import Guard
+from radixkv.index.holders import Lending, Run, SequenceState
 from radixkv.index.recovery import mend
-from radixkv.index.sequence import Run, Sequence, SequenceState
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
 from radixkv.index.validation import require_between
-from radixkv.storage.plan import BeamsState
 
 if TYPE_CHECKING:
-    import torch
-
-    from radixkv.index.cache import PrefixCache
-    from radixkv.index.tenants import TenantState
+    from radixkv.index.state import CacheState
     from radixkv.storage.beams import BeamsReading, DeviceBeams
 
 MAX_NUM_BEAMS = 1_024
@@ -70,178 +64,13 @@ MAX_STEPS = 2**20
 """Steps of one lending."""
 
 
-class Lending:
-    """What the cache knows of lent beams. ``sequences``: their states, in the order of the beams."""
-
-    __slots__ = ("block_ids", "device", "is_over", "sequences", "tenant")
-
-    def __init__(self, sequences: list[SequenceState], tenant: TenantState, block_ids: bytearray) -> None:
-        self.sequences, self.tenant = tuple(sequences), tenant
-        self.block_ids = block_ids  # lent besides those that the sequences had, packed
-        self.is_over = False
-        self.device: DeviceBeams | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether they have to be taken back."""
-        return not self.is_over
-
-    @property
-    def description(self) -> str:
-        """What a warning says of them: no token id."""
-        return f"a lending of {len(self.sequences)} beams of tenant {self.tenant.tenant_id!r}"
-
-    def end(self) -> None:
-        """For the cache, under its lock: nobody steps any more."""
-        self.is_over = True
-        if self.device is not None:
-            self.device.close()
-
-
-class LentBeams:
-    """Sequences whose beam steps the device makes by itself. Made by ``PrefixCache.lend``; use it in a ``with``.
-
-    ``tables``: int32 ``[num_beams, columns]``, block ids, and ``lengths``: int32 ``[num_beams]``, rows: on the device,
-    always as of the last step that was enqueued, at the same addresses: what paged attention reads. Columns behind a
-    beam's length hold anything. Used by one thread at a time.
-
-    Beams that are forgotten (collected before they were taken back) give a ResourceWarning, and the next call of the
-    cache takes them back: it waits for the device, under the lock.
-    """
-
-    __slots__ = ("_cache", "_guard", "_lending", "sequences")
-    _guard: Guard  # set only by the finaliser
-
-    def __init__(self, cache: PrefixCache, sequences: list[Sequence], lending: Lending) -> None:
-        self._cache, self.sequences, self._lending = cache, tuple(sequences), lending
-
-    def __del__(self) -> None:
-        lending: Lending | None = getattr(self, "_lending", None)  # None if its making was interrupted
-        if lending is not None and not lending.is_over:
-            self._guard = Guard(self._cache, lending)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether they are taken back."""
-        return self._lending.is_over
-
-    @property
-    def block_ids(self) -> bytearray:
-        """Packed int32 ids of the blocks that were lent besides those that the sequences had."""
-        return self._lending.block_ids
-
-    @property
-    def tenant(self) -> TenantState:
-        """Who is charged."""
-        return self._lending.tenant
-
-    @property
-    def _device(self) -> DeviceBeams | None:
-        return self._lending.device
-
-    def __repr__(self) -> str:
-        return f"<LentBeams {'taken back' if self.is_over else 'lent'}: {len(self.sequences)} beams>"
-
-    @property
-    def tables(self) -> torch.Tensor:
-        """See the class."""
-        return self._on_device().books.tables
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """See the class."""
-        return self._on_device().books.lengths
-
-    def step(self, parents: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Beam i goes on from beam ``parents[i]`` and gets a row for ``token_ids[i]``: ``reorder``, then ``append``.
-
-        ``parents``: int32, ``token_ids``: int32 or int64, ``[num_beams]``, contiguous, on the storage's device.
-        Enqueues three launches on the current stream and waits for nothing, so that a graph may capture it, to be
-        replayed after the tensors were filled anew. Values are checked on the device: a step that can't be made
-        changes nothing, nor do those after it, until ``lend_more`` or ``clear``; ``state`` tells. Raises ArgumentError
-        for tensors of another form, KernelError, LeaseError once taken back, StaleGeneration once purged.
-        """
-        self._on_device().step(parents, token_ids)
-
-    def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the KV of each beam's newest row goes: block ids, and rows in them, int64 ``[num_beams]``; enqueued."""
-        return self._on_device().slots()
-
-    def state(self) -> BeamsState:
-        """How far the beams are, and what stopped them, if something did. Waits for the device."""
-        return self._on_device().state()
-
-    def clear(self) -> None:
-        """Let steps go on after one that couldn't be made, as ``lend_more`` does."""
-        self._on_device().clear()
-
-    def lend_more(self, num_blocks: SupportsIndex) -> None:
-        """Lend further blocks to the device, charged to the tenant, and let steps go on. Enqueued.
-
-        Raises QuotaExceeded and OutOfBlocks, and changes nothing.
-        """
-        device, num_blocks, taken = (
-            self._on_device(),
-            require_between("num_blocks", num_blocks, 1, None),
-            bytearray(),
-        )
-        cache, lending, evictor = self._cache, self._lending, self._cache._evictor
-        with cache._lock:
-            try:
-                _require_lent(cache, lending)
-                evictor.take(num_blocks, lending.tenant, taken)
-                evictor.charge(lending.tenant, num_blocks)
-                lending.block_ids += taken
-            except BaseException as error:
-                cache._damage.error, cache._lock.broken = error, cache
-                mend(cache, error, lending.sequences)
-                raise
-        device.lend(unpack(bytes(taken)))
-
-    def reconcile(self) -> BeamsState:
-        """Take the books back: each sequence is what its beam is, with the ids that the steps were told.
-
-        Returns how far the device came: steps that it couldn't make are in nobody's books. Blocks that no beam holds
-        are free again. From then on no step is made, nor by a graph that was captured. Waits for the device, not
-        under the lock. Raises LeaseError if they are taken back already. O(beams × (steps + blocks)).
-        """
-        if self.is_over:
-            raise LeaseError("these beams are taken back already")
-        if self._cache.is_broken or self._cache._lock.is_mine:
-            self._cache.require_alive()
-        assert self._device is not None
-        state = self._device.state()
-        take_back(self._cache, self._lending)
-        return state
-
-    def __enter__(self) -> LentBeams:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.is_over and not self._cache.is_dead:
-            try:
-                self.reconcile()
-            except ReentrantCall as reentrant:
-                self._cache.defer(self._lending, reentrant)
-            except IntegrityError:
-                if error is None or not self._cache.is_dead:
-                    raise  # else the error that ends the block goes on
-
-    def _on_device(self) -> DeviceBeams:
-        _require_lent(self._cache, self._lending)
-        assert self._device is not None
-        return self._device
-
-
 def lend(
-    cache: PrefixCache,
-    sequences: list[Any],
+    cache: CacheState,
+    states: list[SequenceState],
     max_steps: SupportsIndex,
     num_blocks: SupportsIndex | None,
     groups: Iterable[SupportsIndex] | None,
-) -> LentBeams:
+) -> Lending:
     """See PrefixCache.lend."""
     if cache._storage is None:
         allowed = "a cache that was made with a layout, or with an engine's BlockStorage"
@@ -249,9 +78,8 @@ def lend(
         raise ConfigError("cache", None, allowed, problem=problem)
     max_steps, families = (
         require_between("max_steps", max_steps, 1, MAX_STEPS),
-        _groups(groups, len(sequences)),
+        _groups(groups, len(states)),
     )
-    states = cache.states_of(sequences)
     with cache._lock:
         try:
             lending, private = _begin(cache, states, max_steps, num_blocks)
@@ -261,13 +89,13 @@ def lend(
             raise
     try:
         lending.device = _on_device(cache, lending, private, max_steps, families)
-        return LentBeams(cache, sequences, lending)
+        return lending
     except BaseException:
         take_back(cache, lending)
         raise
 
 
-def take_back(cache: PrefixCache, lending: Lending) -> None:
+def take_back(cache: CacheState, lending: Lending) -> None:
     """Bring the host's books up to date and end the lending; nothing if it is over."""
     reading = None if lending.device is None else lending.device.read()
     with cache._lock:
@@ -280,7 +108,7 @@ def take_back(cache: PrefixCache, lending: Lending) -> None:
             raise
 
 
-def take_back_now(cache: PrefixCache, lending: Lending) -> None:
+def take_back_now(cache: CacheState, lending: Lending) -> None:
     """The same under the lock, of beams that were forgotten: waits for the device."""
     if not lending.is_over:
         _take_back(cache, lending, None if lending.device is None else lending.device.read())
@@ -290,7 +118,7 @@ def take_back_now(cache: PrefixCache, lending: Lending) -> None:
 
 
 def _begin(
-    cache: PrefixCache, sequences: list[SequenceState], max_steps: int, num_blocks: SupportsIndex | None
+    cache: CacheState, sequences: list[SequenceState], max_steps: int, num_blocks: SupportsIndex | None
 ) -> tuple[Lending, NDArray[np.int32]]:
     """Take the blocks and note who is lent: the host's side of it; and the blocks that are the sequences' alone."""
     _check(cache, sequences)
@@ -308,8 +136,8 @@ def _begin(
     return beams, _private_blocks(beams.sequences)
 
 
-def _check(cache: PrefixCache, sequences: list[SequenceState]) -> None:
-    cache._require_batch(sequences)
+def _check(cache: CacheState, sequences: list[SequenceState]) -> None:
+    requests.require_batch(sequences)
     if not 1 <= len(sequences) <= MAX_NUM_BEAMS:
         raise wrong_count("sequences", len(sequences), f"1 to {MAX_NUM_BEAMS}")
     if any(sequence._tree.tenant is not sequences[0]._tree.tenant for sequence in sequences):
@@ -329,7 +157,7 @@ def _most_blocks(sequences: list[SequenceState], max_steps: int, block_size: int
 
 
 def _on_device(
-    cache: PrefixCache, beams: Lending, private: NDArray[np.int32], max_steps: int, groups: list[int]
+    cache: CacheState, beams: Lending, private: NDArray[np.int32], max_steps: int, groups: list[int]
 ) -> DeviceBeams:
     """The books on the device. Sizes are powers of two, so that few kernels are compiled for beams of all lengths.
 
@@ -409,7 +237,7 @@ def _private_blocks(sequences: tuple[SequenceState, ...]) -> NDArray[np.int32]:
 # --- taking back
 
 
-def _take_back(cache: PrefixCache, beams: Lending, reading: BeamsReading | None) -> None:
+def _take_back(cache: CacheState, beams: Lending, reading: BeamsReading | None) -> None:
     """Make the sequences what their beams are, give back what nobody holds, and end the lending."""
     blocks, taken = beams.block_ids[:], np.zeros(0, np.int32)
     if reading is not None and reading.num_steps:
@@ -442,7 +270,7 @@ def _is_sound(
 
 
 def _heirs(
-    cache: PrefixCache, sequences: tuple[SequenceState, ...], reading: BeamsReading
+    cache: CacheState, sequences: tuple[SequenceState, ...], reading: BeamsReading
 ) -> tuple[list[SequenceState], NDArray[np.int32]]:
     """What each beam is now, as a sequence that nobody knows of yet; and the blocks that they have of the device."""
     families: dict[int, list[int]] = {}
@@ -473,12 +301,12 @@ def _check_reading(ancestor: SequenceState, members: list[int], whole: int, read
         raise IntegrityError("a lent beam doesn't go on from the sequence that it comes from")
 
 
-def _children(cache: PrefixCache, ancestor: SequenceState, whole: int, number: int) -> list[SequenceState]:
+def _children(cache: CacheState, ancestor: SequenceState, whole: int, number: int) -> list[SequenceState]:
     """So many sequences that share the first ``whole`` blocks of ``ancestor``, and have nothing behind them."""
-    first = cache._child(ancestor)
+    first = requests.fork(cache, ancestor)
     cache._runs.cut(first, whole)
     del first._table[whole * ID_BYTES :]
-    return [first, *(cache._child(first) for _ in range(number - 1))]
+    return [first, *(requests.fork(cache, first) for _ in range(number - 1))]
 
 
 def _share(family: list[SequenceState], rows: NDArray[np.int32], at: int) -> None:
@@ -513,7 +341,7 @@ def _share(family: list[SequenceState], rows: NDArray[np.int32], at: int) -> Non
         pending += [(branch, stop) for branch in branches.values()]
 
 
-def _let_go(cache: PrefixCache, sequence: SequenceState) -> bytearray:
+def _let_go(cache: CacheState, sequence: SequenceState) -> bytearray:
     """Give up what a sequence holds, as a release would; the blocks that nobody holds any more are the caller's."""
     freed, run = sequence._table[sequence._own * ID_BYTES :], sequence._run
     while run is not None:
@@ -532,7 +360,8 @@ def _let_go(cache: PrefixCache, sequence: SequenceState) -> bytearray:
 # --- checks
 
 
-def _require_lent(cache: PrefixCache, beams: Lending) -> None:
+def require_lent(cache: CacheState, beams: Lending) -> None:
+    """Raise unless the beams are lent, and the cache alive."""
     if cache.is_dead:
         cache.require_alive()
     if beams.is_over:

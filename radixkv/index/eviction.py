@@ -4,7 +4,7 @@ What changes which nodes there are, and which of them are in use, goes through h
 and the tenant's ``protected_blocks`` and ``evictable_blocks`` are kept in step: ``lease`` and ``release``, ``split``,
 ``add_leased``, and the trimming of victims.
 
-Eviction asks the policy of the tenant whose turn it is (``tenants.Ranking``) for its victim and trims that
+Eviction asks the policy of the tenant whose turn it is (``ranking.Ranking``) for its victim and trims that
 leaf from its tail, exactly the blocks needed: O(blocks evicted), no heap rebuilt, no tree walked. Whether it can
 suffice is known before it begins, from the counts, so a refusal changes nothing.
 
@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, cast
 from radixkv.errors import FlushRequired, IntegrityError, OutOfBlocks, QuotaExceeded
 from radixkv.index.blocks import BlockPool
 from radixkv.index.changes import Journal
+from radixkv.index.ranking import Ranking
 from radixkv.index.scrubbing import ENGINE
-from radixkv.index.tenants import NamespaceTree, Ranking, TenantState
+from radixkv.index.tenants import NamespaceTree, TenantState
 from radixkv.index.tokens import ID_BYTES, Key
 from radixkv.index.tree import Node, path_between
 
 if TYPE_CHECKING:
-    from radixkv.index.bases import Base
+    from radixkv.index.tenants import Base
 
 
 class Evictor:

@@ -11,12 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from radixkv import _compiled
 from radixkv.errors import IntegrityError, ReentrantCall
 
 if TYPE_CHECKING:
-    from radixkv.index.cache import PrefixCache
-    from radixkv.index.cachelock import CacheLock
 
     class RLock:
         """What ``threading.RLock`` makes, with what ``threading.Condition`` uses of it."""
@@ -26,6 +23,48 @@ if TYPE_CHECKING:
         def _is_owned(self) -> bool: ...
 else:
     from _thread import RLock
+
+
+class Held(Protocol):
+    """The state of a sequence, a lease or lent beams."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has something to release."""
+
+    @property
+    def description(self) -> str:
+        """What it is and whose, without token ids."""
+
+
+class Owner(Protocol):
+    """The cache that a lock guards, as far as the lock and maintenance call it."""
+
+    @property
+    def _lock(self) -> Lock:
+        """Its lock."""
+
+    def _repair(self) -> None:
+        """Make the state whole before a call. Raises IntegrityError."""
+
+    def _give_up(self, held: Held) -> None:
+        """Release what a finaliser gave up, unless it is released already."""
+
+    def _end_due_pins(self) -> None:
+        """End the pins whose time is over."""
+
+
+class Lock(Protocol):
+    """What the locks of both builds have. See ``cachelock.CacheLock``."""
+
+    broken: Owner | None
+    death: str | None
+    forgotten: deque[tuple[Owner, Held]]
+    given_up: set[Held]
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread holds it."""
 
 
 class SourceLock(RLock):
@@ -39,10 +78,10 @@ class SourceLock(RLock):
     __slots__ = ("broken", "death", "forgotten", "given_up", "progress")
 
     def __init__(self) -> None:
-        self.broken: Any = None
+        self.broken: Owner | None = None
         self.death: str | None = None
-        self.forgotten: deque[tuple[Any, Any]] = deque()
-        self.given_up: set[object] = set()
+        self.forgotten: deque[tuple[Owner, Held]] = deque()
+        self.given_up: set[Held] = set()
         self.progress = threading.Condition(cast(Any, self))
 
     def __enter__(self) -> None:
@@ -53,7 +92,7 @@ class SourceLock(RLock):
             if not is_left_over:
                 self.acquire()
             if self.broken is not None or self.forgotten:
-                take_care(cast("CacheLock", self))
+                take_care(self)
         except BaseException:
             if self._is_owned():
                 self.release()
@@ -77,7 +116,7 @@ class SourceLock(RLock):
         """See CacheLock."""
         self.progress.wait(timeout_s)
         if self.broken is not None or self.forgotten:
-            take_care(cast("CacheLock", self))
+            take_care(self)
 
 
 _FOLDER = f"{Path(__file__).parent}/"
@@ -90,6 +129,7 @@ _UNDER_THE_LOCK = frozenset(
         "pins",
         "recovery",
         "registry",
+        "requests",
         "runs",
         "scrubbing",
         "tenants",
@@ -112,16 +152,7 @@ def _is_in_a_call() -> bool:
     return False
 
 
-def make_lock() -> CacheLock:
-    """A lock for a cache, of the build that runs."""
-    if _compiled.is_compiled:
-        from radixkv.index.cachelock import CacheLock
-
-        return CacheLock()
-    return cast("CacheLock", SourceLock())
-
-
-def take_care(lock: CacheLock) -> None:
+def take_care(lock: Lock) -> None:
     """Do what has to be done before the next call: repair the cache, release what finalisers gave up.
 
     Under the lock. Raises IntegrityError if the cache is dead, or dies because it can't be repaired.
@@ -129,11 +160,11 @@ def take_care(lock: CacheLock) -> None:
     if lock.death is not None:
         raise IntegrityError(lock.death)
     if lock.broken is not None:
-        lock.broken.repair()
+        lock.broken._repair()
     while lock.forgotten:
         cache, given_up = lock.forgotten.popleft()
         lock.given_up.discard(given_up)
-        cache.give_up(given_up)
+        cache._give_up(given_up)
 
 
 def is_finalising(error: ReentrantCall) -> bool:
@@ -155,18 +186,6 @@ def is_finalising(error: ReentrantCall) -> bool:
     return False
 
 
-class Held(Protocol):
-    """The state of a sequence, a lease or lent beams."""
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it has something to release."""
-
-    @property
-    def description(self) -> str:
-        """What it is and whose, without token ids."""
-
-
 class Guard:
     """Reports a handle that was collected before it was released. Its finaliser runs when the handle is freed.
 
@@ -177,7 +196,7 @@ class Guard:
 
     __slots__ = ("_cache", "_held")
 
-    def __init__(self, cache: PrefixCache, held: Held) -> None:
+    def __init__(self, cache: Owner, held: Held) -> None:
         self._cache, self._held = cache, held
 
     def __del__(self) -> None:
@@ -195,7 +214,14 @@ class Guard:
         warnings.warn(message, ResourceWarning, 2, source=held)
 
 
-def later(cache: PrefixCache, held: Held) -> None:
+def later(cache: Owner, held: Held) -> None:
     """Let the next call release it. Needs no lock."""
     cache._lock.given_up.add(held)
     cache._lock.forgotten.append((cache, held))
+
+
+def defer(cache: Owner, held: Held, error: ReentrantCall) -> None:
+    """For a release that met ``error``: the next call does it for a finaliser. A callback gets ``error``."""
+    if not cache._lock.is_mine or not is_finalising(error):
+        raise error
+    later(cache, held)

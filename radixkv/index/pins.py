@@ -36,9 +36,10 @@ from radixkv.index.tokens import ID_BYTES
 if TYPE_CHECKING:
     from radixkv.clock import Clock
     from radixkv.config import Namespace
-    from radixkv.index.cache import PrefixCache
     from radixkv.index.eviction import Evictor
-    from radixkv.index.leases import LeaseState, Match
+    from radixkv.index.holders import LeaseState
+    from radixkv.index.locking import Owner
+    from radixkv.index.match import Match
     from radixkv.index.tenants import NamespaceTree, TenantState
 
 MAX_TTL_S: Final = 366 * 86_400.0
@@ -176,11 +177,11 @@ class Pins:
         self._num_held = 0
 
     @property
-    def cache(self) -> PrefixCache | None:
+    def cache(self) -> Owner | None:
         """Whose pins these are, as long as there are any: without, nothing here keeps the cache alive."""
         for own in self.tenants.values():
             for held in own.by_id.values():
-                return held.lease._index
+                return held.lease._cache
         return None
 
     # --- a pin's life

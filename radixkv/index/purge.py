@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from radixkv.index.bases import Base, detach
+from radixkv.index.bases import detach
+from radixkv.index.holders import SequenceState
 from radixkv.index.recovery import mend
-from radixkv.index.sequence import SequenceState
+from radixkv.index.tenants import Base
 from radixkv.index.validation import readers_of
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.index.cache import PrefixCache
+    from radixkv.index.state import CacheState
     from radixkv.index.tenants import NamespaceTree
     from radixkv.index.tree import Node
 
@@ -37,7 +38,7 @@ Forgotten: TypeAlias = "tuple[list[NamespaceTree], int]"
 """Trees that are detached, and how many blocks a match could reach in them before."""
 
 
-def clear(cache: PrefixCache, namespace: Namespace) -> int:
+def clear(cache: CacheState, namespace: Namespace) -> int:
     """See PrefixCache.clear."""
 
     def begin() -> Forgotten:
@@ -54,7 +55,7 @@ def clear(cache: PrefixCache, namespace: Namespace) -> int:
     return _forget(cache, begin)
 
 
-def purge(cache: PrefixCache, tenant: str) -> int:
+def purge(cache: CacheState, tenant: str) -> int:
     """See PrefixCache.purge."""
 
     def begin() -> Forgotten:
@@ -77,7 +78,7 @@ def purge(cache: PrefixCache, tenant: str) -> int:
     return _forget(cache, begin)
 
 
-def unpublish(cache: PrefixCache, base_id: Any) -> None:
+def unpublish(cache: CacheState, base_id: Any) -> None:
     """See PrefixCache.unpublish."""
 
     def begin() -> Forgotten:
@@ -90,7 +91,7 @@ def unpublish(cache: PrefixCache, base_id: Any) -> None:
     _forget(cache, begin)
 
 
-def set_readers(cache: PrefixCache, base_id: Any, readers: Any) -> None:
+def set_readers(cache: CacheState, base_id: Any, readers: Any) -> None:
     """See PrefixCache.set_readers."""
 
     def begin() -> Forgotten:
@@ -106,7 +107,7 @@ def set_readers(cache: PrefixCache, base_id: Any, readers: Any) -> None:
     _forget(cache, begin)
 
 
-def _end(cache: PrefixCache, base: Base) -> list[NamespaceTree]:
+def _end(cache: CacheState, base: Base) -> list[NamespaceTree]:
     """Nobody finds a base any more; the trees behind it, to be detached."""
     trees = cache._bases.end(base, cache._tenants)
     if not trees:
@@ -114,7 +115,7 @@ def _end(cache: PrefixCache, base: Base) -> list[NamespaceTree]:
     return trees
 
 
-def _end_bases(cache: PrefixCache, trees: list[NamespaceTree]) -> list[NamespaceTree]:
+def _end_bases(cache: CacheState, trees: list[NamespaceTree]) -> list[NamespaceTree]:
     """Unpublish what is, or is being, published from trees that are cleared; returns the trees behind that."""
     behind: list[NamespaceTree] = []
     cleared = set(trees)
@@ -127,7 +128,7 @@ def _end_bases(cache: PrefixCache, trees: list[NamespaceTree]) -> list[Namespace
     return behind
 
 
-def _forget(cache: PrefixCache, begin: Callable[[], Forgotten]) -> int:
+def _forget(cache: CacheState, begin: Callable[[], Forgotten]) -> int:
     """Detach what ``begin`` names, in the hold of the lock in which it is called, and free it in slices."""
     try:
         with cache._lock:
@@ -146,7 +147,7 @@ def _forget(cache: PrefixCache, begin: Callable[[], Forgotten]) -> int:
         raise
 
 
-def _detach(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
+def _detach(cache: CacheState, trees: list[NamespaceTree]) -> None:
     for tree in trees:
         detach(tree)
         if tree.base is not None:
@@ -154,7 +155,7 @@ def _detach(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
     cache._progress.notify_all()
 
 
-def _reclaim(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
+def _reclaim(cache: CacheState, trees: list[NamespaceTree]) -> None:
     """End the pins of detached trees, and free what nobody uses of them, slice by slice. O(pins + nodes)."""
     left, pending = trees[::-1], cast("list[Node]", [])
     while left or pending:
@@ -169,7 +170,7 @@ def _reclaim(cache: PrefixCache, trees: list[NamespaceTree]) -> None:
             time.sleep(0)  # see PrefixCache.evict
 
 
-def _reclaim_slice(cache: PrefixCache, left: list[NamespaceTree], pending: list[Node]) -> None:
+def _reclaim_slice(cache: CacheState, left: list[NamespaceTree], pending: list[Node]) -> None:
     """One slice of that: ``left`` are trees that weren't begun yet, ``pending`` nodes of those that were.
 
     Unused leaves are freed, and with them their ancestors. A pin that ends counts as PIN_NODES nodes.

@@ -38,6 +38,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -52,17 +53,17 @@ from radixkv.errors import (
     TokenError,
 )
 from radixkv.index.blocks import unpack
-from radixkv.index.sequence import Run, SequenceState
-from radixkv.index.tenants import UNRANKED, NamespaceTree, Ranking, TenantState
+from radixkv.index.holders import Run, SequenceState
+from radixkv.index.ranking import Ranking
+from radixkv.index.tenants import UNRANKED, Base, NamespaceTree, TenantState
 from radixkv.index.tokens import ID_BYTES
 from radixkv.index.tree import Node
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from radixkv.index.bases import Base
-    from radixkv.index.cache import PrefixCache
-    from radixkv.index.leases import LeaseState
+    from radixkv.index.holders import LeaseState
+    from radixkv.index.state import CacheState
     from radixkv_policies import Policy
 
 REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, PendingError, TokenError)
@@ -75,31 +76,8 @@ MAX_FAILED_REPAIRS = 8
 """Calls that find the cache broken and can't repair it, after which none tries again."""
 
 
-class Damage:
-    """What an interrupted call worked on. Filled by plain assignments, which need no memory.
-
-    ``error`` interrupted the call. If it is a refusal, the call changed nothing. ``is_known`` is false if a second
-    interruption came before the rest was filled: then every sequence and lease may be affected.
-    """
-
-    __slots__ = ("error", "is_known", "lease", "lent", "num_failed", "others", "sequences")
-
-    def __init__(self) -> None:
-        self.num_failed = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Nothing is damaged."""
-        self.error: BaseException | None = None
-        self.is_known = False
-        self.sequences: SequenceState | Iterable[SequenceState] | None = None
-        self.others: Iterable[SequenceState] = ()
-        self.lease: LeaseState | None = None
-        self.lent: bytes | bytearray = b""
-
-
 def mend(
-    cache: PrefixCache,
+    cache: CacheState,
     error: BaseException,
     sequences: SequenceState | Iterable[SequenceState] | None = None,
     others: Iterable[SequenceState] = (),
@@ -125,7 +103,30 @@ def mend(
     _try_to_mend(cache)
 
 
-def repair(cache: PrefixCache) -> None:
+class Mending:
+    """``with cache._lock, Mending(cache):`` mends the cache after an error in the block.
+
+    For calls off a request's path that work on no sequence or lease.
+    """
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, cache: CacheState) -> None:
+        self._cache = cache
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            cache = self._cache
+            cache._damage.error, cache._lock.broken = error, cache
+            mend(cache, error)
+
+
+def repair(cache: CacheState) -> None:
     """Make a broken cache whole before a call. Under the lock.
 
     Raises IntegrityError if it can't be done; after MAX_FAILED_REPAIRS the cache is dead. What interrupts it
@@ -153,7 +154,7 @@ _DEAD = (
 )
 
 
-def _try_to_mend(cache: PrefixCache) -> None:
+def _try_to_mend(cache: CacheState) -> None:
     """Mend, several times if need be. Raises what the last failed attempt raised, also if a later one succeeded."""
     try:
         _mend(cache)
@@ -163,7 +164,7 @@ def _try_to_mend(cache: PrefixCache) -> None:
         raise
 
 
-def _mend_again(cache: PrefixCache, attempts: int) -> None:
+def _mend_again(cache: CacheState, attempts: int) -> None:
     try:
         gc.collect()
         _mend(cache)
@@ -174,13 +175,13 @@ def _mend_again(cache: PrefixCache, attempts: int) -> None:
         raise
 
 
-def _whole(cache: PrefixCache) -> None:
+def _whole(cache: CacheState) -> None:
     cache._damage.clear()
     cache._damage.num_failed = 0
     cache._lock.broken = None
 
 
-def _was_refused(cache: PrefixCache) -> bool:
+def _was_refused(cache: CacheState) -> bool:
     """Whether the call was refused before it changed anything. Then there is nothing to mend."""
     if not isinstance(cache._damage.error, REFUSALS):
         return False
@@ -189,7 +190,7 @@ def _was_refused(cache: PrefixCache) -> bool:
     return True
 
 
-def _mend(cache: PrefixCache) -> None:
+def _mend(cache: CacheState) -> None:
     damage = cache._damage
     if not damage.is_known:
         damage.sequences = tuple(cache._sequences)
@@ -212,7 +213,7 @@ def _mend(cache: PrefixCache) -> None:
     cache._progress.notify_all()
 
 
-def _close(cache: PrefixCache, sequence: SequenceState) -> None:
+def _close(cache: CacheState, sequence: SequenceState) -> None:
     sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
     sequence._lent = None
     cache._sequences.discard(sequence)
@@ -221,7 +222,7 @@ def _close(cache: PrefixCache, sequence: SequenceState) -> None:
 class _Books:
     """What is certain of a cache, and all that follows from it."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: CacheState) -> None:
         self.cache = cache
         self.tenants = list(cache._tenants.values())
         self.nodes: list[Node] = []  # of all trees, parents before children

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.index.blocks import BlockPool, unpack
 from radixkv.index.eviction import Evictor
-from radixkv.index.sequence import Run, SequenceState
+from radixkv.index.holders import Run, SequenceState
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
 
 if TYPE_CHECKING:

@@ -14,17 +14,14 @@ One call of ``zero`` for all blocks of a call that need it; none if none do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from radixkv.errors import ConfigError
 from radixkv.storage.plan import BlockIds
 
-if TYPE_CHECKING:
-    from radixkv.config import CacheConfig, Scrub
-    from radixkv.index.arguments import ScrubBlocks
-    from radixkv.storage.device import BlockStorage
+ScrubBlocks: TypeAlias = Callable[[BlockIds], Any] | None
+"""Zeroes blocks, distinct int32 ids. None where no blocks need zeroing."""
 
 _CLEAN = 0
 ENGINE = 2
@@ -39,9 +36,7 @@ class Scrubber:
 
     __slots__ = ("_has_eager", "_is_always", "_labels", "_last", "_zero", "num_scrubbed")
 
-    def __init__(
-        self, num_blocks: int, zero: Callable[[BlockIds], Any], scrub: Scrub = "cross-tenant"
-    ) -> None:
+    def __init__(self, num_blocks: int, zero: Callable[[BlockIds], Any], scrub: str = "cross-tenant") -> None:
         self._labels = np.zeros(num_blocks, np.int32)
         self._is_always = self._has_eager = scrub == "always"
         self._last = ENGINE
@@ -90,27 +85,3 @@ class Scrubber:
         if len(ids):
             self._zero(ids)
             self.num_scrubbed += len(ids)
-
-
-def make_scrubber(
-    config: CacheConfig, storage: BlockStorage | None, scrub_blocks: ScrubBlocks | None
-) -> Scrubber | None:
-    """The scrubber of a cache; None if nobody can zero its blocks, or nobody wants it. Raises ConfigError."""
-    if scrub_blocks is not None and not callable(scrub_blocks):
-        raise ConfigError("scrub_blocks", scrub_blocks, "a function of int32 block ids, or None")
-    if scrub_blocks is not None and storage is not None:
-        raise ConfigError(
-            "scrub_blocks", scrub_blocks, "None with a layout or a storage, which zeroes its blocks itself"
-        )
-    zero: Any = scrub_blocks if storage is None else storage.scrub
-    if zero is None and config.scrub == "always":
-        allowed = (
-            "'cross-tenant' or 'never' unless there is a layout, a storage or scrub_blocks of the engine's"
-        )
-        raise ConfigError("scrub", config.scrub, allowed)
-    if zero is None or config.scrub == "never":
-        return None
-    scrubber = Scrubber(config.num_blocks, zero, config.scrub)
-    if storage is not None and config.layout is None:  # an engine's tensors: who knows what is in them
-        scrubber.filled(np.arange(config.num_blocks, dtype=np.int32), ENGINE)
-    return scrubber

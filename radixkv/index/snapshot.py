@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from radixkv.index.blocks import unpack
 from radixkv.index.changes import SLICE_TENANTS, Changes
-from radixkv.index.sequence import Run, SequenceState
+from radixkv.index.holders import Run, SequenceState
 from radixkv.index.tenants import NamespaceTree, TenantState
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
 from radixkv.index.tree import Node
@@ -40,8 +40,8 @@ from radixkv.storage.plan import BlockIds
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
-    from radixkv.index.bases import Base
-    from radixkv.index.cache import PrefixCache
+    from radixkv.index.state import CacheState
+    from radixkv.index.tenants import Base
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class _End(NamedTuple):
 class Gathering:
     """One snapshot in the making: ``at_once``, or ``step`` until it says so, then ``close``; then ``snapshot``."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: CacheState) -> None:
         self._cache = cache
         self._changes = Changes()
         self._most, self._num_steps = SLICE_NODES, 0
@@ -430,7 +430,7 @@ class Gathering:
             self._states.pop(node, None)
         self._to_visit.update(dict.fromkeys(self._found))
         self._num_found += len(self._found)
-        if self._num_found > 4 * self._cache.config.num_blocks + len(self._tree_blocks):
+        if self._num_found > 4 * self._cache._config.num_blocks + len(self._tree_blocks):
             self._to_visit = {}  # a tree that has become a circle: the laws will say so
         self._found, self._read_now, self._held_now = [], [], set()
 
@@ -461,8 +461,8 @@ class Gathering:
         ]
         sequences = tuple(_sequence_snapshot(each, at_run, runs, where) for each in end.sequences)
         return Snapshot(
-            num_blocks=cache.config.num_blocks,
-            block_size=cache.config.block_size,
+            num_blocks=cache._config.num_blocks,
+            block_size=cache._config.block_size,
             free_ids=end.free_ids,
             lent_ids=end.lent_ids,
             held_ids=end.held_ids,
@@ -519,14 +519,14 @@ class Gathering:
         )
 
 
-def at_once(cache: PrefixCache) -> Snapshot:
+def at_once(cache: CacheState) -> Snapshot:
     """See ``PrefixCache.snapshot``."""
     gathering = Gathering(cache)
     gathering.at_once()
     return gathering.snapshot()
 
 
-def in_slices(cache: PrefixCache, pause: Callable[[], None]) -> Snapshot:
+def in_slices(cache: CacheState, pause: Callable[[], None]) -> Snapshot:
     """See ``PrefixCache.snapshot_in_slices``."""
     gathering = Gathering(cache)
     try:

@@ -7,12 +7,15 @@ requests don't pay for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from radixkv.index.bases import Bases
-from radixkv.index.blocks import BlockPool, unpack
+from radixkv.index.blocks import unpack
 from radixkv.index.pins import Pins
 from radixkv.index.tenants import TenantState
 from radixkv.index.tokens import ID_BYTES
+
+if TYPE_CHECKING:
+    from radixkv.index.state import CacheState
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +80,10 @@ class TenantStats:
     num_pins: int
 
 
-def stats_of(
-    pool: BlockPool,
-    tenants: dict[str, TenantState],
-    num_sequences: int,
-    num_copied_blocks: int,
-    pins: Pins,
-    bases: Bases,
-    num_device_blocks: int,
-) -> CacheStats:
+def stats_of(cache: CacheState) -> CacheStats:
     """See PrefixCache.stats."""
-    states = list(tenants.values())
+    pool, pins, bases = cache._pool, cache._pins, cache._bases
+    states = list(cache._tenants.values())
     resident = sum(state.resident_blocks for state in states)
     quarantined = sum(state.quarantined_blocks for state in states)
     return CacheStats(
@@ -99,20 +95,20 @@ def stats_of(
         lent_blocks=len(pool.lent),
         evictable_blocks=sum(state.evictable_blocks for state in states),
         num_nodes=sum(tree.num_nodes for state in states for tree in state.trees.values()),
-        num_sequences=num_sequences,
+        num_sequences=len(cache._sequences),
         num_namespaces=sum(len(state.namespaces) for state in states),
         num_tenants=len(states),
         requests=sum(state.requests for state in states),
         hit_tokens=sum(state.hit_tokens for state in states),
         missed_tokens=sum(state.missed_tokens for state in states),
         evicted_blocks=sum(state.evicted_blocks for state in states),
-        copied_blocks=num_copied_blocks,
+        copied_blocks=cache._runs.num_copied_blocks,
         scrubbed_blocks=0 if pool.scrubber is None else pool.scrubber.num_scrubbed,
         declined_blocks=sum(state.declined_blocks for state in states),
         pinned_blocks=pins.num_blocks(),
         num_pins=pins.num_pins(),
         num_bases=len(bases.published) + len(bases.under_way()),
-        device_blocks=num_device_blocks,
+        device_blocks=sum(len(beams.block_ids) // ID_BYTES for beams in cache._lendings),
         base_blocks=len(set(unpack(b"".join(base.block_ids for base in bases.held())).tolist())),
     )
 

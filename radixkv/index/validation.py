@@ -21,6 +21,12 @@ _MAX_TIMEOUT_S: Final = 366 * 86_400.0
 """Who would wait longer waits as long as it takes: no system's clock takes any number of seconds."""
 
 
+def require_namespace(namespace: object) -> None:
+    """Refuse what is no Namespace."""
+    if not isinstance(namespace, Namespace):
+        raise ArgumentError("namespace", namespace, "a Namespace")
+
+
 def require_tenant_id(tenant: object) -> None:
     """Refuse what can't be a tenant's id. A tenant of that id need not exist."""
     if not is_tenant_id(tenant):

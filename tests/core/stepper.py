@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import linecache
 import opcode
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from radixkv.index.locking import SourceLock
 
 _OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
 _NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])
-_WITH_LOCK = ("with self._lock:", "with cache._lock:")
+_WITH_LOCK = re.compile(r"with \S*\b_lock(, Mending\(\w+\))?:")
 _NOT_THE_CACHE = f"{_OURS[0]}audit/"
 
 
@@ -100,7 +101,7 @@ class Stepper:
         if line is None:  # an instruction that stands for no source
             return
         text = _text(filename, line)
-        if text in ("try:", "pass") or (text in _WITH_LOCK and self._lock.locked()):
+        if text in ("try:", "pass") or (_WITH_LOCK.fullmatch(text) and self._lock.locked()):
             return
         self.num_steps += 1
         if self.num_steps == self._stop:

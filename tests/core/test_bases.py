@@ -19,7 +19,7 @@ from radixkv import (
     Tenant,
     audit,
 )
-from radixkv.index import cache as cache_module
+from radixkv.index import requests
 from tests.core.support import compute, make_cache, same
 
 OP, A, B = Namespace("op", "m"), Namespace("a", "m"), Namespace("b", "m")
@@ -243,9 +243,9 @@ def test_leases_inserts_and_waiting() -> None:
 @pytest.mark.pure
 def test_long_prompts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for them, and for a long base, is made in slices, what is matched leased meanwhile."""
-    monkeypatch.setattr(cache_module, "MAX_VICTIMS_AT_ONCE", 0)
-    monkeypatch.setattr(cache_module, "MAX_BLOCKS_AT_ONCE", 2)
-    monkeypatch.setattr(cache_module, "SLICE_BLOCKS", 2)
+    monkeypatch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
+    monkeypatch.setattr(requests, "MAX_BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr(requests, "SLICE_BLOCKS", 2)
     cache = published(24)
     compute(cache, range(100, 180), B)
     with cache.open(A, [*IDS, *range(200, 240)]) as sequence:

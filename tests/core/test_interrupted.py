@@ -28,8 +28,7 @@ from radixkv import CacheConfig, LeaseError, Namespace, Pin, PrefixCache, Sequen
 from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
 from radixkv.clock import ManualClock
-from radixkv.index import cache as cache_module
-from radixkv.index import purge, recovery
+from radixkv.index import purge, recovery, requests
 from tests.core.stepper import Interrupted, Stepper
 from tests.core.test_journal import JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
@@ -567,9 +566,9 @@ def test_with_storage(name: str) -> None:
 @pytest.mark.parametrize("name", ["open, evicting", "extend, evicting", "evict", "clear what is in use"])
 def test_in_slices(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for calls so long that they give up the lock on the way."""
-    monkeypatch.setattr(cache_module, "MAX_VICTIMS_AT_ONCE", 0)
+    monkeypatch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
     for slices in ("MAX_BLOCKS_AT_ONCE", "SLICE_BLOCKS"):
-        monkeypatch.setattr(cache_module, slices, 2)
+        monkeypatch.setattr(requests, slices, 2)
     monkeypatch.setattr(purge, "SLICE_NODES", 2)
     test_an_exception_between_any_two_steps(name, policy)
 

@@ -21,7 +21,7 @@ import radixkv
 from radixkv import Namespace, PrefixCache, Sequence, audit
 from radixkv.bench import shapes, workloads
 from radixkv.bench.workloads import Request
-from radixkv.index.cache import SLICE_BLOCKS
+from radixkv.index.requests import SLICE_BLOCKS
 from radixkv.index.tokens import encode
 from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, MAX_LABEL_BYTES
 from tests.core.support import NS, make_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.index.device_beams import LentBeams
+from radixkv.index.lent_beams import LentBeams
 from tests.engines.support import ARCHITECTURES, engine_over, model_of, prompt_of, stock
 from tests.engines.test_same_tokens import MODES
 

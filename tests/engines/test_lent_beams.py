@@ -14,7 +14,7 @@ from radixkv import audit
 from radixkv.engines.hf_cache import PagedCache
 from radixkv.errors import CapacityError, KernelError
 from radixkv.index.cache import PrefixCache
-from radixkv.index.device_beams import LentBeams
+from radixkv.index.lent_beams import LentBeams
 from tests.engines.support import ARCHITECTURES, engine_over, model_of, prompt_of, stock
 from tests.engines.test_same_tokens import MODES
 

@@ -21,7 +21,7 @@ import pytest
 from radixkv import PrefixCache
 from radixkv.audit import properties
 from radixkv.errors import QuotaExceeded
-from radixkv.index import bases, device_beams
+from radixkv.index import bases, device_beams, requests
 from radixkv.index import registry as registry_module
 from radixkv.index import tree as tree_module
 from radixkv.index.blocks import BlockPool, WaitingCopies
@@ -66,7 +66,7 @@ class Bug:
     policy: str | None = None
 
 
-def _wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[..., Any]) -> None:
+def _wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace ``owner.name`` by ``around(original, self, *args)``."""
     original = getattr(owner, name)
     patch.setattr(owner, name, lambda self, *args, **named: around(original, self, *args, **named))
@@ -167,7 +167,7 @@ def committed_when_opened(patch: pytest.MonkeyPatch) -> None:
         new = sequence.num_tokens // self._block_size
         state = sequence._state
         if new > state._node.depth:
-            self._store(state, state._node, new)
+            requests._store(self, state, state._node, new)
         return sequence
 
     _wrap(patch, PrefixCache, "open", eager)
@@ -180,7 +180,7 @@ def commit_rounds_up(patch: pytest.MonkeyPatch) -> None:
         full = sequence.num_tokens // self._block_size
         original(self, sequence, node, min(new + 1, full))
 
-    _wrap(patch, PrefixCache, "_store", rounded)
+    _wrap(patch, requests, "_store", rounded)
 
 
 def lease_stops_at_its_node(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def lease_kept(patch: pytest.MonkeyPatch) -> None:
         self._sequences.discard(sequence)
         self._runs.let_go(sequence)
 
-    patch.setattr(PrefixCache, "_release", leaky)
+    patch.setattr(requests, "release", leaky)
 
 
 def whole_prompt_cached(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, RequestHints, audit
 from radixkv.clock import ManualClock
-from radixkv.index import cache as cache_module
+from radixkv.index import requests
 from radixkv.index.registry import Registry
 from radixkv_policies import POLICIES
 from tests.model import resident_prefixes
@@ -69,10 +69,10 @@ def test_the_same_order_whether_long_or_short(policy: str, monkeypatch: pytest.M
         for cache in (short, long):
             with monkeypatch.context() as patch:
                 if cache is long:
-                    patch.setattr(cache_module, "MAX_VICTIMS_AT_ONCE", 0)
-                    patch.setattr(cache_module, "MAX_BLOCKS_AT_ONCE", 2)
-                    patch.setattr(cache_module, "SLICE_BLOCKS", 3)
-                    num_sliced += len(ids) > 4 and cache._takes_many_victims(len(ids) * 4)
+                    patch.setattr(requests, "MAX_VICTIMS_AT_ONCE", 0)
+                    patch.setattr(requests, "MAX_BLOCKS_AT_ONCE", 2)
+                    patch.setattr(requests, "SLICE_BLOCKS", 3)
+                    num_sliced += len(ids) > 4 and requests.takes_many_victims(cache, len(ids) * 4)
                 with cache.open(NS, ids, hints=hints) as sequence:
                     sequence.commit(len(ids))
             cache.maintain()
@@ -90,7 +90,7 @@ def test_the_same_order_whether_long_or_short(policy: str, monkeypatch: pytest.M
 def test_what_another_adds_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two slices somebody computes more of the prompt: its blocks are told once, and those above them once."""
     for name in ("MAX_VICTIMS_AT_ONCE", "MAX_BLOCKS_AT_ONCE"):
-        monkeypatch.setattr(cache_module, name, 0)
+        monkeypatch.setattr(requests, name, 0)
     cache = Recorded(CacheConfig(24, 2, policy="lfu"))
     for ids in (range(8), [9] * 20):
         with cache.open(NS, ids) as sequence:

@@ -1,0 +1,291 @@
+"""What holds blocks besides the trees: sequences with their runs, leases, lent beams.
+
+    block table   [ leased from the tree ][ in runs, shared ][ own, from position ``_own`` on ]
+    tokens        [0 … committed)          [committed … num_tokens)
+
+The blocks that a sequence shares with no other are the end of its block table. A ``Run`` is a stretch of private blocks
+that several sequences share. It counts its *owners*: sequences that end with it and runs that continue it. Runs form a
+tree that hangs below the radix tree: a fork makes the parent's own blocks a run, adds an owner to it and copies
+nothing; a divergent write starts blocks of its own again. So a fork costs the same however many blocks are shared, and
+no block carries a count of its own.
+
+    fork, then both write:            run [20, 23)  owners 2
+                                      ├── own [23, 24)  the parent, writing on in its tail block
+                                      └── own [23, 24)  the child, in a copy of that tail
+
+When a commit gives blocks to the tree that other sequences share, their run keeps a lease on the node in
+place of the blocks (``node`` is set), so that no block table changes and nothing is counted twice.
+
+The cache holds these states. A user holds a handle of a state: ``Sequence``, ``Lease``, ``LentBeams``. The cache holds
+no handles, so a handle that is forgotten is collected, and its finaliser tells the cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from radixkv.index.blocks import unpack
+from radixkv.index.match import Match
+from radixkv.index.tenants import NamespaceTree
+from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES, Key
+from radixkv.index.tree import Node
+
+if TYPE_CHECKING:
+    from radixkv.index.ghost_keys import SegmentKeys
+    from radixkv.index.locking import Owner
+    from radixkv.index.tenants import TenantState
+    from radixkv.storage.beams import DeviceBeams
+    from radixkv.storage.plan import BlockIds
+
+MAX_COPIED_TAIL_BYTES = 4_096
+"""A fork copies at most so many key bytes for each child; longer tails are folded into the shared base once."""
+
+
+class Run:
+    """Private blocks ``[start, end)`` that sequences share, or that duplicate what the tree has."""
+
+    __slots__ = ("block_ids", "node", "owners", "parent", "start")
+
+    def __init__(self, parent: Run | None, start: int, block_ids: bytes | bytearray | memoryview) -> None:
+        self.parent = parent
+        self.start = start
+        self.block_ids = memoryview(block_ids)
+        self.owners = 1
+        self.node: Node | None = None
+
+    @property
+    def end(self) -> int:
+        """The position after its last block."""
+        return self.start + len(self.block_ids) // ID_BYTES
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether its one owner may write into it: not shared, and not the tree's."""
+        return self.owners == 1 and self.node is None
+
+    def split(self, at: int) -> Run:
+        """Cut before position ``at``; returns the new upper part, this run keeps the lower one and its owners. O(1).
+
+        The caller leases ``node`` once more if there is one.
+        """
+        assert self.start < at < self.end
+        cut = (at - self.start) * ID_BYTES
+        upper = Run(self.parent, self.start, self.block_ids[:cut])
+        upper.node = self.node
+        self.block_ids = self.block_ids[cut:]
+        self.start, self.parent = at, upper
+        return upper
+
+
+class SequenceState:
+    """What the cache knows of a sequence. The cache holds it, and so does the Sequence that the user has.
+
+    All methods are called under the cache's lock.
+    """
+
+    __slots__ = (
+        "_base",
+        "_base_size",
+        "_hints",
+        "_is_interrupted",
+        "_is_open",
+        "_is_stale",
+        "_lent",
+        "_node",
+        "_num_cached",
+        "_num_committed",
+        "_own",
+        "_run",
+        "_segment_keys",
+        "_size",
+        "_table",
+        "_tail",
+        "_tree",
+    )
+    _is_interrupted: bool  # set only once an interrupted call has closed it
+    _is_stale: bool  # set only once its tenant was purged: true until it is released
+    _lent: Lending | None  # set only once it was lent to the device, when it isn't open: None afterwards
+
+    def __init__(
+        self,
+        tree: NamespaceTree,
+        node: Node,
+        key: bytes,
+        table: bytearray,
+        num_cached: int,
+        num_cached_blocks: int,
+    ) -> None:
+        self._tree = tree
+        self._node = node
+        self._base = key  # immutable, shared by forks
+        self._base_size = len(
+            key
+        )  # how many bytes of it are the sequence's: a truncation keeps the rest of it
+        self._tail = bytearray()  # what was appended since
+        self._size = len(key)  # of both, in bytes
+        self._num_cached = num_cached
+        self._num_committed = num_cached
+        self._table = table
+        self._own = (
+            num_cached_blocks  # the position in the table from which the blocks are this sequence's alone
+        )
+        self._run: Run | None = None  # the last of the runs before that
+        self._is_open = True
+        self._hints: object = None  # what the policy wants to be told with what it computes
+        self._segment_keys: SegmentKeys | None = None  # of what is committed, where the policy wants them
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the device moves it on."""
+        return not self._is_open and getattr(self, "_lent", None) is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has something to release: it is open, lent, or stale."""
+        return self._is_open or getattr(self, "_is_stale", False) or self.is_lent
+
+    @property
+    def description(self) -> str:
+        """What a warning says of it: no token id."""
+        tenant, blocks = self._tree.tenant.tenant_id, self.num_blocks
+        return f"a sequence of tenant {tenant!r} with {self.num_tokens} tokens in {blocks} blocks"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has room for."""
+        return self._size // TOKEN_BYTES
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its block table."""
+        return len(self._table) // ID_BYTES
+
+    @property
+    def block_table(self) -> BlockIds:
+        """Block ids in order, int32 ``[num_blocks]``, a snapshot. O(blocks)."""
+        return unpack(bytes(self._table))
+
+    def key_between(self, start: int, stop: int) -> bytes:
+        """Key bytes ``[start, stop)``."""
+        size = self._base_size
+        if stop <= size:
+            return self._base[start:stop]
+        if start >= size:
+            return bytes(self._tail[start - size : stop - size])
+        return self._base[start:size] + bytes(self._tail[: stop - size])
+
+    def key_to(self, stop: int) -> Key:
+        """The key up to ``stop`` at least, at most twice as long, for who may keep it: of the prompt mostly no copy."""
+        size = self._base_size
+        if stop > size:
+            return self.key_between(0, size), bytes(self._tail[: stop - size])
+        return self._base if len(self._base) <= 2 * stop else self._base[:stop]
+
+    @property
+    def shared_tail(self) -> Run | None:
+        """The run that holds the last block, if others share it so that it must not be written into."""
+        run = self._run
+        if run is None or len(self._table) > self._own * ID_BYTES or run.is_writable:
+            return None
+        return run
+
+    def child(self) -> SequenceState:
+        """Another sequence in the same state that shares all blocks; the caller leases the node for it."""
+        if len(self._tail) > MAX_COPIED_TAIL_BYTES:
+            self._base, self._tail = self._base[: self._base_size] + bytes(self._tail), bytearray()
+            self._base_size = len(self._base)
+        if len(self._table) > self._own * ID_BYTES:
+            self._run = Run(self._run, self._own, self._table[self._own * ID_BYTES :])
+            self._own = len(self._table) // ID_BYTES
+        twin = SequenceState(self._tree, self._node, self._base, self._table[:], self._num_cached, self._own)
+        twin._base_size = self._base_size
+        twin._hints = self._hints
+        twin._tail = self._tail[:]
+        twin._size = self._size
+        twin._num_committed = self._num_committed
+        twin._run = self._run
+        if twin._run is not None:
+            twin._run.owners += 1
+        return twin
+
+    def become(self, other: SequenceState) -> None:
+        """Be what the other one is, which nobody knows of, and hold what it holds."""
+        self._tree, self._node, self._run, self._hints = other._tree, other._node, other._run, other._hints
+        self._base, self._base_size, self._tail = other._base, other._base_size, other._tail
+        self._size, self._table, self._own = other._size, other._table, other._own
+        self._num_cached, self._num_committed = other._num_cached, other._num_committed
+        self._segment_keys = other._segment_keys
+
+    def cut_key(self, size: int) -> None:
+        """Forget key bytes from ``size`` on. O(1)."""
+        self._size = size
+        if size < self._base_size:
+            self._base_size, self._tail = size, bytearray()
+        else:
+            del self._tail[size - self._base_size :]
+
+
+class LeaseState:
+    """What the cache knows of a lease, one of its own for a pin included. ``node`` is None for a miss."""
+
+    __slots__ = ("_cache", "_is_open", "_node", "_packed", "num_tokens")
+
+    def __init__(self, cache: Owner, node: Node | None, match: Match) -> None:
+        self._cache, self._node, self._is_open = cache, node, True
+        self._packed = match._packed
+        self.num_tokens = match.num_tokens
+
+    @property
+    def is_open(self) -> bool:
+        """False once released."""
+        return self._is_open
+
+    @property
+    def is_held(self) -> bool:
+        """The same."""
+        return self._is_open
+
+    @property
+    def num_blocks(self) -> int:
+        """Leased blocks."""
+        return len(self._packed) // ID_BYTES
+
+    @property
+    def tree(self) -> NamespaceTree:
+        """The tree of its node, which it must have."""
+        assert self._node is not None
+        return cast(NamespaceTree, self._node.tree)
+
+    @property
+    def description(self) -> str:
+        """What a warning says of it: no token id."""
+        owner = "" if self._node is None else f" of tenant {self.tree.tenant.tenant_id!r}"
+        return f"a lease{owner} on {self.num_tokens} tokens"
+
+
+class Lending:
+    """What the cache knows of lent beams. ``sequences``: their states, in the order of the beams."""
+
+    __slots__ = ("block_ids", "device", "is_over", "sequences", "tenant")
+
+    def __init__(self, sequences: list[SequenceState], tenant: TenantState, block_ids: bytearray) -> None:
+        self.sequences, self.tenant = tuple(sequences), tenant
+        self.block_ids = block_ids  # lent besides those that the sequences had, packed
+        self.is_over = False
+        self.device: DeviceBeams | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether they have to be taken back."""
+        return not self.is_over
+
+    @property
+    def description(self) -> str:
+        """What a warning says of them: no token id."""
+        return f"a lending of {len(self.sequences)} beams of tenant {self.tenant.tenant_id!r}"
+
+    def end(self) -> None:
+        """For the cache, under its lock: nobody steps any more."""
+        self.is_over = True
+        if self.device is not None:
+            self.device.close()

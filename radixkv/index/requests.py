@@ -1,0 +1,561 @@
+"""The life of a request: what each of its calls does to a cache's state.
+
+    open_sequence   find the prefix, admit the request, lease the matched node, take blocks (evicting leaves if short)
+    commit          give whole blocks whose KV exist to the tree, move the lease down
+    append, extend  take a block, or copy-on-write a shared tail
+    fork            count one more owner of the last run; copy nothing
+    truncate        give up what was never committed
+    release         give up the lease, free what is private
+
+Each function runs under the cache's lock, unless it says otherwise. It raises before it changes anything, or it
+completes. If an error interrupts it, its caller mends the cache (``recovery.mend``). Callers register what a function
+returns (``_sequences``, ``_leases``), so that an interrupted call leaves no sequence that its user doesn't have.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, SupportsIndex
+
+from radixkv.config import Namespace
+from radixkv.errors import ArgumentError, LeaseError, PendingError, SequenceLent, StaleGeneration
+from radixkv.index.bases import Publication
+from radixkv.index.ghost_keys import SegmentKeys
+from radixkv.index.holders import LeaseState, SequenceState
+from radixkv.index.match import Match
+from radixkv.index.recovery import Mending
+from radixkv.index.state import CacheState
+from radixkv.index.tenants import Base, NamespaceTree, TenantState
+from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
+from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, Node, path_between
+from radixkv.index.validation import require_between
+from radixkv.storage.plan import BlockIds, StepPlan
+
+if TYPE_CHECKING:
+    from radixkv.index.arguments import Hints, OnPending
+
+SLICE_BLOCKS = 512
+"""Blocks that are evicted before others may have the lock."""
+
+MAX_BLOCKS_AT_ONCE = 2_048
+"""Room for more blocks than this is made in slices if it takes many victims, before the call that needs it goes on."""
+
+MAX_VICTIMS_AT_ONCE = 512
+"""Leaves that one call may have to evict at once, about. The cost of an eviction is its victims, not its blocks."""
+
+MAX_WAIT_S = 1.0
+"""Longest single wait for a pending block. Sequences that were forgotten wake no waiter, but are released after it."""
+
+
+# --- where a request belongs, and whether it is admitted
+
+
+class Place:
+    """Where a key ends in a tree. Nothing is changed yet, and the tree may not be registered.
+
+    ``node``: the deepest node that the key passes. ``child``: the child that it shares ``common`` bytes with, or None.
+    ``end``: the bytes of the key that are resident. ``table``: packed ids of their blocks. ``num_blocks``: how
+    many.
+    """
+
+    __slots__ = ("child", "common", "end", "node", "num_blocks", "table", "tree")
+
+    def __init__(
+        self,
+        tree: NamespaceTree,
+        node: Node,
+        child: Node | None,
+        common: int,
+        end: int,
+        num_blocks: int,
+        table: bytearray,
+    ) -> None:
+        self.tree, self.node, self.child, self.common = tree, node, child, common
+        self.end, self.num_blocks, self.table = end, num_blocks, table
+
+
+def _walk(cache: CacheState, tree: NamespaceTree, key: bytes, stop: int) -> Place:
+    """Where ``key[:stop]`` ends in a tree. O(nodes on the path)."""
+    table = bytearray()
+    node, at, child, common = tree.walk(key, stop if stop > 0 else 0, table)
+    end = at + common
+    return Place(tree, node, child, common, end, end // cache._block_bytes, table)
+
+
+def _locate(cache: CacheState, namespace: Namespace, key: bytes, stop: int) -> Place:
+    """Where ``key[:stop]`` of a namespace ends, in its own tree or behind a base. Raises NamespaceError."""
+    tree = cache._registry.tree(namespace)
+    if tree is None or tree.tenant.bases is not None:
+        tree = cache._registry.tree_for(namespace, tree, key, stop)
+    return _walk(cache, tree, key, stop)
+
+
+def _newly_protected(cache: CacheState, place: Place) -> int:
+    """Evictable blocks that a lease of this place would protect."""
+    above = cache._evictor.unprotected_above(place.node)
+    if place.child is not None and not place.child.uses:
+        above += place.common // cache._block_bytes
+    return above
+
+
+def _require_room(cache: CacheState, place: Place, total: int, taken: int, lent: int = 0) -> None:
+    """Raise QuotaExceeded, OutOfBlocks or FlushRequired unless a request can have ``total`` blocks, its match included.
+
+    ``taken``: blocks that it takes from the pool. ``lent``: blocks of the rest that are lent to the engine.
+    """
+    evictor, tenant = cache._evictor, place.tree.tenant
+    evictor.end_due_pins(tenant, total)
+    if not evictor.surely_has(total, tenant):
+        protected = _newly_protected(cache, place)
+        evictor.require(total - place.num_blocks, tenant, protected, lent)
+        evictor.require_fetched(taken, tenant, protected)
+
+
+def _admit(
+    cache: CacheState,
+    place: Place,
+    total: int,
+    taken: int,
+    lent: int = 0,
+    already_touched: Node | None = None,
+) -> Node:
+    """Check that a request can have its blocks, register its tree, and lease its place. See ``_require_room``."""
+    _require_room(cache, place, total, taken, lent)
+    if place.tree.root.children is None:
+        cache._registry.register(place.tree)
+    return _lease_place(cache, place, already_touched)
+
+
+def _lease_place(cache: CacheState, place: Place, already_touched: Node | None = None) -> Node:
+    """Lease a place, splitting its child if it lies inside of it, and tell the policy of the use.
+
+    ``already_touched``: the policy knows of the use of what is above the end of this node, from the same request.
+    """
+    tree, node = place.tree, place.node
+    if place.child is not None:
+        node = cache._evictor.split(place.child, place.common, tree)
+    cache._evictor.lease(node, tree)
+    touched = tree.tenant.on_touched
+    if touched is not None:
+        above = already_touched
+        if above is None or above.tree is not tree:
+            above = tree.root
+        if above is not node:
+            touched(path_between(above, node))
+    return node
+
+
+# --- match and lease
+
+
+def find(cache: CacheState, namespace: Namespace, key: bytes) -> Match:
+    """See PrefixCache.match."""
+    tree = cache._registry.resident_tree(namespace, key, len(key))
+    if tree is None:
+        can_read = bool(cache._bases.published) and cache._registry.admits(namespace.tenant)
+        return Match(namespace, *(cache._bases.head(namespace, key) if can_read else (b"", b"")))
+    table = bytearray()
+    _, at, _, common = tree.walk(key, len(key), table)
+    return Match(namespace, key[: at + common], bytes(table))
+
+
+def lease(cache: CacheState, match: Match) -> LeaseState:
+    """See PrefixCache.lease. The lease isn't registered."""
+    if not match.num_tokens:
+        return LeaseState(cache, None, match)
+    key, registry = match._key, cache._registry
+    tree = registry.resident_tree(match.namespace, key, len(key))
+    if tree is None and registry.admits(match.namespace.tenant):
+        tree = registry.tree_for(match.namespace, None, key, len(key))
+    place = None if tree is None else _walk(cache, tree, key, len(key))
+    if place is None or place.table != match._packed:
+        raise LeaseError(
+            f"the match of {match.num_tokens} tokens is stale: its blocks were evicted; match again"
+        )
+    return LeaseState(cache, _admit(cache, place, match.num_blocks, 0), match)
+
+
+def end_lease(cache: CacheState, lease: LeaseState) -> None:
+    """Give a lease up."""
+    lease._is_open = False
+    cache._leases.discard(lease)
+    if lease._node is not None:
+        cache._evictor.release(lease._node, lease.tree)
+
+
+# --- open
+
+
+def open_sequence(
+    cache: CacheState,
+    namespace: Namespace,
+    key: bytes,
+    hints: Hints,
+    already_touched: Node | None,
+    publication: Publication | None,
+) -> SequenceState:
+    """See PrefixCache.open. The sequence isn't registered."""
+    num_bytes, size = len(key), cache._block_bytes
+    place = _locate(cache, namespace, key, num_bytes - 1)
+    if publication is not None:
+        cache._bases.require_new(publication)
+    tree, tenant, table, cached = place.tree, place.tree.tenant, place.table, place.num_blocks
+    total = -(-num_bytes // size)
+    needed = total - cached
+    node = _admit(cache, place, total, needed, 0, already_touched)
+    cache._evictor.take_granted(needed, tenant, table)
+    cache._evictor.charge(tenant, needed)
+    num_cached = cached * cache._block_size
+    tenant.requests += 1
+    tenant.hit_tokens += num_cached
+    tenant.missed_tokens += num_bytes // TOKEN_BYTES - num_cached
+    sequence = SequenceState(tree, node, key, table, num_cached, cached)
+    if tenant.on_opened is not None:
+        path = path_between(tree.root, node)
+        sequence._hints = tenant.on_opened(path, max(num_bytes - TOKEN_BYTES, 0) // size, hints)
+    if publication is not None:
+        publication.sequence = sequence
+        cache._publishing[sequence] = publication
+    return sequence
+
+
+def lease_of_long(
+    cache: CacheState, namespace: Namespace, key: bytes, publication: Publication | None
+) -> tuple[LeaseState, int, TenantState]:
+    """A lease on what is resident of a long key, how many more blocks it needs, and the tenant that needs them.
+
+    Refuses what ``open_sequence`` would, before room is made for it. The lease isn't registered.
+    """
+    if publication is not None:
+        cache._bases.require_new(publication)
+    place = _locate(cache, namespace, key, len(key) - 1)
+    total = -(-len(key) // cache._block_bytes)
+    needed = total - place.num_blocks
+    matched = Match(namespace, key[: place.end], bytes(place.table))
+    node: Node | None = None
+    if place.num_blocks:
+        node = _admit(cache, place, total, needed)
+    else:
+        _require_room(cache, place, total, needed)
+    return LeaseState(cache, node, matched), needed, place.tree.tenant
+
+
+def takes_many_victims(cache: CacheState, num_bytes: int) -> bool:
+    """Whether room for so many bytes of a key takes more evictions, by their mean size, than may hold others up.
+
+    Takes the lock.
+    """
+    with cache._lock:
+        short = num_bytes // cache._block_bytes - cache._pool.num_free
+        num_leaves = sum([len(tenant.policy) for tenant in cache._tenants.values()])
+        return short * num_leaves > MAX_VICTIMS_AT_ONCE * cache._evictor.evictable_blocks
+
+
+def make_room(cache: CacheState, num_blocks: int, tenant: TenantState) -> None:
+    """Evict in slices until so many blocks are free for the tenant. Raises like ``Evictor.require``. Takes the lock."""
+    short = num_blocks
+    while short > 0:
+        with cache._lock, Mending(cache):
+            cache._evictor.end_due_pins(tenant, num_blocks)
+            cache._evictor.require(num_blocks, tenant)
+            cache._evictor.require_fetched(num_blocks, tenant)
+            short = num_blocks - cache._pool.num_free
+            if short > 0:
+                cache._evictor.evict(min(short, SLICE_BLOCKS), tenant)
+        let_others()
+
+
+def let_others() -> None:
+    """Let a thread that waits for the lock have it: without this the thread that released it takes it again first."""
+    time.sleep(0)
+
+
+# --- pending blocks: which sequence computes what
+
+
+def await_pending(
+    cache: CacheState, namespace: Namespace, key: bytes, on_pending: OnPending, deadline: float | None
+) -> None:
+    while _is_pending(cache, namespace, key):
+        if on_pending == "raise":
+            raise PendingError("another sequence is computing this prefix")
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise PendingError("another sequence was still computing this prefix when timeout_s was over")
+        cache._num_waiting += 1
+        try:
+            cache._lock.wait(MAX_WAIT_S if left is None else min(left, MAX_WAIT_S))
+        finally:
+            cache._num_waiting -= 1
+
+
+def _is_pending(cache: CacheState, namespace: Namespace, key: bytes) -> bool:
+    """Whether a running sequence computes the first block that a request for ``key`` would miss. O(sequences)."""
+    size = cache._block_bytes
+    usable = max(len(key) - 1, 0) // size * size
+    tree = cache._registry.resident_tree(namespace, key, usable)
+    if tree is None:
+        return False
+    node, at, child, _ = tree.walk(key, usable, bytearray())
+    if child is not None or at == usable:
+        return False
+    block = key[at : at + size]
+    return any(
+        other._node is node and other._base.startswith(block, at, other._base_size)
+        for other in cache._sequences
+    )
+
+
+# --- commit
+
+
+def commit(cache: CacheState, sequence: SequenceState, num_tokens: SupportsIndex) -> None:
+    """See Sequence.commit."""
+    if not sequence._is_open:
+        require_open(sequence)
+    high = sequence._size // TOKEN_BYTES
+    if type(num_tokens) is not int or not sequence._num_committed <= num_tokens <= high:
+        num_tokens = require_between("num_tokens", num_tokens, sequence._num_committed, high)
+    sequence._num_committed = num_tokens
+    new = num_tokens // cache._block_size
+    if new > (old := sequence._node.depth):
+        _store(cache, sequence, sequence._node, new)
+        if cache._pool.is_deferred and len(cache._pool.copies):
+            cache._pool.expose(sequence._table[old * ID_BYTES : new * ID_BYTES])
+        if cache._publishing:
+            _complete(cache, sequence)
+        if cache._num_waiting:
+            cache._progress.notify_all()
+
+
+def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> None:
+    """Make the blocks from the end of ``node``, which it leases, to ``new`` resident; moves its lease there.
+
+    ``[node.depth, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
+    """
+    tree, size, resident = sequence._tree, cache._block_bytes, node.depth
+    key, at, stop = sequence._base, resident * size, new * size
+    if stop > sequence._base_size:
+        key, at, stop = sequence.key_between(at, stop), 0, stop - at
+    if node.children is not None:
+        node, at, taken_from = _follow(cache, sequence, node, key, at, stop)
+        resident = node.depth
+        if resident > taken_from:
+            cache._runs.adopt(sequence, taken_from, resident)
+        if resident == new:
+            return
+    block_ids = bytes(sequence._table[resident * ID_BYTES : new * ID_BYTES])
+    keys = None
+    if tree.tenant.uses_ghost_keys and resident // cache._segment_blocks < new // cache._segment_blocks:
+        keys = _ghost_keys(cache, sequence, resident, new)
+    if (
+        node.uses > 1
+        or node.children is not None
+        or node.parent is None
+        or len(node.label) + stop - at > MAX_GROWN_LABEL_BYTES
+    ):
+        sequence._node = cache._evictor.add_leased(
+            node, key, at, stop, block_ids, tree, sequence._hints, keys
+        )
+    else:
+        cache._evictor.grow(node, key[at:stop], block_ids, tree, sequence._hints, keys)
+    if sequence._own == resident:
+        sequence._own = new
+    else:
+        cache._runs.adopt(sequence, resident, new)
+    if cache._journal is not None and cache._evictor.reports(tree, resident, new):
+        cache._evictor.report_stored(tree, sequence.key_to(new * size), resident, new)
+
+
+def _ghost_keys(cache: CacheState, sequence: SequenceState, start: int, stop: int) -> tuple[int, ...]:
+    """Keys of the segments that end within blocks ``[start, stop)`` of a sequence."""
+    size, keys = cache._block_bytes, sequence._segment_keys
+    if keys is None:
+        keys = sequence._segment_keys = SegmentKeys(sequence._tree.namespace, cache._segment_blocks * size)
+    base, base_size, tail = sequence._base, sequence._base_size, sequence._tail
+    return keys.between(start * size, stop * size, base, base_size, tail)
+
+
+def _follow(
+    cache: CacheState, sequence: SequenceState, node: Node, key: bytes, start: int, stop: int
+) -> tuple[Node, int, int]:
+    """Move the sequence's lease down along what is resident of ``key[start:stop]``; the node and position there.
+
+    Nodes that nobody uses get the sequence's blocks in place of their own, which are freed: leasing those
+    would protect more than was granted. The third result is the block where they begin.
+    """
+    tree, evictor = sequence._tree, cache._evictor
+    end, at, child, common = tree.walk(key, stop, bytearray(), node, start)
+    if child is not None:
+        end, at = evictor.split(child, common, tree), at + common
+    begin = end.depth
+    if end is not node:
+        unused = [each for each in path_between(node, end) if not each.uses]
+        freed = bytearray()
+        for each in unused:
+            freed += each.block_ids
+            each.block_ids = bytes(
+                sequence._table[(each.depth - each.num_blocks) * ID_BYTES : each.depth * ID_BYTES]
+            )
+        begin -= len(freed) // ID_BYTES
+        evictor.lease(end, tree)
+        evictor.release(node, tree)
+        sequence._node = end
+        if freed:
+            evictor.give(freed, tree.tenant)
+    return end, at, begin
+
+
+# --- bases
+
+
+def _complete(cache: CacheState, sequence: SequenceState) -> None:
+    """Make a base readable if the sequence has committed all of it."""
+    publication = cache._publishing.get(sequence)
+    if publication is None or sequence._num_committed * TOKEN_BYTES < len(publication.key):
+        return
+    tree, table = sequence._tree, bytearray()
+    node, _, child, common = tree.walk(publication.key, len(publication.key), table)
+    if child is not None:
+        node = cache._evictor.split(child, common, tree)
+    base = Base(publication.base_id, publication.readers, publication.key, bytes(table), node, tree)
+    cache._evictor.lease(node, tree)
+    cache._bases.add(base, cache._tenants)
+    del cache._publishing[sequence]
+
+
+def shortfall(cache: CacheState, namespace: Namespace, key: bytes) -> int:
+    """Blocks that the pool lacks for a base, beside what is promised."""
+    tree = cache._registry.tree(namespace) or cache._registry.new_tree(namespace)
+    place = _walk(cache, tree, key, len(key) - 1)
+    needed = len(key) // cache._block_bytes - place.num_blocks + _newly_protected(cache, place)
+    unused = max(tree.tenant.guaranteed_blocks - tree.tenant.protected_blocks, 0)
+    return max(needed - unused - cache._evictor.spare_blocks, 1)
+
+
+# --- append and extend: room for more tokens, copy-on-write
+
+
+def append(cache: CacheState, sequences: list[SequenceState], keys: list[bytes]) -> list[SequenceState]:
+    """One id to each. Returns the sequences whose shared tails have to be copied. See PrefixCache.append."""
+    require_batch(sequences)
+    return cache._runs.grow(sequences, keys)
+
+
+def execute_copies(cache: CacheState) -> None:
+    """Let the storage make the copies that were decided, if the cache has one."""
+    if cache._storage is not None:
+        cache._storage.execute(take_plan(cache))
+
+
+def take_plan(cache: CacheState) -> StepPlan:
+    """The copies that were decided. None wait afterwards."""
+    plan = StepPlan.of(cache._pool.copies.triples())
+    cache._pool.settle()
+    return plan
+
+
+def extend(cache: CacheState, sequence: SequenceState, key: bytes) -> None:
+    """See Sequence.extend."""
+    if not sequence._is_open:
+        require_open(sequence)
+    size = cache._block_bytes
+    if sequence._run is not None and sequence._size % size and sequence.shared_tail is not None:
+        if key and cache._runs.grow([sequence], [key]):
+            execute_copies(cache)
+        return
+    after = sequence._size + len(key)
+    needed = -(-after // size) - len(sequence._table) // ID_BYTES
+    if needed:
+        tenant = sequence._tree.tenant
+        cache._evictor.take(needed, tenant, sequence._table)
+        cache._evictor.charge(tenant, needed)
+    sequence._tail += key
+    sequence._size = after
+
+
+# --- truncate, fork, release
+
+
+def truncate(cache: CacheState, sequence: SequenceState, num_tokens: SupportsIndex) -> None:
+    """See Sequence.truncate."""
+    require_open(sequence)
+    low, high = sequence._num_committed, sequence.num_tokens
+    num_tokens = require_between("num_tokens", num_tokens, low, high)
+    keep = -(-num_tokens // cache._block_size)
+    cache._runs.cut(sequence, keep)
+    del sequence._table[keep * ID_BYTES :]
+    sequence.cut_key(num_tokens * TOKEN_BYTES)
+    if cache._num_waiting:
+        cache._progress.notify_all()
+
+
+def fork(cache: CacheState, sequence: SequenceState) -> SequenceState:
+    """Another sequence in the same state, which shares all blocks. It isn't registered."""
+    child = sequence.child()
+    cache._evictor.lease(child._node, child._tree)
+    return child
+
+
+def release(cache: CacheState, sequence: SequenceState) -> None:
+    """Give up what a sequence holds."""
+    sequence._is_open = False
+    cache._sequences.discard(sequence)
+    cache._runs.let_go(sequence)
+    cache._evictor.release(sequence._node, sequence._tree)
+    if cache._num_waiting:
+        cache._progress.notify_all()
+
+
+def require_open(sequence: SequenceState) -> None:
+    """Raise LeaseError, StaleGeneration or SequenceLent, which say why, unless a sequence is open."""
+    if sequence._is_open:
+        return
+    if hasattr(sequence, "_is_interrupted"):
+        raise LeaseError("this sequence was closed when a call that worked on it was interrupted")
+    if getattr(sequence, "_is_stale", False):
+        raise StaleGeneration("this sequence's tenant was purged: release it")
+    if sequence.is_lent:
+        raise SequenceLent("this sequence is lent to the device: reconcile its beams, or release it")
+    raise LeaseError("this sequence is released or was consumed by reorder")
+
+
+def require_batch(sequences: list[SequenceState]) -> None:
+    """Raise unless all sequences are open, and each is there once."""
+    for sequence in sequences:
+        require_open(sequence)
+    if len(set(sequences)) != len(sequences):
+        problem = "has one of them twice; allowed: each sequence once"
+        raise ArgumentError("sequences", sequences, "each sequence once", problem=problem)
+
+
+# --- insert
+
+
+def insert(cache: CacheState, namespace: Namespace, key: bytes, blocks: BlockIds) -> int:
+    """See PrefixCache.insert; ``key`` has whole blocks only."""
+    cache._pool.check_claim(blocks)
+    place = _locate(cache, namespace, key, len(key))
+    resident = place.num_blocks
+    if resident < len(blocks):
+        lent = sum([block_id in cache._pool.lent for block_id in blocks[resident:].tolist()])
+        _insert(cache, place.tree, _admit(cache, place, len(blocks), 0, lent), key, blocks)
+    return resident * cache._block_size
+
+
+def _insert(cache: CacheState, tree: NamespaceTree, above: Node, key: bytes, blocks: BlockIds) -> None:
+    """Make ``blocks`` after the end of ``above``, which is leased for that, the tree's."""
+    evictor, resident = cache._evictor, above.depth
+    evictor.keep_limit(tree.tenant, len(blocks) - resident)
+    evictor.charge(tree.tenant, len(blocks) - resident)
+    at = resident * cache._block_bytes
+    keys = None
+    if tree.tenant.uses_ghost_keys:
+        named = SegmentKeys(tree.namespace, cache._segment_blocks * cache._block_bytes)
+        keys = named.between(at, len(key), key, len(key), bytearray())
+    node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
+    # only now: until a tree has them they are whose they were
+    cache._pool.claim(blocks[resident:], tree.tenant.label)
+    if cache._journal is not None:
+        cache._evictor.report_stored(tree, key, resident, len(blocks))
+    evictor.release(node, tree)  # and perhaps gives them up

@@ -1,0 +1,169 @@
+"""CacheState: all that the lock of a cache guards.
+
+``PrefixCache`` is this class with the methods that users call. The modules of the index work on the state under its
+lock: ``requests``, ``purge``, ``recovery``, ``snapshot``, ``device_beams``, ``tenant_settings``. Nothing outside the
+index writes an attribute of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from radixkv import _compiled
+from radixkv._compiled import mypyc_attr
+from radixkv.clock import Clock, monotonic
+from radixkv.config import CacheConfig, resolve
+from radixkv.errors import ConfigError
+from radixkv.index.bases import Bases
+from radixkv.index.blocks import BlockPool
+from radixkv.index.cachelock import CacheLock
+from radixkv.index.changes import Journal, Recorder
+from radixkv.index.eviction import Evictor
+from radixkv.index.holders import LeaseState, Lending, SequenceState
+from radixkv.index.locking import Held, SourceLock
+from radixkv.index.maintenance import Upkeep
+from radixkv.index.pins import Pins
+from radixkv.index.registry import Registry
+from radixkv.index.runs import Runs
+from radixkv.index.scrubbing import ENGINE, Scrubber, ScrubBlocks
+from radixkv.index.tenants import TenantState
+from radixkv.index.tokens import TOKEN_BYTES
+from radixkv_policies import Policy
+
+if TYPE_CHECKING:
+    from radixkv.storage.device import BlockStorage
+
+
+class Damage:
+    """What an interrupted call worked on. Filled by plain assignments, which need no memory.
+
+    ``error`` interrupted the call. If it is a refusal, the call changed nothing. ``is_known`` is false if a second
+    interruption came before the rest was filled: then every sequence and lease may be affected.
+    """
+
+    __slots__ = ("error", "is_known", "lease", "lent", "num_failed", "others", "sequences")
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is damaged."""
+        self.error: BaseException | None = None
+        self.is_known = False
+        self.sequences: SequenceState | Iterable[SequenceState] | None = None
+        self.others: Iterable[SequenceState] = ()
+        self.lease: LeaseState | None = None
+        self.lent: bytes | bytearray = b""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class CacheState(ABC):
+    """The state of one cache. See ``PrefixCache`` for the arguments."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        clock: Clock,
+        journal: Journal | None,
+        scrub_blocks: ScrubBlocks,
+        storage: BlockStorage | None,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._segment_blocks = config.segment_blocks
+        self._block_size = config.block_size
+        self._block_bytes = config.block_size * TOKEN_BYTES
+        self._storage = storage
+        self._lock = _make_lock()
+        self._progress = self._lock.progress
+        self._damage = Damage()
+        self._num_waiting = 0
+        self._scrubber = _make_scrubber(config, storage, scrub_blocks)
+        self._pool = BlockPool(config.num_blocks, self._scrubber, is_deferred=storage is None)
+        self._tenants: dict[str, TenantState] = {}
+        self._evictor = Evictor(self._pool, self._tenants, config.block_size, journal, config.segment_blocks)
+        if storage is not None and storage.fences is not None:
+            self._evictor.on_hand_out = storage.join
+        self._journal = journal
+        self._sequences: set[SequenceState] = set()
+        self._leases: set[LeaseState] = set()
+        self._lendings: set[Lending] = set()
+        self._bases = Bases(self._block_bytes)
+        self._publishing = self._bases.publishing
+        self._runs = Runs(self._pool, self._evictor, self._block_bytes)
+        self._recorder = Recorder()
+        self._pins = Pins(clock, self._evictor, self._leases)
+        self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
+        self._registry = Registry(
+            config,
+            clock,
+            self._tenants,
+            self._evictor,
+            self._bases,
+            self._scrubber,
+            self._upkeep,
+            self._block_bytes,
+        )
+        if clock is monotonic and resolve("policy", config.policy).maintain is not Policy.maintain:
+            self._upkeep.start()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the cache's state could not be repaired after an error: every call raises IntegrityError."""
+        return self._lock.death is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the next call has to repair the cache's state before it does anything, or the cache is dead."""
+        return self._lock.broken is not None
+
+    def require_alive(self) -> None:
+        """Raise IntegrityError if the cache is dead, ReentrantCall in one of its callbacks."""
+        with self._lock:
+            pass
+
+    @abstractmethod
+    def _repair(self) -> None:
+        """For the lock: make the state whole before a call. Raises IntegrityError."""
+
+    @abstractmethod
+    def _give_up(self, held: Held) -> None:
+        """For the lock: release what a finaliser gave up, unless it is released already."""
+
+    @abstractmethod
+    def _end_due_pins(self) -> None:
+        """For maintenance: end the pins whose time is over, in slices. O(what is due)."""
+
+
+def _make_lock() -> CacheLock:
+    """A lock for a cache, of the build that runs."""
+    return CacheLock() if _compiled.is_compiled else cast(CacheLock, SourceLock())
+
+
+def _make_scrubber(
+    config: CacheConfig, storage: BlockStorage | None, scrub_blocks: ScrubBlocks | None
+) -> Scrubber | None:
+    """The scrubber of a cache; None if nobody can zero its blocks, or nobody wants it. Raises ConfigError."""
+    if scrub_blocks is not None and not callable(scrub_blocks):
+        raise ConfigError("scrub_blocks", scrub_blocks, "a function of int32 block ids, or None")
+    if scrub_blocks is not None and storage is not None:
+        raise ConfigError(
+            "scrub_blocks", scrub_blocks, "None with a layout or a storage, which zeroes its blocks itself"
+        )
+    zero: Any = scrub_blocks if storage is None else storage.scrub
+    if zero is None and config.scrub == "always":
+        allowed = (
+            "'cross-tenant' or 'never' unless there is a layout, a storage or scrub_blocks of the engine's"
+        )
+        raise ConfigError("scrub", config.scrub, allowed)
+    if zero is None or config.scrub == "never":
+        return None
+    scrubber = Scrubber(config.num_blocks, zero, config.scrub)
+    if storage is not None and config.layout is None:  # an engine's tensors: who knows what is in them
+        scrubber.filled(np.arange(config.num_blocks, dtype=np.int32), ENGINE)
+    return scrubber

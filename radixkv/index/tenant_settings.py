@@ -1,0 +1,76 @@
+"""What tenants are promised and held to, and how that changes. Each function runs under the cache's lock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from radixkv.config import Namespace, Tenant
+from radixkv.errors import ArgumentError
+from radixkv.index.recovery import taken_over
+
+if TYPE_CHECKING:
+    from radixkv.index.state import CacheState
+    from radixkv.index.tenants import TenantState
+
+
+def add(cache: CacheState, tenant: Tenant) -> None:
+    """See PrefixCache.add_tenant."""
+    state = cache._tenants.get(tenant.id)
+    if state is None:
+        state = cache._registry.new_state(tenant, is_added=True)
+    cache._evictor.end_due_pins(state, tenant.guaranteed_blocks)
+    cache._registry.require_promise(tenant, state)
+    _follow_policy(cache, state, tenant)
+    if state.settings.mode != tenant.mode:
+        state.label = cache._registry.new_label(tenant)
+    cache._tenants[tenant.id] = state
+    state.is_added = True
+    state.set(tenant)
+    cache._evictor.settle_promises(cache._tenants.values())
+    cache._evictor.keep_limit(state, 0)
+
+
+def remove(cache: CacheState, tenant: str) -> list[Namespace]:
+    """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which are to be cleared."""
+    state = cache._tenants.get(tenant)
+    if state is None or not state.is_added:
+        raise ArgumentError("tenant", tenant, "a tenant that was added")
+    settings = replace(cache._config.default_tenant or Tenant(tenant), id=tenant)
+    if settings.limit is not None and state.protected_blocks > settings.limit:
+        allowed = (
+            f"one whose sequences and pins hold at most {settings.limit} blocks, the limit of those not added"
+        )
+        raise ArgumentError("tenant", tenant, allowed)
+    _renew_policy(cache, state, settings)  # what the old one learned of the tenant goes with it
+    state.forget_counts()
+    state.is_added = False
+    if state.settings.mode != settings.mode:
+        state.label = cache._registry.new_label(settings)
+    state.set(settings)
+    cache._evictor.settle_promises(cache._tenants.values())
+    cache._evictor.keep_limit(state, 0)
+    return state.namespaces
+
+
+def _follow_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> None:
+    """Give a tenant the policy that it is to have; a new one takes over its nodes, in the order of the old one.
+
+    Uses that the old one counted are forgotten, ghosts too. O(nodes), under the lock: the rare act of an
+    operator, and a policy that knew half of the nodes would name the wrong victims.
+    """
+    config = cache._config
+    if (settings.policy or config.policy) != (tenant.settings.policy or config.policy):
+        _renew_policy(cache, tenant, settings)
+
+
+def _renew_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> None:
+    """Give a tenant a new policy, which takes over its nodes."""
+    policy = cache._registry.new_policy(settings)
+    nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
+    evictable = [node for node in nodes if not node.uses]
+    tenant.follow(taken_over(policy, tenant.policy, nodes, evictable, len(evictable)))
+    cache._recorder.follow(tenant)
+    for sequence in cache._sequences:
+        if sequence._tree.tenant is tenant:
+            sequence._hints = None  # what the old one made of them
