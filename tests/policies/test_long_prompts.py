@@ -97,13 +97,13 @@ def test_what_another_adds_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch
             sequence.commit(len(ids))
     other = cache.open(NS, range(14))
     cache.told.clear()
-    make_room = cache._make_room
+    make_room = requests.make_room
 
     def commit_and_make(*args: Any) -> None:
         other.commit(12)
         make_room(*args)
 
-    monkeypatch.setattr(cache, "_make_room", commit_and_make)
+    monkeypatch.setattr(requests, "make_room", commit_and_make)
     with cache.open(NS, range(30)) as sequence:
         assert sequence.num_cached_tokens == 12
     assert [paths for name, paths, *_ in cache.told if name == "touched"] == [[4], [6]]
