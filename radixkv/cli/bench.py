@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from radixkv.cli.output import counter, json_option, listed, needs_extra, print_result, progress, table
+from radixkv.cli.output import counter, json_option, listed, needs_extra, print_result, progress_bar, table
 from radixkv.errors import require_extra
 
 
@@ -36,7 +36,7 @@ def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_jso
 
             url = stack.enter_context(demo_service())
         client = stack.enter_context(Client(url, key))
-        advance = stack.enter_context(progress(pairs, "measuring"))
+        advance = stack.enter_context(progress_bar(pairs, "measuring"))
         result = ttft.run(client, tokens=tokens, pairs=pairs, progress=lambda done, _: advance(done))
     print_result(result, ttft.table, as_json)
 
@@ -112,7 +112,7 @@ def bench_concurrency(as_json: bool, **options: Any) -> None:
     """How long a match takes while another thread evicts and commits."""
     from radixkv.bench import concurrency
 
-    with progress(2 * len(concurrency.BESIDE), "measuring") as advance:
+    with progress_bar(2 * len(concurrency.BESIDE), "measuring") as advance:
         result = concurrency.run(progress=advance, **options)
     print_result(result, concurrency.table, as_json)
 
@@ -135,7 +135,7 @@ def bench_fork(as_json: bool, **options: Any) -> None:
     """What a fork's copies cost."""
     from radixkv.bench import fork
 
-    with progress(len(options["num_pairs"]), "measuring") as advance:
+    with progress_bar(len(options["num_pairs"]), "measuring") as advance:
         result = fork.run(progress=lambda done, _: advance(done), **options)
     print_result(result, _fork_table, as_json)
 
@@ -202,7 +202,7 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
     """What other tenants and the operator feel while the service is attacked."""
     from radixkv.bench import hostile
 
-    with progress(hostile.num_steps(options["rounds"], names), "attacking") as advance:
+    with progress_bar(hostile.num_steps(options["rounds"], names), "attacking") as advance:
         result = hostile.run(names=names, progress=advance, **options)
     print_result(result, hostile.table, as_json)
 

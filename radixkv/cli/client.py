@@ -9,7 +9,15 @@ from urllib.parse import quote
 
 import click
 
-from radixkv.cli.output import Number, client_options, json_option, needs_extra, print_json, progress, table
+from radixkv.cli.output import (
+    Number,
+    client_options,
+    json_option,
+    needs_extra,
+    print_json,
+    progress_bar,
+    table,
+)
 from radixkv.index.pins import MAX_TTL_S
 
 _LOOK_AGAIN_S = 0.2
@@ -51,7 +59,7 @@ def warm(
     found, where = sources(files), _where(replicas)
     given = {name: value for name, value in (("salt", salt), ("adapter", adapter)) if value is not None}
     rows = []
-    with Client(url, key) as client, progress(1000 * len(found), "warming") as advance:
+    with Client(url, key) as client, progress_bar(1000 * len(found), "warming") as advance:
         for index, source in enumerate(found):
             fields = {**given, **source.fields, "replicas": where}
             result = client.warm(fields, lambda share, index=index: advance(int(1000 * (index + share))))  # type: ignore[misc]

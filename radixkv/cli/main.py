@@ -26,14 +26,14 @@ from radixkv.cli.output import (
     Number,
     counter,
     find_in_working_directory,
+    json_option,
     listed,
     needs_extra,
+    print_json,
     print_result,
+    progress_bar,
+    table,
 )
-from radixkv.cli.output import json_option as _json_option
-from radixkv.cli.output import print_json as _print_json
-from radixkv.cli.output import progress as _progress
-from radixkv.cli.output import table as _table
 from radixkv.clock import monotonic
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError, require_extra
@@ -276,7 +276,7 @@ def audit() -> None:
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--html", type=NewFile(), help="Write the report there as a page.")
-@_json_option
+@json_option
 @needs_extra("audit")
 def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) -> None:
     """Audit a library's caches in this process, or a server with the keys of two of its tenants.
@@ -300,10 +300,10 @@ def audit_run(url: str | None, html: str | None, as_json: bool, **options: Any) 
 
         Path(html).write_text(page(report), "utf-8")
     if as_json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
     else:
         rows = [{**each, "verdict": each["verdict"] or "measured"} for each in report.as_dict()["checks"]]
-        click.echo(_table(rows, ("name", "check", "verdict", "seconds")))
+        click.echo(table(rows, ("name", "check", "verdict", "seconds")))
         click.echo("\n".join(["", *(f"{each['check']} {each['name']}: {each['detail']}" for each in rows)]))
         left_out = [f"not checked: {each.number} {each.name}: {each.detail}" for each in report.not_checked]
         click.echo("\n".join(["", *left_out, f"{report.target}: {report.verdict}"]))
@@ -395,7 +395,7 @@ def _phases() -> Iterator[Callable[[str, int, int], None]]:
         def advance(phase: str, done: int, of: int) -> None:
             if phase not in shown:
                 bars.close()
-                shown[phase] = bars.enter_context(_progress(of, phase))
+                shown[phase] = bars.enter_context(progress_bar(of, phase))
             shown[phase](done)
 
         yield advance
@@ -460,7 +460,7 @@ def _seconds(setting: str, text: str) -> float:
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [one a core]")
 @click.option("--html", type=NewFile(), help="Write the report here.")
 @click.option("--svg", type=NewFile(), help="Draw the hit rates here.")
-@_json_option
+@json_option
 def simulate(
     traces: tuple[str, ...],
     policy: str,
@@ -491,7 +491,7 @@ def simulate(
     for option, path in (("--html", html), ("--svg", svg)):
         if path is not None:
             require_extra(f"radixkv simulate {option}", "bench")
-    with _progress(1_000, "simulating") as advance:
+    with progress_bar(1_000, "simulating") as advance:
         result = simulator.run(
             [Path(each) for each in traces],
             score_from_s=_seconds("--score-from", score_from),

@@ -87,7 +87,7 @@ def print_json(document: object) -> None:
 
 
 @contextmanager
-def progress(length: int, label: str) -> Iterator[Callable[[int], None]]:
+def progress_bar(length: int, label: str) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, if that is a terminal; the function takes how much is done in all."""
     with click.progressbar(
         length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()

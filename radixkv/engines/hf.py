@@ -27,9 +27,6 @@ from radixkv.errors import require_extra
 require_extra("radixkv.engines.hf", "hf")
 
 import inspect
-import math
-import operator
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,6 +43,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
 from radixkv.engines.hf_cache import PagedCache, layout_of
 from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
+from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError, wrong_count
 from radixkv.index import tokens
 from radixkv.index.cache import PrefixCache, RequestHints
@@ -188,7 +186,7 @@ class HFEngine:
         self.vocab_size = int(cast(Any, model.get_input_embeddings()).weight.shape[0])
         limit = max_model_len_of(model)
         self.max_model_len = cache.config.num_blocks * cache.config.block_size if limit is None else limit
-        declared = _ids_of(model.generation_config.eos_token_id)
+        declared = eos_ids_of(model.generation_config.eos_token_id)
         self.eos_token_ids = frozenset(token_id for token_id in declared if 0 <= token_id < self.vocab_size)
         self._pad_token_id: int | None = model.generation_config.pad_token_id
         self._keeps_logits = "logits_to_keep" in _parameters(model)
@@ -346,7 +344,7 @@ class HFEngine:
             seed=seed,
             num_beams=num_beams,
             num_return_sequences=num_return_sequences,
-            eos_token_ids=self.eos_token_ids if eos_token_id is None else _ids_of(eos_token_id),
+            eos_token_ids=self.eos_token_ids if eos_token_id is None else eos_ids_of(eos_token_id),
             on_step=on_step,
             stop=stop,
             on_no_room=on_no_room,
@@ -430,13 +428,13 @@ class HFEngine:
 
     def _check_request(self, ns: Namespace, ids: Any, **arguments: Any) -> _Request:
         self._check_namespace(ns)
-        _check_arguments(arguments)
+        check_arguments(arguments)
         outside = [token_id for token_id in arguments["eos_token_ids"] if not 0 <= token_id < self.vocab_size]
         if outside:
             raise ArgumentError(
                 "eos_token_id", outside[0], f"ids from 0 to {self.vocab_size - 1}, or -1 for never"
             )
-        if not _is_batch(ids):
+        if not is_batch(ids):
             prompts = [self._check_prompt(ids, "ids", self.max_model_len - 1)]
         else:
             prompts = [
@@ -634,72 +632,6 @@ def _until_end(row: list[int], eos_token_ids: frozenset[int]) -> list[int]:
         if token_id in eos_token_ids:
             return row[: index + 1]
     return row
-
-
-def _ids_of(value: Any) -> frozenset[int]:
-    """End-of-sequence ids given as None, an id or several; -1 stands for none."""
-    if value is None:
-        return frozenset()
-    try:
-        ids = (
-            [operator.index(value)]
-            if not isinstance(value, Iterable)
-            else [operator.index(item) for item in value]
-        )
-    except TypeError:
-        raise ArgumentError("eos_token_id", value, "an id, ids, or -1 for never") from None
-    return frozenset(ids) - {-1}
-
-
-def _is_batch(ids: Any) -> bool:
-    """Whether ``ids`` are prompts rather than one prompt."""
-    if getattr(ids, "ndim", 1) == 2:
-        return len(ids) > 0
-    if not isinstance(ids, (list, tuple)) or not ids:
-        return False
-    first = ids[0]
-    return isinstance(first, (list, tuple, range, bytes, array)) or getattr(first, "ndim", 0) == 1
-
-
-def _check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise ArgumentError for the first argument of ``generate`` that can't work."""
-    for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
-        _require(name, arguments[name], _is_int(arguments[name]) and arguments[name] >= 1, "an integer ≥ 1")
-    _require("do_sample", arguments["do_sample"], isinstance(arguments["do_sample"], bool), "true or false")
-    temperature, top_k, top_p, seed = (arguments[name] for name in ("temperature", "top_k", "top_p", "seed"))
-    _require("temperature", temperature, _is_number(temperature) and temperature > 0, "a finite number > 0")
-    _require("top_k", top_k, top_k is None or (_is_int(top_k) and top_k >= 1), "an integer ≥ 1, or None")
-    _require(
-        "top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1), "a number in (0, 1], or None"
-    )
-    in_range = seed is None or (_is_int(seed) and -(2**63) <= seed < 2**64)
-    _require("seed", seed, in_range, "an integer from -2^63 to 2^64 - 1, or None")
-    hints = arguments["hints"]
-    _require("hints", hints, hints is None or isinstance(hints, RequestHints), "a RequestHints, or None")
-    beams, returned = arguments["num_beams"], arguments["num_return_sequences"]
-    if beams > 1:
-        _require("num_return_sequences", returned, returned <= beams, f"at most num_beams = {beams}")
-        _require("on_step", arguments["on_step"], arguments["on_step"] is None, "None with num_beams > 1")
-    elif not arguments["do_sample"]:
-        _require(
-            "num_return_sequences",
-            returned,
-            returned == 1,
-            "1 for greedy decoding, whose rows would be equal",
-        )
-
-
-def _require(argument: str, value: object, is_allowed: bool, allowed: str) -> None:
-    if not is_allowed:
-        raise ArgumentError(argument, value, allowed)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _parameters(model: PreTrainedModel) -> frozenset[str]:

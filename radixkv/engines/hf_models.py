@@ -29,6 +29,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from radixkv.engines.hf_cache import layout_of
 from radixkv.errors import ConfigError
 
+Model = PreTrainedModel
+"""What the engine serves."""
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """What ``load_model`` takes as ``dtype``."""
 

@@ -23,8 +23,7 @@ from radixkv.service.tenant_sync import TenantSync
 from radixkv.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from radixkv.engines.hf_models import Model
     from radixkv.index.cache import PrefixCache
 
 DEMO_MODEL = "radixkv-demo"
@@ -98,7 +97,7 @@ def model_name(settings: ServeSettings) -> str:
     return DEMO_MODEL if settings.model is None else settings.model.resolve().name
 
 
-def _model(settings: ServeSettings, tokenizer: Tokenizer) -> PreTrainedModel:
+def _model(settings: ServeSettings, tokenizer: Tokenizer) -> Model:
     import torch
 
     from radixkv.engines.hf import demo_model, load_model

@@ -36,7 +36,9 @@ from radixkv.service.schemas.tenants import (
 
 if TYPE_CHECKING:
     from radixkv.coordination.purges import Purge
+    from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
+    from radixkv.service.fleet.quotas import Quotas
 
 T = TypeVar("T")
 
@@ -80,10 +82,14 @@ async def list_tenants(call: Call[Service]) -> Response:
     """All tenants, and what holds for each."""
     call.query()
 
+    quotas = call.host.quotas
+
     def everybody() -> TenantsReply:
-        num_keys = Counter(key.principal.tenant for key in call.host.keyring.keys)
-        names = call.host.keyring.tenants
-        return TenantsReply(tenants=[_tenant_reply(call, name, num_keys[name]) for name in names])
+        ring = call.host.keyring
+        num_keys = Counter(key.principal.tenant for key in ring.keys)
+        return TenantsReply(
+            tenants=[_tenant_reply(ring, quotas, name, num_keys[name]) for name in ring.tenants]
+        )
 
     return reply(await call.host.threads.administer(everybody))
 
@@ -95,7 +101,8 @@ async def put_tenant(call: Call[Service]) -> Response:
     settings = (await call.read(TenantSettings)).body
     await _changed(call, lambda: call.host.keys.put_tenant(tenant, settings), "tenant")
     await _said(call, tenant)
-    return reply(_tenant_reply(call, tenant, len(call.host.keyring.of(Principal(tenant)))))
+    ring = call.host.keyring
+    return reply(_tenant_reply(ring, call.host.quotas, tenant, len(ring.of(Principal(tenant)))))
 
 
 async def purge_tenant(call: Call[Service]) -> Response:
@@ -208,8 +215,7 @@ def _shown(key: Key) -> KeyReply:
     return KeyReply(id=key.id, tenant=key.principal.tenant, prefix=key.prefix, created=key.created)
 
 
-def _tenant_reply(call: Call[Service], tenant: str, num_keys: int) -> TenantReply:
-    ring, quotas = call.host.keyring, call.host.quotas
+def _tenant_reply(ring: Keyring, quotas: Quotas, tenant: str, num_keys: int) -> TenantReply:
     return TenantReply(
         tenant=tenant,
         settings=ring.settings[tenant].model_copy(update={"fleet_blocks": quotas.limit(tenant)}),

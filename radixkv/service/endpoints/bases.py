@@ -28,7 +28,10 @@ from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
     from radixkv.engines.hf import Prefill
+    from radixkv.index.cache import PrefixCache
+    from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
+    from radixkv.service.threads import Threads
 
 
 async def publish(call: Call[Service]) -> Response:
@@ -36,7 +39,7 @@ async def publish(call: Call[Service]) -> Response:
     call.query()
     reading = await call.read(PublishRequest)
     service, body, prompt = call.host, reading.body, reading.prompts[0]
-    readers = _known(service, body.readers)
+    readers = _known(service.keyring, body.readers)
     if not prompt.key:
         message = "the prefix has no whole block"
         raise invalid(
@@ -64,7 +67,7 @@ async def publish(call: Call[Service]) -> Response:
         ) from None
     finally:
         work.cancel()
-    shown = _shown(_found(service, body.id)).model_dump()
+    shown = _shown(_found(service.cache, body.id)).model_dump()
     return reply(
         PublishedReply(
             **shown,
@@ -89,36 +92,35 @@ async def set_readers(call: Call[Service]) -> Response:
     """These tenants read a base from now on, and no others."""
     call.query()
     service, base_id = call.host, call.request.path_params["base"]
-    readers = _known(service, (await call.read(ReadersRequest)).body.readers)
-    await _on_a_base(service, lambda: service.cache.set_readers(base_id, readers))
-    return reply(_shown(_found(service, base_id)))
+    readers = _known(service.keyring, (await call.read(ReadersRequest)).body.readers)
+    await _on_a_base(service.threads, lambda: service.cache.set_readers(base_id, readers))
+    return reply(_shown(_found(service.cache, base_id)))
 
 
 async def unpublish(call: Call[Service]) -> Response:
     """Nobody reads a base from now on."""
     call.query()
     service, base_id = call.host, call.request.path_params["base"]
-    await _on_a_base(service, lambda: service.cache.unpublish(base_id))
+    await _on_a_base(service.threads, lambda: service.cache.unpublish(base_id))
     return Response(status_code=204)
 
 
-async def _on_a_base(service: Service, change: Callable[[], None]) -> None:
+async def _on_a_base(threads: Threads, change: Callable[[], None]) -> None:
     try:
-        await service.threads.administer(change)
+        await threads.administer(change)
     except ArgumentError:
         raise not_found("base") from None
 
 
-def _known(service: Service, readers: list[str]) -> list[str]:
-    known = service.keyring.settings
+def _known(keyring: Keyring, readers: list[str]) -> list[str]:
     for at, reader in enumerate(readers):
-        if reader not in known:
+        if reader not in keyring.settings:
             raise invalid(f"readers[{at}] is no tenant", f"readers[{at}]", reader, "tenants that there are")
     return readers
 
 
-def _found(service: Service, base_id: str) -> BaseInfo:
-    for base in service.cache.bases():
+def _found(cache: PrefixCache, base_id: str) -> BaseInfo:
+    for base in cache.bases():
         if base.base_id == base_id:
             return base
     raise not_found("base")

@@ -47,7 +47,7 @@ from radixkv.service.textstream import Stop, TextStream
 from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
-    from radixkv.engines.hf import Generation
+    from radixkv.engines.hf import Generation, HFEngine
     from radixkv.service.core import Service
 
 MAX_ROWS = 64
@@ -71,8 +71,8 @@ async def completions(call: Call[Service]) -> Response:
     """Answer one completion request."""
     reading = await call.read(CompletionRequest)
     body, prompts = reading.body, reading.prompts
-    _check_options(call.host, body)
-    _check_room(call.host, body, prompts)
+    _check_options(body, call.host.model_name)
+    _check_room(body, prompts, call.host.engine)
     run = Run(call, body, prompts)
     return await (run.streamed() if body.stream else run.whole())
 
@@ -394,11 +394,11 @@ def _is_greedy(body: CompletionRequest) -> bool:
     return body.temperature < _GREEDY_BELOW and not body.use_beam_search
 
 
-def _check_options(service: Service, body: CompletionRequest) -> None:
+def _check_options(body: CompletionRequest, model_name: str) -> None:
     """Combinations that can't be honoured. Raises ApiError 404 (model) or 422."""
-    if body.model is not None and body.model != service.model_name:
+    if body.model is not None and body.model != model_name:
         message = "no such model"
-        raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=service.model_name)
+        raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=model_name)
     if body.stream_options is not None and not body.stream:
         problem = "stream_options is not allowed without stream; allowed: stream: true with it"
         raise invalid(problem, "stream_options", None, "stream: true with it")
@@ -422,7 +422,7 @@ def _check_options(service: Service, body: CompletionRequest) -> None:
         raise refused("best_of", body.best_of, "it is less than n", f"at least {body.n}")
 
 
-def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], engine: HFEngine) -> None:
     """What could not be served even by an empty server. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
         reason = f"with {len(prompts)} prompts these are {len(prompts) * body.n} completions"
@@ -431,12 +431,12 @@ def _check_room(service: Service, body: CompletionRequest, prompts: Sequence[Pro
     if echoed > MAX_ECHOED_CHARS:
         reason = f"it would repeat {echoed} characters in the answer"
         raise refused("echo", True, reason, f"at most {MAX_ECHOED_CHARS} characters, prompts × n")
-    limit = service.engine.max_model_len
+    limit = engine.max_model_len
     longest = max(prompt.num_tokens for prompt in prompts)
     if longest + body.max_tokens > limit:
         reason = f"a prompt of {longest} tokens leaves room for {limit - longest}"
         raise refused("max_tokens", body.max_tokens, reason, f"prompt and max_tokens within {limit} tokens")
-    config = service.cache.config
+    config = engine.cache.config
     width = 1 if _is_greedy(body) else max(body.n, body.best_of or 0)
     shared = sum(prompt.num_tokens // config.block_size for prompt in prompts)
     tails = [prompt.num_tokens % config.block_size + body.max_tokens for prompt in prompts]

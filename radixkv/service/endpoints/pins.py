@@ -43,19 +43,15 @@ async def pin(call: Call[Service]) -> Response:
     namespace = service.namespace(call.tenant, body.salt, body.adapter)
     if body.replicas == "self":
         return reply(_shown(service.cache.pin(namespace, prompt.key, body.ttl_s)), 201)
-    fleet_pins = service.fleet_pins
+    fleet_pins, block_size = service.fleet_pins, service.rules.block_size
     pin_id = await fleet_pins.start(namespace, prompt.key, body.ttl_s, body.replicas)
     if body.wait:
-        return reply(
-            _shown_fleet(
-                call, *await until_disconnect(call.request, fleet_pins.settled(call.tenant, pin_id))
-            ),
-            201,
-        )
+        settled = await until_disconnect(call.request, fleet_pins.settled(call.tenant, pin_id))
+        return reply(_shown_fleet(block_size, *settled), 201)
     found = {fact.id: (fact, mine) for fact, mine in await fleet_pins.known(call.tenant)}.get(pin_id)
     if found is None:
         raise not_found("pin")
-    return reply(_shown_fleet(call, *found), 201)
+    return reply(_shown_fleet(block_size, *found), 201)
 
 
 async def pin_for_replica(call: Call[Service]) -> Response:
@@ -75,11 +71,11 @@ async def list_pins(call: Call[Service]) -> Response:
     is_fleet = is_pin_id(after)
     if not is_fleet and not _LOCAL_ID.fullmatch(after):
         raise invalid("after is no id of a pin", "after", after, "the id of the last pin of the part before")
-    fleet_pins, tenant = call.host.fleet_pins, call.tenant
+    fleet_pins, tenant, block_size = call.host.fleet_pins, call.tenant, call.host.rules.block_size
     pins = [] if is_fleet else [_shown(pin) for pin in fleet_pins.local(tenant, int(after), limit + 1)]
     if len(pins) <= limit:
         fleet = sorted(await fleet_pins.known(tenant), key=lambda each: each[0].id)
-        pins += [_shown_fleet(call, *each) for each in fleet if not is_fleet or each[0].id > after]
+        pins += [_shown_fleet(block_size, *each) for each in fleet if not is_fleet or each[0].id > after]
     answer = reply(PinsReply(pins=pins[:limit]))
     if len(pins) > limit:
         answer.headers["link"] = f'</v1/pins?after={pins[limit - 1].id}&limit={limit}>; rel="next"'
@@ -124,13 +120,13 @@ def _shown(pin: Pin) -> PinReply:
     )
 
 
-def _shown_fleet(call: Call[Service], fact: FleetPin, mine: PinReplica | None) -> PinReply:
+def _shown_fleet(block_size: int, fact: FleetPin, mine: PinReplica | None) -> PinReply:
     return PinReply(
         id=fact.id,
         salt=None if mine is None else mine.namespace.salt,
         adapter=None if mine is None else mine.namespace.adapter,
         tokens=fact.num_tokens,
-        blocks=fact.num_tokens // call.host.rules.block_size,
+        blocks=fact.num_tokens // block_size,
         ttl_s=fact.remaining_s,
         replicas=[
             PinPart(

@@ -34,6 +34,8 @@ from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
+    from radixkv.index.cache import PrefixCache
+    from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
 
 Ordered = TypeVar("Ordered", OrderRequest, PinOrder)
@@ -168,10 +170,11 @@ async def stats(call: Call[Service]) -> Response:
     service = call.host
     assert call.principal is not None
     if call.principal.tenant is not None:
-        return reply(_tenant_stats(service, call.principal.tenant))
+        return reply(_tenant_stats(service.keyring, service.cache, call.principal.tenant))
 
     def everybody() -> OperatorStatsReply:
-        tenants = [_tenant_stats(service, tenant) for tenant in service.keyring.tenants]
+        ring = service.keyring
+        tenants = [_tenant_stats(ring, service.cache, tenant) for tenant in ring.tenants]
         # The cache also counts the account of bases, and tenants that were removed.
         cache = {**asdict(service.cache.stats()), "num_tenants": len(tenants)}
         return OperatorStatsReply(cache=cache, tenants=tenants)
@@ -179,9 +182,9 @@ async def stats(call: Call[Service]) -> Response:
     return reply(await service.threads.administer(everybody))
 
 
-def _tenant_stats(service: Service, tenant: str) -> TenantStatsReply:
-    mode = service.keyring.settings.get(tenant, TenantSettings()).mode
-    return TenantStatsReply(mode=mode, **asdict(service.cache.tenant_stats(tenant)))
+def _tenant_stats(ring: Keyring, cache: PrefixCache, tenant: str) -> TenantStatsReply:
+    mode = ring.settings.get(tenant, TenantSettings()).mode
+    return TenantStatsReply(mode=mode, **asdict(cache.tenant_stats(tenant)))
 
 
 ENDPOINTS = (
