@@ -2,7 +2,7 @@
 # when pyproject.toml changes.
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
-#   make test PYTEST="tests/core -q"   what pytest is told; quick takes it too
+#   make test PYTEST="tests/index -q"   what pytest is told; quick takes it too
 #   make test WORKERS=0                one test at a time; otherwise a process for each of up to four cores
 #   make run RADIXKV_PURE=1            with index and policies as pure Python, though they are compiled
 #   make test RADIXKV_COMPILE=1        fail if they can't be compiled; 0: don't compile them
@@ -65,7 +65,7 @@ test-pure: compile
 # The whole cache, two worlds, outages of the store, snapshots of a cache that goes on.
 lives: compile
 	@RADIXKV_EXAMPLES=$(LIVES) $(VENV)/bin/python -m pytest $(SPREAD) tests/isolation/test_machine.py \
-	  tests/isolation/test_non_interference.py tests/isolation/test_outages.py tests/audit/test_gathering.py
+	  tests/isolation/test_non_interference.py tests/isolation/test_outages.py tests/index/test_snapshot.py
 
 compile: $(VENV)/.installed-dev
 	@$(VENV)/bin/python hatch_build.py

@@ -248,7 +248,7 @@ def test_a_block_that_nothing_runs_is_found(text: str, found: str | None) -> Non
         ("radixkv serve --colour red", "--colour"),
         ("radixkv keys mislay", "mislay"),
         ("make nothing", "nothing"),
-        ('make test PYTEST="tests/core -q"', None),
+        ('make test PYTEST="tests/index -q"', None),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str, found: str | None) -> None:

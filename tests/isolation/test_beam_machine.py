@@ -10,7 +10,7 @@ import pytest
 
 from radixkv import PrefixCache
 from radixkv.audit import properties
-from tests.core.test_interrupted import Mended
+from tests.index.test_recovery import Mended
 
 SEED = 20_261_122
 

@@ -17,7 +17,7 @@ from radixkv.audit.properties import CacheAdapter
 from radixkv.config import Mode
 from radixkv.errors import RadixKVError
 from radixkv_policies import POLICIES, Policy
-from tests.core.support import make_cache
+from tests.index.support import make_cache
 
 EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 5
 SEED = int(os.environ.get("RADIXKV_SEED", "0"))

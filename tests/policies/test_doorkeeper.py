@@ -12,7 +12,7 @@ from radixkv import CacheConfig, Namespace, PrefixCache, RequestHints, Tenant, a
 from radixkv.clock import ManualClock
 from radixkv_policies import LRU, Doorkeeper, doorkeeper
 from radixkv_policies.doorkeeper import FEWEST, SHARED_TOKENS, SPEED, Record
-from tests.core.test_journal import Recorder, resident_segments
+from tests.index.test_changes import Recorder, resident_segments
 from tests.policies.contract import CAPACITY, Block, Life, PolicyContract, Reference, _Op
 
 NS = Namespace("a", "m")

@@ -18,7 +18,7 @@ from radixkv import ArgumentError, CacheConfig, ConfigError, Namespace, PrefixCa
 from radixkv.cli.main import commands
 from radixkv.service.auth import Keyring
 from radixkv.service.schemas.tenants import TenantSettings
-from tests.core.support import compute
+from tests.index.support import compute
 
 README = Path(__file__).parents[2] / "policies" / "README.md"
 NS = Namespace("a", "m")

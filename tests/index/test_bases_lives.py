@@ -13,7 +13,7 @@ from radixkv import ArgumentError, CacheConfig, Namespace, PrefixCache
 from radixkv import Sequence as CacheSequence
 from radixkv.audit import invariants
 from radixkv.audit.oracle import Engine, chain
-from tests.core.test_bases import OP, SALTED, A, B
+from tests.index.test_bases import OP, SALTED, A, B
 
 
 class Reference:

@@ -33,7 +33,7 @@ NAMESPACES = [Namespace(tenant, "m") for tenant in "ab"]
 @pytest.mark.parametrize("window", WINDOWS)
 def test_memory_that_runs_out(window: int) -> None:
     """At most one in twenty ends in a dead cache; here none does."""
-    command = [sys.executable, "-m", "tests.core.lives_without_memory", str(window), str(LIVES)]
+    command = [sys.executable, "-m", "tests.index.lives_without_memory", str(window), str(LIVES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4_000:]
     found = {"alive": 0, "dead": 0, **json.loads(done.stdout)}

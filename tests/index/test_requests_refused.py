@@ -24,8 +24,8 @@ from radixkv import (
     audit,
 )
 from radixkv.index import recovery
-from tests.core.support import NS, compute, same
-from tests.core.test_journal import Recorder
+from tests.index.support import NS, compute, same
+from tests.index.test_changes import Recorder
 from tests.model import resident_prefixes
 
 OTHER, NEW = Namespace("b", "m"), Namespace("c", "m")

@@ -1,4 +1,4 @@
-"""An exception between any two steps of a call that has to do with a base; as ``test_interrupted``, which see."""
+"""An exception between any two steps of a call that has to do with a base; as ``test_recovery``, which see."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.index import recovery
-from tests.core.test_base_lives import BaseMachine
-from tests.core.test_interrupted import ZEROS, A, Call, Run, Scenario, World, _end, _holds, _steps
+from tests.index.test_bases_lives import BaseMachine
+from tests.index.test_recovery import ZEROS, A, Call, Run, Scenario, World, _end, _holds, _steps
 from tests.model import chain, resident_prefixes
 
 OP, R = Namespace("op", "m"), Namespace("r", "m")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from radixkv import LeaseError, Namespace, PrefixCache, StaleGeneration, audit
-from tests.core.support import NS, make_cache
+from tests.index.support import NS, make_cache
 
 SECRET = 31_337
 

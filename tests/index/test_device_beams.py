@@ -38,7 +38,7 @@ from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties import LAYOUT
 from radixkv.index.ghost_keys import SegmentKeys
 from radixkv.index.tree import path_between
-from tests.core.support import NS, make_cache, same
+from tests.index.support import NS, make_cache, same
 
 OTHER = Namespace("b", "m")
 

@@ -24,7 +24,7 @@ from radixkv.bench.workloads import Request
 from radixkv.index.requests import SLICE_BLOCKS
 from radixkv.index.tokens import encode
 from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, MAX_LABEL_BYTES
-from tests.core.support import NS, make_cache
+from tests.index.support import NS, make_cache
 
 LIBRARY = str(Path(radixkv.__file__).parent)
 MILLION = 1_000_003

@@ -3,7 +3,7 @@
 ``_testcapi.set_nomemory`` lets the k-th allocation from now on fail, and those after it for a while. A life is a few
 random calls, then one in which memory runs out, then the audit and further calls.
 
-    python -m tests.core.lives_without_memory WINDOW LIVES    so many allocations fail; prints the outcomes as JSON
+    python -m tests.index.lives_without_memory WINDOW LIVES    so many allocations fail; prints the outcomes as JSON
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from radixkv import ArgumentError, CacheConfig, ConfigError, Namespace, PrefixCache, Tenant, audit
 from radixkv.clock import ManualClock
 from radixkv_policies import LFU, LRFU, LRU, POLICIES
-from tests.core.support import NS, compute, same
+from tests.index.support import NS, compute, same
 from tests.model import resident_prefixes
 
 OTHER = Namespace("b", "m")

@@ -15,7 +15,7 @@ import pytest
 from radixkv import IntegrityError, Namespace, PrefixCache, Tenant, audit
 from radixkv.audit import invariants
 from radixkv.index.snapshot import LendingSnapshot, Snapshot
-from tests.core.support import NS, compute, make_cache
+from tests.index.support import NS, compute, make_cache
 
 
 class Frozen:

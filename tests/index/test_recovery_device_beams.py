@@ -1,4 +1,4 @@
-"""An exception between any two steps of a call while beams are lent to the device; see ``test_interrupted``."""
+"""An exception between any two steps of a call while beams are lent to the device; see ``test_recovery``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from radixkv import LeaseError, LentBeams, SequenceLent
-from tests.core.test_interrupted import SCENARIOS as OTHERS
-from tests.core.test_interrupted import ZEROS, A, Call, Scenario, World, _holds, _steps
-from tests.core.test_lending import beams_read, reads, step
+from tests.index.test_device_beams import beams_read, reads, step
+from tests.index.test_recovery import SCENARIOS as OTHERS
+from tests.index.test_recovery import ZEROS, A, Call, Scenario, World, _holds, _steps
 
 
 class BeamWorld(World):

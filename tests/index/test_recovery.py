@@ -29,8 +29,8 @@ from radixkv.audit import properties
 from radixkv.audit.properties import LAYOUT
 from radixkv.clock import ManualClock
 from radixkv.index import purge, recovery, requests
-from tests.core.stepper import Interrupted, Stepper
-from tests.core.test_journal import JournalMachine, Recorded, Recorder, resident_segments
+from tests.index.stepper import Interrupted, Stepper
+from tests.index.test_changes import JournalMachine, Recorded, Recorder, resident_segments
 from tests.model import Engine, Oracle, chain, resident_prefixes
 
 A, B, NEW = Namespace("a", "m"), Namespace("b", "m"), Namespace("c", "m")

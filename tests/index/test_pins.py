@@ -41,7 +41,7 @@ from radixkv.index import maintenance
 from radixkv.index.pins import MAX_TTL_S, SLICE_PINS
 from radixkv.index.purge import PIN_NODES, SLICE_NODES
 from radixkv_policies import POLICIES
-from tests.core.support import NS, compute, same
+from tests.index.support import NS, compute, same
 
 OTHER = Namespace("b", "m")
 

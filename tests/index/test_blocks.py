@@ -9,7 +9,7 @@ import pytest
 
 from radixkv import ArgumentError, LeaseError, Namespace, OutOfBlocks, TokenError, audit
 from radixkv.audit.oracle import Engine, chain
-from tests.core.support import NS, compute, make_cache, same
+from tests.index.support import NS, compute, make_cache, same
 
 
 def test_a_lease_holds_off_eviction() -> None:

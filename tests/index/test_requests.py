@@ -20,7 +20,7 @@ from radixkv import (
     PrefixCache,
     audit,
 )
-from tests.core.support import NS, compute, make_cache, same
+from tests.index.support import NS, compute, make_cache, same
 
 
 def test_match_is_pure() -> None:

@@ -20,7 +20,7 @@ from radixkv import (
     audit,
 )
 from radixkv.index import requests
-from tests.core.support import compute, make_cache, same
+from tests.index.support import compute, make_cache, same
 
 OP, A, B = Namespace("op", "m"), Namespace("a", "m"), Namespace("b", "m")
 SALTED = Namespace("a", "m", None, "salt")

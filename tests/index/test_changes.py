@@ -10,7 +10,7 @@ import pytest
 from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit import properties
 from radixkv.index.tokens import Key
-from tests.core.support import NS, compute
+from tests.index.support import NS, compute
 
 
 class Recorder:

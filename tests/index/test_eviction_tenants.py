@@ -30,7 +30,7 @@ from radixkv import (
 )
 from radixkv.config import MAX_WEIGHT, MIN_WEIGHT
 from radixkv_policies import POLICIES
-from tests.core.support import compute, make_cache, same, scrubbed
+from tests.index.support import compute, make_cache, same, scrubbed
 
 A, B = Namespace("a", "m"), Namespace("b", "m")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from radixkv import ArgumentError, CacheConfig, LeaseError, OutOfBlocks, PrefixCache, Sequence, audit
 from radixkv.audit.oracle import Engine, chain
 from radixkv.audit.properties import LAYOUT
-from tests.core.support import NS, compute, make_cache, same
+from tests.index.support import NS, compute, make_cache, same
 
 
 def _stored(num_blocks: int = 32, block_size: int = 4) -> tuple[PrefixCache, Engine]:

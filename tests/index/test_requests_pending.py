@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from radixkv import ArgumentError, Namespace, PendingError, PrefixCache, Sequence, audit
-from tests.core.support import NS, make_cache, same
+from tests.index.support import NS, make_cache, same
 
 
 class Waiter(threading.Thread):

@@ -18,8 +18,8 @@ from radixkv.index import changes, recovery
 from radixkv.index import snapshot as snapshot_module
 from radixkv.index.snapshot import Gathering, Snapshot
 from radixkv_policies import POLICIES
-from tests.core.stepper import Interrupted, Stepper
-from tests.core.test_interrupted import SCENARIOS, World
+from tests.index.stepper import Interrupted, Stepper
+from tests.index.test_recovery import SCENARIOS, World
 
 NS = Namespace("a", "m")
 EXAMPLES = max(int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 60, 20)
