@@ -24,12 +24,12 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv import COMPILED, audit
+from radixkv import audit
 from radixkv.bench.figures import NAMESPACE, THIN_BLOCKS, five_node_keys, publish
 from radixkv.bench.measure import (
     Figure,
@@ -47,7 +47,7 @@ from radixkv.bench.workloads import VOCABULARY
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache
-from radixkv.index.locking import SourceLock
+from radixkv.index.lock_timing import time_holds
 from radixkv.index.tokens import encode
 
 SHORT_SWITCH_S = 5e-5
@@ -241,56 +241,10 @@ def _percentiles(nanoseconds: Nanoseconds) -> dict[str, Any]:
 # --- holds: how long the lock is held
 
 
-class _Holds:
-    """Notes for how long the lock of a cache was held each time, in ``spans``, ns."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self.spans, self._since = array("q"), 0
-        if COMPILED:
-            lock: Any = cache._lock
-            lock._acquire = self._noting(lock._acquire, self._begin)
-            lock._release = self._noting(self._end, lock._release)
-        else:
-            cache._lock = cast(Any, _TimedLock(self))
-            cache._progress = cache._lock.progress
-
-    def _begin(self) -> None:
-        self._since = time.perf_counter_ns()
-
-    def _end(self) -> None:
-        self.spans.append(time.perf_counter_ns() - self._since)
-
-    def _noting(self, first: Callable[..., Any], second: Callable[[], Any]) -> Callable[..., Any]:
-        def both(*arguments: Any) -> Any:
-            result = first(*arguments)
-            second()
-            return result
-
-        return both
-
-
-class _TimedLock(SourceLock):
-    """The lock of the pure build."""
-
-    __slots__ = ("_holds",)
-
-    def __init__(self, holds: _Holds) -> None:
-        super().__init__()
-        self._holds = holds
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._holds._begin()
-
-    def __exit__(self, *_: object) -> None:
-        self._holds._end()
-        self.release()
-
-
 def _holds(load: _Load) -> list[dict[str, Any]]:
     """Of each kind of call, by one thread alone: how long a call took, and how long each of its holds was."""
     cache, once, often = load.cache(), 1, 1_000
-    holds = _Holds(cache)
+    spans = time_holds(cache)
     kinds: dict[str, tuple[Callable[[], object], int]] = {
         "match": (lambda: cache.match(NAMESPACE, load.prompt), often),
         "open, commit, release": (lambda: load.publish(cache, THIN_BLOCKS), often),
@@ -302,9 +256,9 @@ def _holds(load: _Load) -> list[dict[str, Any]]:
     found = []
     with frozen_heap():
         for name, (call, repeats) in kinds.items():
-            holds.spans = array("q")
+            del spans[:]
             calls = _spans(call, lambda done: done < repeats)  # noqa: B023
-            held = _percentiles(np.array(holds.spans, dtype=np.int64))
+            held = _percentiles(np.array(spans, dtype=np.int64))
             held["holds"] = held.pop("calls")
             found.append(
                 {

@@ -11,8 +11,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "radixkv"
 
 HOMES = {
-    "match": ("index/leases.py", "Match"),
+    "match": ("index/match.py", "Match"),
     "copy-on-write": ("index/runs.py", "Runs"),
+    "admission of a request": ("index/requests.py", "_admit"),
     "purge": ("index/purge.py", "purge"),
     "ghost keys": ("index/ghost_keys.py", "SegmentKeys"),
     "audit snapshot": ("index/snapshot.py", "Snapshot"),
@@ -67,3 +68,57 @@ def test_a_file_name_says_which_file() -> None:
         if path.name not in MAY_REPEAT and path.parent.name not in PARTS:
             named[path.name].append(path.relative_to(PACKAGE).as_posix())
     assert [files for files in named.values() if len(files) > 1] == []
+
+
+HELD_BY_USERS = {"cache", "sequence", "match", "lease", "beams"}
+"""What variables and attributes are called that hold a cache, or what it handed out."""
+
+
+def _outside_the_index() -> list[tuple[str, ast.AST]]:
+    root = PACKAGE.parent
+    folders = (PACKAGE, root / "kernels", root / "policies", root / "fuzz", root / "examples")
+    found = [
+        path for folder in folders for path in folder.rglob("*.py") if PACKAGE / "index" not in path.parents
+    ]
+    return [
+        (f"{path.relative_to(root)}:{node.lineno}", node)
+        for path in found
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    ]
+
+
+def test_nothing_outside_the_index_reads_the_inside_of_what_it_hands_out() -> None:
+    """Of a cache, a sequence, a match, a lease: underscore attributes belong to the index."""
+    found = []
+    for place, node in _outside_the_index():
+        assert isinstance(node, ast.Attribute)
+        owner = node.value
+        name = (
+            owner.id
+            if isinstance(owner, ast.Name)
+            else owner.attr
+            if isinstance(owner, ast.Attribute)
+            else ""
+        )
+        is_inside = node.attr.startswith("_") and not node.attr.startswith("__")
+        if is_inside and name.strip("_") in HELD_BY_USERS:
+            found.append(f"{place} {name}.{node.attr}")
+    assert found == []
+
+
+def test_only_the_index_writes_the_state_of_a_cache() -> None:
+    state = ast.parse((PACKAGE / "index" / "state.py").read_text())
+    attributes = {
+        node.attr
+        for node in ast.walk(state)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr.startswith("_")
+    }
+    assert {"_lock", "_tenants", "_sequences", "_pool"} <= attributes
+    found = []
+    for place, node in _outside_the_index():
+        assert isinstance(node, ast.Attribute)
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if isinstance(node.ctx, ast.Store | ast.Del) and node.attr in attributes and not is_own:
+            found.append(f"{place} {node.attr}")
+    assert found == []
