@@ -6,6 +6,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import grimp
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "radixkv"
@@ -86,6 +87,21 @@ def _outside_the_index() -> list[tuple[str, ast.AST]]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     ]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for types included."""
+    graph = grimp.build_graph(
+        "radixkv", "radixkv_kernels", "radixkv_policies", exclude_type_checking_imports=False
+    )
+    imported = {
+        module: {each for each in graph.find_modules_directly_imported_by(module) if each in graph.modules}
+        for module in graph.modules
+    }
+    left = dict(imported)
+    while free := {module for module, others in left.items() if not others & left.keys()}:
+        left = {module: others for module, others in left.items() if module not in free}
+    assert sorted(left) == []
 
 
 def test_nothing_outside_the_index_reads_the_inside_of_what_it_hands_out() -> None:
