@@ -86,9 +86,7 @@ def main(redis_url: str | None = None) -> None:
         for name in ("one", "two"):
             port = str(free_port())
             options = ["--port", port, "--replica", name, "--redis", redis_url, "--fleet-secret", str(secret)]
-            stack.enter_context(
-                process(sys.executable, "-m", "radixkv.cli.main", "serve", "--threads", "1", *options)
-            )
+            stack.enter_context(process(sys.executable, "-m", "radixkv", "serve", "--threads", "1", *options))
             urls[name] = f"http://127.0.0.1:{port}"
         until(lambda: all(len(replicas(url)) == 2 for url in urls.values()))
 

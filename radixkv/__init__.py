@@ -107,8 +107,20 @@ __all__ = [
 ]
 
 
+_MOVED = {
+    "cache": "radixkv.index.cache",
+    "metrics": "radixkv.service.metrics",
+    "namespaces": "radixkv.config",
+    "plan": "radixkv.storage.plan",
+    "policies": "radixkv.config",
+    "types": "radixkv.index",
+}
+"""Modules that stood here before, and where their content is."""
+
+
 def __getattr__(name: str) -> Any:
-    """``radixkv.audit`` and the other rooms are imported when first named."""
-    if name in {"audit", "bench", "coordination", "engines", "metrics", "service", "storage", "tokenizer"}:
+    """``radixkv.audit`` and the other packages are imported when first named."""
+    if name in {"audit", "bench", "coordination", "engines", "service", "storage", "tokenizer"}:
         return import_module(f"radixkv.{name}")
-    raise AttributeError(f"module 'radixkv' has no attribute {name!r}")
+    where = f"; it moved to {_MOVED[name]}" if name in _MOVED else ""
+    raise AttributeError(f"module 'radixkv' has no attribute {name!r}{where}")

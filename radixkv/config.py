@@ -5,7 +5,7 @@ All are validated when they are made, and frozen from then on. This module needs
 A policy has one of three names:
 
     lru, learned, …        built in
-    NAME                   an entry point of the group ``radixkv.config``; imported when the name is first asked for
+    NAME                   an entry point of the group ``radixkv.policies``; imported when the name is first asked for
     package.module:Class   imported when it is first asked for
 
 Only ``resolve`` imports. It is for names from code, the command line and the configuration file. A name from HTTP, a
@@ -260,7 +260,7 @@ class CacheConfig:
     layout: the shape of the KV; None for an engine that owns its KV (index and block ids only).
     device: a torch device, where the storage lives; unused without a layout.
     policy: name of an eviction policy, one instance a tenant: of ``radixkv_policies``, of an entry point of the group
-    ``radixkv.config``, or ``package.module:Class``. A name that isn't built in is imported.
+    ``radixkv.policies``, or ``package.module:Class``. A name that isn't built in is imported.
     seed: of whatever a policy draws at random.
     default_tenant: what a tenant that nobody added is held to (its id doesn't matter; no guarantee), or None to
     refuse such tenants.
@@ -314,14 +314,14 @@ def policy_names() -> tuple[str, ...]:
     return tuple(POLICIES)
 
 
-GROUP: Final = "radixkv.config"
+GROUP: Final = "radixkv.policies"
 """Entry points of this group are policies, each under its name."""
 
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _loaded: dict[str, type[Policy]] = {}
 """What was imported in this process, by the name that was asked for."""
 
-log = logging.getLogger("radixkv.config")
+log = logging.getLogger("radixkv.policies")
 
 
 def resolve(setting: str, name: object, others: Iterable[str] = ()) -> type[Policy]:

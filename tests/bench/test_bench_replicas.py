@@ -47,7 +47,7 @@ def test_an_unknown_group_is_refused() -> None:
 
 def test_the_command_prints_json() -> None:
     options = ["--figure", "cluster", "--requests", "40", "--num-blocks", "600", "--fleet", "2", "--json"]
-    command = [sys.executable, "-m", "radixkv.cli.main", "bench", "replicas", *options]
+    command = [sys.executable, "-m", "radixkv", "bench", "replicas", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "×" in {each["unit"] for each in json.loads(done.stdout)["figures"]} and done.stderr == ""
 

@@ -35,7 +35,7 @@ def live() -> Iterator[Running]:
 def run(*arguments: str, **environment: str) -> Result:
     """``radixkv`` in a process of its own, as a user runs it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
-    command = [sys.executable, "-m", "radixkv.cli.main", *arguments]
+    command = [sys.executable, "-m", "radixkv", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env={**clean, **environment})
 
 

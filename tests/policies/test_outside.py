@@ -144,7 +144,7 @@ def test_a_broken_entry_point_names_its_distribution(
         with pytest.raises(ConfigError, match=what) as caught:
             CacheConfig(8, policy=name)
         assert "others-policies" in caught.value.allowed and caught.value.value == name
-    with caplog.at_level(logging.WARNING, logger="radixkv.config"):
+    with caplog.at_level(logging.WARNING, logger="radixkv.policies"):
         config.load_registered()
     assert caplog.text.count("others-policies") == 2
     assert config.loaded_names()[-1] == "fine"

@@ -137,7 +137,7 @@ class Process:
         if forked:
             self.process = Forked(["--threads", "1", *options], log)
             return
-        command = [sys.executable, "-m", "radixkv.cli.main", "serve", "--threads", "1", *options]
+        command = [sys.executable, "-m", "radixkv", "serve", "--threads", "1", *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}

@@ -80,7 +80,7 @@ def router(redis_server: RedisServer, secret: Path, tmp_path: Path) -> Iterator[
     url = f"http://127.0.0.1:{free_port()}"
     options = ["--port", url.rpartition(":")[2], "--redis", redis_server.url, "--fleet-secret", str(secret)]
     with (
-        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli.main", "route", *options)),
+        closing(Started(tmp_path / "router.log", "-m", "radixkv", "route", *options)),
         client(url, "demo-acme") as acme,
     ):
         eventually(lambda: answers(acme, "/healthz"), "the router listens", START_S)
@@ -365,7 +365,7 @@ def test_a_router_says_why_its_store_does_not_answer(secret: Path, tmp_path: Pat
     url, store = f"http://127.0.0.1:{free_port()}", f"redis://someone:hidden@127.0.0.1:{free_port()}"
     options = ["--port", url.rpartition(":")[2], "--redis", store, "--fleet-secret", str(secret)]
     with (
-        closing(Started(tmp_path / "router.log", "-m", "radixkv.cli.main", "route", *options)) as started,
+        closing(Started(tmp_path / "router.log", "-m", "radixkv", "route", *options)) as started,
         client(url, "demo-operator") as operator,
     ):
         eventually(lambda: answers(operator, "/healthz"), "the router listens", START_S)
