@@ -1,7 +1,7 @@
-"""Where keys become tenants: the one place in which a keyring is told to the cache and the fleet.
+"""From keys to tenants: the only place that tells the cache and the fleet which tenants there are.
 
-The cache knows the tenants of the keys and nobody else. A keyring is taken whole or not at all: promises that
-shrink come first, those that grow last, and if one can't be made, what was changed is changed back.
+The cache has exactly the tenants of the keyring. A keyring is taken whole or not at all: guarantees that shrink come
+first, those that grow last; if one can't be kept, all changes are undone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TenantSync:
-    """The tenants that the cache was told. Thread-safe."""
+    """Keeps the cache's tenants equal to the keyring's. Thread-safe."""
 
     def __init__(self, cache: PrefixCache, coordinator: Coordinator) -> None:
         self._cache, self._coordinator = cache, coordinator

@@ -24,7 +24,7 @@ from radixkv.service.worker import Busy
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What a replica says of its part of a job."""
+    """A replica's part of a job, as it stated it to the store."""
 
     state: JobState = "queued"
     num_done: int = 0
@@ -38,7 +38,7 @@ class Job:
 
     ``era``: see ``JobTable``. ``is_mine``: it was asked for here. ``is_followed``: others have parts in it, so that
     the store is looked at.
-    ``is_known``: another replica was told of it, or none can be. ``changed``: there is something to state.
+    ``is_known``: another replica knows it, or none can be told. ``changed``: there is something to state.
     """
 
     def __init__(self, job_id: str, namespace: Namespace, prompt_key: bytes, num_left_out: int) -> None:

@@ -1,14 +1,14 @@
-"""Pins of the fleet: a prefix that several replicas keep resident, whoever of them dies, and whoever joins.
+"""Pins of the fleet: a prefix that several replicas keep resident, also when replicas die or join.
 
-    asked here ──▶ fact in the store ──▶ told to each replica (signed) ──▶ each computes, pins, states its part
+    asked here ──▶ fact in the store ──▶ signed request to each replica ──▶ each computes, pins, states its part
                         │
-    once a second, each that holds some: the fact as it is now ─┬─ ended, over, purged, elsewhere ──▶ unpinned
-                                                                ├─ the store has lost it ──▶ stated again
-                                                                └─ somebody lacks it ──▶ told, by the first that has
+    once a second, each replica with pins reads the facts ─┬─ ended, over, purged, not for this replica ──▶ unpin
+                                                           ├─ the store has lost it ──▶ state it again
+                                                           └─ a replica lacks it ──▶ the first that has it sends it
 
-The prompt never stands in the store: who holds a pin knows it. So there is no owner; a pin lives as long as one
-that holds it, or its time, and a replica that joins, comes back, or stands in for another hears of it from there. What
-a request from another replica asks is compared with the store. Without the store every replica keeps what it has.
+The store never has the prompt; the replicas that hold the pin know it. So a pin has no owner. It lives as long as a
+replica that holds it, or until its time is over. A replica that joins, comes back, or replaces another one gets it from
+a holder. A request from another replica is compared with the store. Without the store each replica keeps what it has.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class FleetPins:
                 mine.state, mine.error, mine.prompt_key, mine.pin = "failed", "cleared", None, None
 
     async def purged(self, tenant: str, facts: Sequence[FleetPin]) -> None:
-        """A tenant was purged, and had these pins: they end now. Who holds one ends it too, if this can't be told."""
+        """A tenant was purged, and had these pins: they end now. Without the store, each holder ends its own."""
         for mine in list(self._tenants.get(tenant, {}).values()):
             if self._is_purged(mine):
                 self._drop(mine)
@@ -223,7 +223,7 @@ class FleetPins:
             self._step = asyncio.create_task(self._compare(), name="radixkv-fleet-pins")
 
     async def _compare(self) -> None:
-        """Compare what is kept here with the facts, and see to it that those who ought to keep it hear of it."""
+        """Compare the pins of this replica with the facts in the store, and act on what differs."""
         for tenant, kept in list(self._tenants.items()):
             for mine in [mine for mine in kept.values() if mine.until <= self._clock()]:
                 self._drop(mine)
@@ -262,9 +262,9 @@ class FleetPins:
             await self._tell_lacking(mine, fact)
 
     def _pin_again(self, mine: PinReplica, now: float) -> None:
-        """Pin anew what ought to hold for longer, what failed for a while, and what was forgotten without a purge.
+        """Pin again what has a later end, what failed and may work now, and what the cache lost without a purge.
 
-        So it is where a store has lost a generation: see ``coordination.purges``.
+        The cache loses one without a purge where a store has lost a generation: see ``coordination.purges``.
         """
         if mine.task is not None:
             return
@@ -324,7 +324,7 @@ class FleetPins:
             await self._state(mine)
 
     def _require_budget(self, namespace: Namespace, prompt_key: bytes) -> None:
-        """Raise PinBudgetExceeded for what would be computed in vain: what isn't resident is in no other pin either."""
+        """Raise PinBudgetExceeded before computing a prefix that couldn't be pinned afterwards."""
         tenant = namespace.tenant
         settings = self._keys.ring.settings.get(tenant)
         num_blocks = len(prompt_key) // TOKEN_BYTES // self._cache.config.block_size
@@ -347,7 +347,7 @@ class FleetPins:
             mine.fact = replace(mine.fact, parts=(*others, part))
 
     def _drop(self, mine: PinReplica) -> None:
-        """Keep it no more here, be it pinned or under way."""
+        """Drop it here, pinned or under way."""
         kept = self._tenants.get(mine.namespace.tenant, {})
         if kept.get(mine.fact.id) is mine:
             del kept[mine.fact.id]
@@ -362,7 +362,7 @@ class FleetPins:
     # ---- the others
 
     async def _tell_lacking(self, mine: PinReplica, fact: FleetPin) -> None:
-        """Tell those that lack it, if this replica is the first that has it."""
+        """Tell the replicas that lack it, if this replica is the first that has it."""
         having = sorted(part.replica_id for part in fact.parts if part.state == "done")
         if mine.prompt_key is None or mine.state != "done" or having[:1] != [self._name]:
             return
@@ -370,7 +370,7 @@ class FleetPins:
         await asyncio.gather(*(self._tell(mine, peer) for peer in lacking))
 
     def _lacking(self, mine: PinReplica, fact: FleetPin) -> list[ReplicaInfo]:
-        """Live replicas that have no part and ought to, the best first."""
+        """Live replicas that should have a part and have none, the best first."""
         parts = {part.replica_id: part for part in fact.parts if part.state != "lost"}
         others = {
             peer.id: peer
@@ -435,11 +435,11 @@ class FleetPins:
         return self._coordinator.pin_digest(namespace)
 
     def _is_purged(self, mine: PinReplica) -> bool:
-        """Its tenant has forgotten since what it pins."""
+        """Its tenant was purged since."""
         return mine.fact.namespace_digest != self._digest(mine.namespace)
 
     def _is_for(self, fact: FleetPin, name: str) -> bool:
-        """Whether a replica keeps it as long as it is told to."""
+        """Whether the pin is for a replica."""
         return not fact.wanted.startswith("=") or name in fact.wanted[1:].split(",")
 
     def _num_tokens(self, tenant: str) -> int:

@@ -1,11 +1,11 @@
 """Quotas of the fleet: what a tenant may use on all replicas of a model together, and this replica's share of it.
 
-The limit is whatever an operator said last, to whichever replica: by ``PUT``, or by settings that began to name one, be
-it at a replica's start. It stands in the store, and binds those whose own settings know nothing of it too.
-Each live replica may have an equal share. It is stated in the store, absolute, and counts for a lease; the store grants
-what the limit leaves beside the others' shares, so they never add up to more. Whoever has too much, as one has
-joined, gives back first here and then there; whoever joined gets it at its next step. Without the store the
-last grant holds. Nothing of this is on the path of a request: the cache is told of a limit, and keeps it.
+The limit is what an operator set last, at any replica: by ``PUT``, or by a keys file that begins to name one, also at a
+replica's start. It is in the store, and binds replicas whose own settings don't name it too.
+Each live replica may have an equal share. A replica states its share in the store as a number of blocks, valid for a
+lease. The store grants what the limit leaves beside the others' shares, so shares never add up to more. After a join, a
+replica over its share shrinks here first, then updates the store; the new replica gets its share at its next step.
+Without the store the last grant holds. No request waits for any of this: the cache has a limit, and keeps to it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Warming on several replicas: one job, a part for each, and always somebody who sees to it.
+"""Warming on several replicas: one job with a part for each replica, and one owner.
 
-    asked here ──▶ record in the store ──▶ told to each replica (signed); one knows ──▶ 202, or wait for the end
+    asked here ──▶ record in the store ──▶ signed request to each replica; one has it ──▶ 202, or wait for the end
                                                 │
-                          every replica that was asked: compute, state its own part, watch the job
-                          the owner: ask another in the place of a part that failed, where so many were wanted
-                          an owner whose lease is over: who knows the prompt takes the job; one of all who try
+                          each replica that was asked: compute, state its own part, watch the job
+                          the owner: where a number was wanted, ask another replica in the place of a failed part
+                          the owner's lease is over: a replica that knows the prompt takes the job
 
-What is to be warmed never stands in the store, so a job lives as long as a replica that was told of it. Where a
-number of replicas was wanted, one more is told than has to, if only one knows: it becomes the owner. Parts are
-absolute and stated again until the store has them. A prompt that cost three replicas their lives is sent to no more.
+The store never has the prompt, so a job lives as long as a replica that knows it. If only the owner of a job for a
+number of replicas knows the prompt, it hands the job to one more, which becomes the owner. A part is stated whole, and
+again until the store has it. After three replicas died on a prompt, no replacement is asked.
 
-Without the store a job is this process's own: it warms here, and what it was to do elsewhere has failed.
+Without the store a job is this process's own: it warms here, and its parts elsewhere have failed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from radixkv.service.warming import Warmer
 
 MAX_LOST = 3
-"""Parts lost with their replicas, after which nobody stands in any more."""
+"""After so many parts were lost with their replicas, no replacement is asked."""
 _PAUSES_S = (0.02, 1.0)
 _ANSWER_WITHIN_S = 0.2
 _PROGRESS_EVERY_S = 0.5
@@ -170,7 +170,7 @@ class WarmJobs:
             wanted = order.where if isinstance(order.where, int) else 0
             record = await self._saved(job, names, wanted)
             _require_same(record.request, digest)
-            if record.owner != self._me:  # somebody was faster, with the same key
+            if record.owner != self._me:  # a request with the same key was faster
                 return job_id
             undo.pop_all()
         job.record, job.is_mine = record, True
@@ -337,7 +337,7 @@ class WarmJobs:
             return False
 
     async def _is_handled(self, job: Job) -> bool:
-        """Do what there is to do now; whether the job has ended. Raises StoreUnavailable, ArgumentError."""
+        """One step of a job; whether it has ended. Raises StoreUnavailable, ArgumentError."""
         record = await self._ask_store(self._coordinator.job, job.id, job.namespace.tenant)
         is_idle = job.is_worked or not job.has_part
         if record is None:
@@ -349,7 +349,7 @@ class WarmJobs:
                 self._begin_late(job)
                 return False
         elif mine is not None and job.stated is not None and self._differs(mine, job.stated):
-            job.stated = None  # the store has lost it, or somebody thought that it couldn't be delivered
+            job.stated = None  # the store has lost it, or another replica gave it up
             return False
         if record.is_ended:
             return is_idle
@@ -369,7 +369,7 @@ class WarmJobs:
         return await self._ask_store(self._coordinator.take_job, job.id, job.namespace.tenant) is not None
 
     async def _assign(self, job: Job, record: WarmJob) -> None:
-        """Ask those that weren't asked yet, and others in the place of those that failed."""
+        """Ask the replicas that weren't asked yet, and replacements for those that failed."""
         self._deliver(job, record)
         if record.num_missing:
             spare = self._spare(job, record)
@@ -388,7 +388,7 @@ class WarmJobs:
             job.is_known.set()
 
     def _spare(self, job: Job, record: WarmJob) -> list[str]:
-        """Who could stand in for parts that failed, the best first; nobody where the tenant was purged meanwhile."""
+        """Replacements for failed parts, the best first; none where the tenant was purged meanwhile."""
         num_lost = sum(part.state == "lost" for part in record.parts)
         if (
             job.prompt_key is None
@@ -400,7 +400,7 @@ class WarmJobs:
         return [name for name in self._placement.best(job.namespace, job.prompt_key) if name not in asked]
 
     def _deliver(self, job: Job, record: WarmJob) -> None:
-        """Ask each replica that has a part and wasn't told of it, in tasks: who hangs keeps nobody waiting."""
+        """Ask each replica that has a part and wasn't asked; in a task each, so that a slow one delays no other."""
         for part in record.parts:
             to = part.writer
             if part.state == "queued" and part.replica_id != self._name and to not in job.delivered:
@@ -439,7 +439,7 @@ class WarmJobs:
         return await self._fleet.order(peer, namespace.tenant, json.dumps(document).encode())
 
     async def _hand_over(self, job: Job, record: WarmJob) -> None:
-        """Where somebody may have to stand in, let another replica see to a job that only this one knows."""
+        """Hand a job that may need replacements, and that only this replica knows, to another replica."""
         knowing = {part.writer for part in record.parts if part.is_open or part.state == "done"}
         if not record.num_wanted or record.owner != self._me or knowing - {self._me}:
             return
