@@ -42,7 +42,7 @@ def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) 
     with cache._lock:
         try:
             copied = requests.append(cache, sequences, keys)
-            if copied:
+            if copied and cache._storage is not None:
                 unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
                 requests.execute_copies(cache)
         except BaseException as error:
