@@ -24,9 +24,9 @@ from radixkv.index.tokens import ID_BYTES
 from radixkv.storage.plan import BlockIds
 
 
-def unpack(block_ids: bytes) -> BlockIds:
-    """Packed ids as int32 ``[n]``, a read-only view. O(1)."""
-    return np.frombuffer(block_ids, np.int32)
+def unpack(block_ids: bytes | bytearray | memoryview) -> BlockIds:
+    """Packed ids as int32 ``[n]``, read-only: a view of bytes, a copy of what may change."""
+    return np.frombuffer(bytes(block_ids), np.int32)
 
 
 class WaitingCopies:
@@ -133,6 +133,16 @@ class BlockPool:
             self.scrubber.free(block_ids)
         self._free += block_ids
 
+    def reuse(self, table: bytearray, start: int) -> None:
+        """``table[start:]`` go from victims to their next owner, not by the free stack: zero what has to be zeroed."""
+        if self.scrubber is not None:
+            self.scrubber.free(table[start:])
+
+    def hand_out(self, table: bytearray, start: int, label: int) -> None:
+        """``table[start:]`` are taken for the owner of a label: zero what it may not read."""
+        if self.scrubber is not None:
+            self.scrubber.hand_out(table[start:], label)
+
     def _hold(self, freed: bytes) -> bytes:
         """Hold those of the packed ids that waiting copies read; make no copy into any of them. Returns what is free.
 
@@ -141,7 +151,7 @@ class BlockPool:
         copies, ids = self.copies, set(unpack(freed).tolist())
         if not copies.named_among(ids):
             return freed
-        held = set(unpack(bytes(self.held)).tolist())
+        held = set(unpack(self.held).tolist())
         for target in ids.intersection(copies.targets):
             source = copies.cancel(target)
             if source is not None and source in held:
@@ -155,7 +165,7 @@ class BlockPool:
 
     def expose(self, block_ids: bytes | bytearray) -> None:
         """A tree has these packed ids now: note those that a waiting copy names. O(ids)."""
-        self.exposed |= self.copies.named_among(set(unpack(bytes(block_ids)).tolist()))
+        self.exposed |= self.copies.named_among(set(unpack(block_ids).tolist()))
 
     @property
     def is_loose(self) -> bool:
@@ -174,11 +184,11 @@ class BlockPool:
 
     def free_ids(self) -> BlockIds:
         """The free ids, int32, a copy. O(free)."""
-        return unpack(bytes(self._free))
+        return unpack(self._free)
 
     def lend(self, block_ids: bytearray) -> BlockIds:
         """Note that the engine owns these packed ids, which were taken, until ``give_back`` or ``claim``."""
-        taken = unpack(bytes(block_ids))
+        taken = unpack(block_ids)
         self.lent.update(taken.tolist())
         return taken
 

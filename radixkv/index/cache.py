@@ -116,7 +116,7 @@ class PrefixCache(CacheState):
         """End pins whose time is over, and let policies learn, without the lock. A cache on the monotonic clock has a
         thread that does; on another clock, as in a simulation, call it between requests.
         """
-        self._upkeep.maintain()
+        self._maintenance.maintain()
 
     # --- match and lease
 
@@ -394,7 +394,7 @@ class PrefixCache(CacheState):
         require_namespace(namespace)
         ttl_s, key = require_ttl(ttl_s), self._whole_blocks(ids)
         if self._clock is monotonic:
-            self._upkeep.start()
+            self._maintenance.start()
         lease: LeaseState | None = None
         with self._lock:
             try:

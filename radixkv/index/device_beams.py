@@ -178,7 +178,7 @@ def _on_device(
         tables,
         lengths,
         prefixes,
-        unpack(bytes(beams.block_ids)),
+        unpack(beams.block_ids),
         held=np.unique(behind[is_held]),
         groups=groups,
         max_columns=_power_of_two(columns),
@@ -231,7 +231,7 @@ def _private_blocks(sequences: tuple[SequenceState, ...]) -> NDArray[np.int32]:
                 packed += run.block_ids
             if run.parent is not None:
                 owners[run.parent] += 1
-    return unpack(bytes(packed))
+    return unpack(packed)
 
 
 # --- taking back
@@ -247,7 +247,7 @@ def _take_back(cache: CacheState, beams: Lending, reading: BeamsReading | None) 
         for sequence, heir in zip(beams.sequences, heirs, strict=True):
             sequence.become(heir)
         cache._runs.num_copied_blocks += reading.num_copied
-    ids = unpack(bytes(blocks))
+    ids = unpack(blocks)
     is_taken = np.isin(ids, taken)
     if reading is not None and not _is_sound(ids, is_taken, taken, reading.free):
         raise IntegrityError("the books of lent beams name blocks that weren't lent, or one of them twice")
@@ -295,7 +295,7 @@ def _heirs(
 
 
 def _check_reading(ancestor: SequenceState, members: list[int], whole: int, reading: BeamsReading) -> None:
-    begins, length = unpack(bytes(ancestor._table))[:whole], ancestor.num_tokens + reading.num_steps
+    begins, length = unpack(ancestor._table)[:whole], ancestor.num_tokens + reading.num_steps
     is_another = bool((reading.tables[members, :whole] != begins).any())
     if is_another or any(reading.lengths[beam] != length for beam in members):
         raise IntegrityError("a lent beam doesn't go on from the sequence that it comes from")

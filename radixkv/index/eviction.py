@@ -43,7 +43,6 @@ class Evictor:
         "_journal",
         "_pool",
         "_ranking",
-        "_scrubber",
         "_segment_blocks",
         "evictable_blocks",
         "on_hand_out",
@@ -63,7 +62,6 @@ class Evictor:
         self._segment_blocks = segment_blocks
         self._grain = journal.grain_tokens if journal is not None else 0
         self._ranking = Ranking(tenants)
-        self._scrubber = pool.scrubber
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
         self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends pins that are due
@@ -311,12 +309,10 @@ class Evictor:
             self.keep_limit(tenant, num_blocks)
         elif over > 0:  # what it gives up it has again
             self._evict_from(tenant, over * ID_BYTES, table)
-            if self._scrubber is not None:
-                self._scrubber.free(table[start:])
+            self._pool.reuse(table, start)
             size -= over * ID_BYTES
         self._take(size, tenant, table)
-        if self._scrubber is not None:
-            self._scrubber.hand_out(table[start:], tenant.label)
+        self._pool.hand_out(table, start, tenant.owner_tag)
         if self.on_hand_out is not None:
             self.on_hand_out()
 
@@ -331,8 +327,7 @@ class Evictor:
         self.require_fetched(num_blocks, None)
         taken = bytearray()
         self._take(num_blocks * ID_BYTES, None, taken)
-        if self._scrubber is not None:
-            self._scrubber.hand_out(taken, ENGINE)
+        self._pool.hand_out(taken, 0, ENGINE)
         if self.on_hand_out is not None:
             self.on_hand_out()
         return taken

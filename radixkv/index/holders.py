@@ -84,8 +84,6 @@ class SequenceState:
     """
 
     __slots__ = (
-        "_base",
-        "_base_size",
         "_hints",
         "_is_interrupted",
         "_is_open",
@@ -95,6 +93,8 @@ class SequenceState:
         "_num_cached",
         "_num_committed",
         "_own",
+        "_prompt_key",
+        "_prompt_size",
         "_run",
         "_segment_keys",
         "_size",
@@ -117,8 +117,8 @@ class SequenceState:
     ) -> None:
         self._tree = tree
         self._node = node
-        self._base = key  # immutable, shared by forks
-        self._base_size = len(
+        self._prompt_key = key  # immutable, shared by forks
+        self._prompt_size = len(
             key
         )  # how many bytes of it are the sequence's: a truncation keeps the rest of it
         self._tail = bytearray()  # what was appended since
@@ -163,23 +163,23 @@ class SequenceState:
     @property
     def block_table(self) -> BlockIds:
         """Block ids in order, int32 ``[num_blocks]``, a snapshot. O(blocks)."""
-        return unpack(bytes(self._table))
+        return unpack(self._table)
 
     def key_between(self, start: int, stop: int) -> bytes:
         """Key bytes ``[start, stop)``."""
-        size = self._base_size
+        size = self._prompt_size
         if stop <= size:
-            return self._base[start:stop]
+            return self._prompt_key[start:stop]
         if start >= size:
             return bytes(self._tail[start - size : stop - size])
-        return self._base[start:size] + bytes(self._tail[: stop - size])
+        return self._prompt_key[start:size] + bytes(self._tail[: stop - size])
 
     def key_to(self, stop: int) -> Key:
         """The key up to ``stop`` at least, at most twice as long, for who may keep it: of the prompt mostly no copy."""
-        size = self._base_size
+        size = self._prompt_size
         if stop > size:
             return self.key_between(0, size), bytes(self._tail[: stop - size])
-        return self._base if len(self._base) <= 2 * stop else self._base[:stop]
+        return self._prompt_key if len(self._prompt_key) <= 2 * stop else self._prompt_key[:stop]
 
     @property
     def shared_tail(self) -> Run | None:
@@ -192,13 +192,18 @@ class SequenceState:
     def child(self) -> SequenceState:
         """Another sequence in the same state that shares all blocks; the caller leases the node for it."""
         if len(self._tail) > MAX_COPIED_TAIL_BYTES:
-            self._base, self._tail = self._base[: self._base_size] + bytes(self._tail), bytearray()
-            self._base_size = len(self._base)
+            self._prompt_key, self._tail = (
+                self._prompt_key[: self._prompt_size] + bytes(self._tail),
+                bytearray(),
+            )
+            self._prompt_size = len(self._prompt_key)
         if len(self._table) > self._own * ID_BYTES:
             self._run = Run(self._run, self._own, self._table[self._own * ID_BYTES :])
             self._own = len(self._table) // ID_BYTES
-        twin = SequenceState(self._tree, self._node, self._base, self._table[:], self._num_cached, self._own)
-        twin._base_size = self._base_size
+        twin = SequenceState(
+            self._tree, self._node, self._prompt_key, self._table[:], self._num_cached, self._own
+        )
+        twin._prompt_size = self._prompt_size
         twin._hints = self._hints
         twin._tail = self._tail[:]
         twin._size = self._size
@@ -211,7 +216,7 @@ class SequenceState:
     def become(self, other: SequenceState) -> None:
         """Be what the other one is, which nobody knows of, and hold what it holds."""
         self._tree, self._node, self._run, self._hints = other._tree, other._node, other._run, other._hints
-        self._base, self._base_size, self._tail = other._base, other._base_size, other._tail
+        self._prompt_key, self._prompt_size, self._tail = other._prompt_key, other._prompt_size, other._tail
         self._size, self._table, self._own = other._size, other._table, other._own
         self._num_cached, self._num_committed = other._num_cached, other._num_committed
         self._segment_keys = other._segment_keys
@@ -219,10 +224,10 @@ class SequenceState:
     def cut_key(self, size: int) -> None:
         """Forget key bytes from ``size`` on. O(1)."""
         self._size = size
-        if size < self._base_size:
-            self._base_size, self._tail = size, bytearray()
+        if size < self._prompt_size:
+            self._prompt_size, self._tail = size, bytearray()
         else:
-            del self._tail[size - self._base_size :]
+            del self._tail[size - self._prompt_size :]
 
 
 class LeaseState:

@@ -121,7 +121,7 @@ class LentBeams:
                 cache._damage.error, cache._lock.broken = error, cache
                 mend(cache, error, lending.sequences)
                 raise
-        device.lend(unpack(bytes(taken)))
+        device.lend(unpack(taken))
 
     def reconcile(self) -> BeamsState:
         """Take the books back: each sequence is what its beam is, with the ids that the steps were told.

@@ -1,8 +1,8 @@
-"""Upkeep: pins end and policies learn, in a thread apart from those that call the cache.
+"""Maintenance: pins end and policies learn, in a thread apart from those that call the cache.
 
-The cache holds its ``Upkeep``. The thread calls ``maintain`` about once a second and rests nine times as long as that
-took, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache is gone. What
-fails keeps nothing else from being looked after: ``threading.excepthook`` is told, and the thread goes on.
+The cache holds its ``Maintenance``. The thread calls ``maintain`` about once a second and rests nine times as long as
+that took, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache is gone.
+A failure stops nothing else: ``threading.excepthook`` reports it, and the thread goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REST: Final = 9.0
 """Rests so many times as long as it worked."""
 
 
-class Upkeep:
+class Maintenance:
     """Lets the policies of ``tenants`` learn; ``lock`` is the cache's, and is held to look who they are."""
 
     def __init__(self, lock: CacheLock, tenants: Mapping[str, TenantState], pins: Pins) -> None:
@@ -58,21 +58,21 @@ class Upkeep:
         gone = threading.Event()
         weakref.finalize(self, gone.set)
         thread = threading.Thread(
-            target=_run, args=(weakref.ref(self), gone), name="radixkv-upkeep", daemon=True
+            target=_run, args=(weakref.ref(self), gone), name="radixkv-maintenance", daemon=True
         )
         thread.start()
 
 
-def _run(reference: weakref.ref[Upkeep], gone: threading.Event) -> None:
+def _run(reference: weakref.ref[Maintenance], gone: threading.Event) -> None:
     rest_s = PERIOD_S
     while not gone.wait(rest_s):
-        upkeep = reference()
-        if upkeep is None:
+        maintenance = reference()
+        if maintenance is None:
             return
         began_s = time.thread_time()
         try:
-            upkeep.maintain()
+            maintenance.maintain()
         except Exception:  # noqa: BLE001 told as if it had ended the thread, which is needed still
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         rest_s = max(PERIOD_S, REST * (time.thread_time() - began_s))
-        del upkeep
+        del maintenance

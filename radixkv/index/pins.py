@@ -9,10 +9,10 @@ interrupted call leaves behind is mended as for any lease. What is added here is
   neighbours has. O(log pins) comparisons, no count a node or a block.
 - **Number.** A tenant has at most ``Tenant.max_pins`` pins. The budget doesn't bound them: pins of the same blocks in
   several namespaces, as of a base under several salts, take nothing from it, and each costs about 2 KiB.
-- **Time.** A pin ends when its time is over; somebody looks about once a second in upkeep, when a request is short of
-  room, and when its tenant asks for its counts. Requests pay nothing for it. A request ends its own tenant's pins, and
-  others' only where the pool is short and they borrow: so what a strict tenant sees never depends on others, and what
-  others see doesn't as long as there is room.
+- **Time.** A pin ends when its time is over. Maintenance looks about once a second; so do a request that is short of
+  room, and a tenant that asks for its counts. Other requests pay nothing for it. A request ends its own tenant's pins,
+  and others' only where the pool is short and they borrow: so what a strict tenant sees never depends on others, and
+  what others see doesn't as long as there is room.
 - A clear or a purge ends the pins of what it forgets: each tree knows its pins, so that costs what it ends.
 
 ``lock`` is the cache's; every method is called under it.
@@ -46,7 +46,7 @@ MAX_TTL_S: Final = 366 * 86_400.0
 """Longest time of a pin; it may be pinned again before it ends."""
 
 SLICE_PINS: Final = 64
-"""Pins that upkeep ends before others may have the lock."""
+"""Pins that maintenance ends before others may have the lock."""
 
 
 @dataclass(frozen=True, slots=True)

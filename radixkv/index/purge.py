@@ -65,7 +65,7 @@ def purge(cache: CacheState, tenant: str) -> int:
         trees = list(state.trees.values())
         forgotten = sum([tree.num_blocks for tree in trees])
         state.generation += 1
-        state.label = cache._registry.new_label(state.settings)
+        state.owner_tag = cache._registry.new_owner_tag(state.settings)
         if cache._journal is not None:
             for namespace in state.namespaces:
                 cache._journal.cleared(namespace)

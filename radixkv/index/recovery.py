@@ -208,7 +208,7 @@ def _mend(cache: CacheState) -> None:
         damage.lease._is_open = False
         cache._leases.discard(damage.lease)
     cache._recorder.start_over()
-    cache._pool.lent.difference_update(unpack(bytes(damage.lent)).tolist())
+    cache._pool.lent.difference_update(unpack(damage.lent).tolist())
     _Books(cache).rebuild()
     cache._progress.notify_all()
 
@@ -342,7 +342,7 @@ class _Books:
         cache = self.cache
         for beams in list(cache._lendings):
             if cache._sequences.issuperset(beams.sequences):
-                self.private_to[unpack(bytes(beams.block_ids))] = self.tenants.index(beams.tenant)
+                self.private_to[unpack(beams.block_ids)] = self.tenants.index(beams.tenant)
                 self.num_private[beams.tenant] += len(beams.block_ids) // ID_BYTES
                 continue
             for sequence in beams.sequences:
@@ -389,7 +389,7 @@ class _Books:
 
     def _stretches(self, family: list[SequenceState], at: int, stop: int) -> Iterator[tuple[int, int]]:
         """Positions ``[at, stop)`` less those on everybody's leased path, cut where residency begins or ends."""
-        table = unpack(bytes(family[0]._table))[at:stop]
+        table = unpack(family[0]._table)[at:stop]
         is_resident = self.home[table] >= 0
         depth = min(sequence._node.depth for sequence in family)
         is_leased = is_resident & (np.arange(at, stop) < depth)
@@ -413,11 +413,11 @@ class _Books:
 
     def _node_of(self, block_ids: bytearray) -> Node | None:
         """The node that has the last of these blocks; None if they are private."""
-        index = int(self.home[unpack(bytes(block_ids))[-1]])
+        index = int(self.home[unpack(block_ids)[-1]])
         return self.nodes[index] if index >= 0 else None
 
     def _own(self, block_ids: bytearray, sequence: SequenceState) -> None:
-        self.private_to[unpack(bytes(block_ids))] = self.tenants.index(sequence._tree.tenant)
+        self.private_to[unpack(block_ids)] = self.tenants.index(sequence._tree.tenant)
         self.num_private[sequence._tree.tenant] += len(block_ids) // ID_BYTES
 
     def _count_uses(self) -> None:
@@ -472,7 +472,7 @@ class _Books:
         """What nobody owns, and no copy that waits needs, is free."""
         pool = self.cache._pool
         is_owned = (self.private_to >= 0) | (self.home >= 0)
-        is_owned[unpack(bytes(pool.held))] = True
+        is_owned[unpack(pool.held)] = True
         pool.lent = {block_id for block_id in pool.lent if not is_owned[block_id]}
         is_owned[list(pool.lent)] = True
         pool._free = _packed(~is_owned)
@@ -544,7 +544,7 @@ def _num_common(one: SequenceState, other: SequenceState) -> int:
     if one._tree is not other._tree:  # they may begin with the same base, and share nothing of their own
         return 0
     size = min(one.num_blocks, other.num_blocks)
-    differs = unpack(bytes(one._table))[:size] != unpack(bytes(other._table))[:size]
+    differs = unpack(one._table)[:size] != unpack(other._table)[:size]
     return int(differs.argmax()) if differs.any() else size
 
 

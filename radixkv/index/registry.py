@@ -19,7 +19,7 @@ from radixkv_policies import Policy
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace, Tenant
     from radixkv.index.eviction import Evictor
-    from radixkv.index.maintenance import Upkeep
+    from radixkv.index.maintenance import Maintenance
     from radixkv.index.scrubbing import Scrubber
 
 
@@ -29,7 +29,16 @@ class Registry:
     ``maintenance``: is started for policies that learn.
     """
 
-    __slots__ = ("_bases", "_block_bytes", "_clock", "_config", "_evictor", "_scrubber", "_upkeep", "tenants")
+    __slots__ = (
+        "_bases",
+        "_block_bytes",
+        "_clock",
+        "_config",
+        "_evictor",
+        "_maintenance",
+        "_scrubber",
+        "tenants",
+    )
 
     def __init__(
         self,
@@ -39,12 +48,12 @@ class Registry:
         evictor: Evictor,
         bases: Bases,
         scrubber: Scrubber | None,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         block_bytes: int,
     ) -> None:
         self._config, self._clock, self.tenants = config, clock, tenants
         self._evictor, self._bases, self._scrubber = evictor, bases, scrubber
-        self._upkeep, self._block_bytes = upkeep, block_bytes
+        self._maintenance, self._block_bytes = maintenance, block_bytes
 
     # --- trees
 
@@ -120,14 +129,16 @@ class Registry:
 
     def new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
         """What a tenant is to have, with nothing in it yet. Raises like ``new_policy``."""
-        label = self.new_label(settings)
-        state = TenantState(settings, self.new_policy(settings), is_added=is_added, label=label)
+        owner_tag = self.new_owner_tag(settings)
+        state = TenantState(settings, self.new_policy(settings), is_added=is_added, owner_tag=owner_tag)
         state.bases = self._bases.readable_by(settings.id)
         return state
 
-    def new_label(self, settings: Tenant) -> int:
+    def new_owner_tag(self, settings: Tenant) -> int:
         """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
-        return 0 if self._scrubber is None else self._scrubber.new_label(is_strict=settings.mode == "strict")
+        return (
+            0 if self._scrubber is None else self._scrubber.new_owner_tag(is_strict=settings.mode == "strict")
+        )
 
     def new_policy(self, settings: Tenant) -> Policy:
         """A policy for a tenant, of its own kind or of the cache's. Raises ArgumentError for what makes none."""
@@ -146,7 +157,7 @@ class Registry:
                 "policy", wanted, "a name, or what makes a Policy of the arguments that Policy takes"
             )
         if self._clock is monotonic and type(policy).maintain is not Policy.maintain:
-            self._upkeep.start()
+            self._maintenance.start()
         return policy
 
     def require_promise(self, tenant: Tenant, state: TenantState) -> None:

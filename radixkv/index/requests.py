@@ -301,7 +301,7 @@ def _is_pending(cache: CacheState, namespace: Namespace, key: bytes) -> bool:
         return False
     block = key[at : at + size]
     return any(
-        other._node is node and other._base.startswith(block, at, other._base_size)
+        other._node is node and other._prompt_key.startswith(block, at, other._prompt_size)
         for other in cache._sequences
     )
 
@@ -334,8 +334,8 @@ def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> 
     ``[node.depth, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
     """
     tree, size, resident = sequence._tree, cache._block_bytes, node.depth
-    key, at, stop = sequence._base, resident * size, new * size
-    if stop > sequence._base_size:
+    key, at, stop = sequence._prompt_key, resident * size, new * size
+    if stop > sequence._prompt_size:
         key, at, stop = sequence.key_between(at, stop), 0, stop - at
     if node.children is not None:
         node, at, taken_from = _follow(cache, sequence, node, key, at, stop)
@@ -372,7 +372,7 @@ def _ghost_keys(cache: CacheState, sequence: SequenceState, start: int, stop: in
     size, keys = cache._block_bytes, sequence._segment_keys
     if keys is None:
         keys = sequence._segment_keys = SegmentKeys(sequence._tree.namespace, cache._segment_blocks * size)
-    base, base_size, tail = sequence._base, sequence._base_size, sequence._tail
+    base, base_size, tail = sequence._prompt_key, sequence._prompt_size, sequence._tail
     return keys.between(start * size, stop * size, base, base_size, tail)
 
 
@@ -555,7 +555,7 @@ def _insert(cache: CacheState, tree: NamespaceTree, above: Node, key: bytes, blo
         keys = named.between(at, len(key), key, len(key), bytearray())
     node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
     # only now: until a tree has them they are whose they were
-    cache._pool.claim(blocks[resident:], tree.tenant.label)
+    cache._pool.claim(blocks[resident:], tree.tenant.owner_tag)
     if cache._journal is not None:
         cache._evictor.report_stored(tree, key, resident, len(blocks))
     evictor.release(node, tree)  # and perhaps gives them up

@@ -43,7 +43,7 @@ class Scrubber:
         self._zero = zero
         self.num_scrubbed = 0
 
-    def new_label(self, *, is_strict: bool) -> int:
+    def new_owner_tag(self, *, is_strict: bool) -> int:
         """A label that nobody has."""
         self._last += 2
         is_eager = is_strict or self._is_always

@@ -380,7 +380,7 @@ class Gathering:
         self._end = _End(
             free_ids=pool.free_ids(),
             lent_ids=tuple(pool.lent),
-            held_ids=unpack(bytes(pool.held)),
+            held_ids=unpack(pool.held),
             trees=trees,
             detached={tree for tenant in tenants for tree in tenant.detached},
             runs={
@@ -559,8 +559,8 @@ def _sequence_state(sequence: SequenceState) -> _SequenceState:
         sequence._size,
         sequence._num_cached,
         sequence._num_committed,
-        sequence._base,
-        sequence._base_size,
+        sequence._prompt_key,
+        sequence._prompt_size,
         bytes(sequence._tail),
         sequence.is_lent,
     )

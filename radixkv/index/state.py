@@ -25,7 +25,7 @@ from radixkv.index.changes import Journal, Recorder
 from radixkv.index.eviction import Evictor
 from radixkv.index.holders import LeaseState, Lending, SequenceState
 from radixkv.index.locking import Held, SourceLock
-from radixkv.index.maintenance import Upkeep
+from radixkv.index.maintenance import Maintenance
 from radixkv.index.pins import Pins
 from radixkv.index.registry import Registry
 from radixkv.index.runs import Runs
@@ -98,7 +98,7 @@ class CacheState(ABC):
         self._runs = Runs(self._pool, self._evictor, self._block_bytes)
         self._recorder = Recorder()
         self._pins = Pins(clock, self._evictor, self._leases)
-        self._upkeep = Upkeep(self._lock, self._tenants, self._pins)
+        self._maintenance = Maintenance(self._lock, self._tenants, self._pins)
         self._registry = Registry(
             config,
             clock,
@@ -106,11 +106,11 @@ class CacheState(ABC):
             self._evictor,
             self._bases,
             self._scrubber,
-            self._upkeep,
+            self._maintenance,
             self._block_bytes,
         )
         if clock is monotonic and resolve("policy", config.policy).maintain is not Policy.maintain:
-            self._upkeep.start()
+            self._maintenance.start()
 
     @property
     def is_dead(self) -> bool:

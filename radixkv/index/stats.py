@@ -51,7 +51,7 @@ class CacheStats:
     declined_blocks: int
     """Given up as soon as nobody used them, since the policy didn't admit them."""
     pinned_blocks: int
-    """Kept by pins, each counted once. A pin whose time is over counts until upkeep comes by, about a second."""
+    """Kept by pins, each counted once. A pin whose time is over counts until maintenance comes by, about a second."""
     num_pins: int
     num_bases: int
     """Published, computed or not."""

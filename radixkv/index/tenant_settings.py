@@ -23,7 +23,7 @@ def add(cache: CacheState, tenant: Tenant) -> None:
     cache._registry.require_promise(tenant, state)
     _follow_policy(cache, state, tenant)
     if state.settings.mode != tenant.mode:
-        state.label = cache._registry.new_label(tenant)
+        state.owner_tag = cache._registry.new_owner_tag(tenant)
     cache._tenants[tenant.id] = state
     state.is_added = True
     state.set(tenant)
@@ -46,7 +46,7 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
     state.forget_counts()
     state.is_added = False
     if state.settings.mode != settings.mode:
-        state.label = cache._registry.new_label(settings)
+        state.owner_tag = cache._registry.new_owner_tag(settings)
     state.set(settings)
     cache._evictor.settle_promises(cache._tenants.values())
     cache._evictor.keep_limit(state, 0)

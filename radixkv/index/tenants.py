@@ -29,7 +29,7 @@ class TenantState:
     """What one tenant has in the cache: its trees, its policy, its counts.
 
     ``settings``: what it is promised and held to; ``is_added`` unless they are the default's.
-    ``label``: what its blocks are known by, see ``scrubbing``.
+    ``owner_tag``: what its blocks are known by, see ``scrubbing``.
     ``protected_blocks``: leased in its trees, private to its sequences, or quarantined. ``evictable_blocks``: in its
     trees and protected by no lease. Together they are what it uses. ``on_…``: the policy's hooks, None for those that
     it leaves out, bound once so that a request doesn't look them up or call what does nothing.
@@ -48,7 +48,6 @@ class TenantState:
         "guaranteed_blocks",
         "hit_tokens",
         "is_added",
-        "label",
         "max_blocks",
         "missed_tokens",
         "on_admit",
@@ -62,6 +61,7 @@ class TenantState:
         "on_touched",
         "on_trimmed",
         "on_unleased",
+        "owner_tag",
         "policy",
         "protected_blocks",
         "rank_entry",
@@ -74,9 +74,9 @@ class TenantState:
         "weight",
     )
 
-    def __init__(self, settings: Tenant, policy: Policy, *, is_added: bool, label: int = 0) -> None:
+    def __init__(self, settings: Tenant, policy: Policy, *, is_added: bool, owner_tag: int = 0) -> None:
         self.tenant_id = settings.id
-        self.label = label
+        self.owner_tag = owner_tag
         self.is_added = is_added
         self.set(settings)
         self.follow(policy)

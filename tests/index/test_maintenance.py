@@ -15,7 +15,7 @@ LEARNING = [name for name, policy in POLICIES.items() if policy.maintain is not 
 
 
 def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "radixkv-upkeep"}
+    return {thread for thread in threading.enumerate() if thread.name == "radixkv-maintenance"}
 
 
 @pytest.mark.parametrize("policy", LEARNING)

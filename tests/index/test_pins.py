@@ -560,7 +560,7 @@ def test_upkeep_ends_pins_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def threads() -> set[threading.Thread]:
     """Those of upkeep."""
-    return {thread for thread in threading.enumerate() if thread.name == "radixkv-upkeep"}
+    return {thread for thread in threading.enumerate() if thread.name == "radixkv-maintenance"}
 
 
 @pytest.mark.parametrize("others", [0, 8])
