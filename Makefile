@@ -51,7 +51,7 @@ run: $(VENV)/.installed-all
 	@exec $(VENV)/bin/radixkv serve $(ARGS)
 
 quick: lint
-	@HYPOTHESIS_PROFILE=quick RADIXKV_EXAMPLES=100 $(VENV)/bin/python -m pytest $(SPREAD) -q -m 'not slow' $(PYTEST)
+	@HYPOTHESIS_PROFILE=quick RADIXKV_EXAMPLES=100 $(VENV)/bin/python -m pytest $(SPREAD) -q -m 'not slow and not pure' $(PYTEST)
 
 test: compile
 	@$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST)

@@ -71,6 +71,7 @@ class DictEngine:
         return self.count if self.tells else sum(key[0][0] == tenant for key in self.known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "said"),
     [
@@ -93,6 +94,7 @@ def test_an_engine_behind_an_adapter(bug: dict[str, bool], said: str | None) -> 
         assert any(each in report.failure for each in said.split("|")), report.failure
 
 
+@pytest.mark.slow
 def test_four_calls_are_enough() -> None:
     class Bare:
         block_size = 8
@@ -121,6 +123,7 @@ def test_radixkv_itself_behind_its_adapter_in_a_pool_with_room_and_in_one_withou
     assert report.failure is not None, "in a full pool of burst tenants one can see another's room"
 
 
+@pytest.mark.slow
 def test_a_refusal_is_observed_and_any_other_error_is_a_finding() -> None:
     class Full(DictEngine):
         def open(self, namespace: Any, ids: Sequence[int]) -> tuple[Any, int]:
@@ -136,6 +139,7 @@ def test_a_refusal_is_observed_and_any_other_error_is_a_finding() -> None:
     assert failure is not None and "BufferError: no room" in failure
 
 
+@pytest.mark.slow
 def test_the_examples_ten_lines() -> None:
     assert audit_your_engine.audit(examples=50).ok
 

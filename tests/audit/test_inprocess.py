@@ -203,6 +203,7 @@ def test_what_needs_strict_tenants_says_so_without_them() -> None:
         assert verdict is Verdict.NOT_CHECKED and "strict" in detail
 
 
+@pytest.mark.slow
 def test_a_whole_run_without_strict_tenants_names_what_it_left_out() -> None:
     report = inprocess.run(
         lambda config, **named: Untenanted(PrefixCache(config, **named)), examples=1, steps=2

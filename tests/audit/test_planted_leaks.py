@@ -83,6 +83,7 @@ def verdicts(report: AuditReport) -> dict[str, Verdict | None]:
     return {check.name: check.verdict for check in report.checks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leak", LEAKS)
 def test_each_planted_leak_is_found_by_its_check(leak: str) -> None:
     report = audited(PlantedServer(leak))
@@ -100,6 +101,7 @@ def test_a_sound_server_is_isolated_in_what_was_checked_and_only_timing_was_not(
     assert report.exit_code == 6
 
 
+@pytest.mark.slow
 def test_very_long_prompts_and_every_pair_of_surfaces_need_more_probes() -> None:
     assert audited(PlantedServer("very long prompts"), probes=10).verdict is Verdict.LEAKS
     sound = audited(PlantedServer(), probes=10)
@@ -123,12 +125,14 @@ def only_letters(text: str) -> list[int]:
     return [ord(each) if each.islower() else 0 for each in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [only_digits, only_letters])
 def test_prompts_differ_for_tokenizers_that_know_little(tokenizer: Callable[[str], list[int]]) -> None:
     assert audited(PlantedServer(tokenizer=tokenizer)).check(3).verdict is Verdict.ISOLATED
     assert audited(PlantedServer("no salt", tokenizer=tokenizer)).check(3).verdict is Verdict.LEAKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leak", [None, "no salt"])
 def test_prompts_that_all_become_the_same_ids_leave_the_probe_blind(leak: str | None) -> None:
     """Whether it leaks or not, it can't be told by text; by ids it can."""
@@ -138,6 +142,7 @@ def test_prompts_that_all_become_the_same_ids_leave_the_probe_blind(leak: str | 
     assert report.verdict is (Verdict.BLIND if leak is None else Verdict.LEAKS)
 
 
+@pytest.mark.slow
 def test_what_else_leaves_the_probe_blind() -> None:
     report = audited(PlantedServer(caches=False))
     assert report.check(3).verdict is Verdict.BLIND and report.verdict is Verdict.BLIND

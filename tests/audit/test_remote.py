@@ -44,6 +44,7 @@ def test_a_server_that_isolates() -> None:
     assert report.settings["timing"]["stopping_rule"] and report.settings["timing"]["samples"] == 40
 
 
+@pytest.mark.slow
 def test_a_server_that_shares_its_cache_leaks_by_content_and_by_time() -> None:
     report = audited(Behaviour(shares=True))
     assert report.verdict is Verdict.LEAKS and report.exit_code == 1
@@ -54,6 +55,7 @@ def test_a_server_that_shares_its_cache_leaks_by_content_and_by_time() -> None:
     assert report.check(12).figures["cross"]["low"] > 0.2
 
 
+@pytest.mark.slow
 def test_without_counts_time_alone_tells() -> None:
     report = audited(Behaviour(shares=True, tells_cached=False))
     assert report.check(3).verdict is Verdict.INCONCLUSIVE
@@ -67,16 +69,19 @@ def test_a_server_without_a_cache_leaves_the_instrument_blind() -> None:
     assert report.verdict is Verdict.BLIND and "cross" in report.samples and not report.samples["cross"]
 
 
+@pytest.mark.slow
 def test_open_metrics_of_everybody_are_a_leak_and_named() -> None:
     report = audited(Behaviour(global_metrics=True), timing=False)
     assert report.check(7).verdict is Verdict.LEAKS
     assert any("tokens #" in line for line in report.check(7).figures["changed"]), report.check(7)
 
 
+@pytest.mark.slow
 def test_ids_that_count_everybodys_requests_are_a_leak() -> None:
     assert audited(Behaviour(counts_in_ids=True), timing=False).check(8).verdict is Verdict.LEAKS
 
 
+@pytest.mark.slow
 def test_chat_only_servers_and_busy_ones() -> None:
     report = audited(Behaviour(chat_only=True, shares=True, busy_every=7))
     assert report.check(3).verdict is report.check(10).verdict is Verdict.LEAKS

@@ -64,6 +64,7 @@ def test_equivalence_is_shown_and_not_assumed(low: float, high: float, verdict: 
     assert statistics.judged(Interval((low + high) / 2, low, high)) is verdict
 
 
+@pytest.mark.slow
 def test_enough_samples_show_equivalence_and_half_of_them_often_do_not() -> None:
     def isolated(size: int) -> int:
         return sum(
@@ -77,6 +78,7 @@ def test_enough_samples_show_equivalence_and_half_of_them_often_do_not() -> None
     assert isolated(100) == 0
 
 
+@pytest.mark.slow
 def test_bits_of_nothing_and_of_everything() -> None:
     nothing = statistics.leaked_bits(normal(0, 3000), normal(1, 3000), seed=0)
     assert nothing.low == 0 and nothing.estimate < 0.005 and nothing.high < 0.02

@@ -154,6 +154,7 @@ def write(client: Any, command: tuple[Any, ...]) -> None:
             client.execute_command(*command)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_that_is_written_to_redis_purges_lies_or_stops_anybody(attacked: Attacked) -> None:
     attacked.purge("acme")

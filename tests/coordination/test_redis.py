@@ -185,10 +185,12 @@ def fleet(redis_server: RedisServer) -> Iterator[RedisFleet]:
         yield fleet
 
 
+@pytest.mark.slow
 class TestRedisCoordinator(CoordinatorContract):
     """The same promises over a server."""
 
 
+@pytest.mark.slow
 class TestClusterCoordinator(CoordinatorContract):
     """The same promises over three primaries."""
 
@@ -198,6 +200,7 @@ class TestClusterCoordinator(CoordinatorContract):
             yield fleet
 
 
+@pytest.mark.slow
 class TestSentinelCoordinator(CoordinatorContract):
     """The same promises over a master that sentinels name."""
 
@@ -531,6 +534,7 @@ def test_scripts_are_loaded_again_after_a_flush(fleet: RedisFleet) -> None:
     assert a.health().num_script_reloads > before and a.health().num_outages == 0
 
 
+@pytest.mark.slow
 def test_a_server_killed_and_restarted_is_filled_again(fleet: RedisFleet) -> None:
     a, b = (fleet.join(name, lease_s=fleet.brief_s) for name in "ab")
     kept, gone = prompt(512), prompt(512, seed=1)
@@ -556,6 +560,7 @@ def test_a_replica_that_starts_before_its_server_joins_later(fleet: RedisFleet) 
     fleet.eventually(lambda: a.health().is_ok and a.info().epoch > 0)
 
 
+@pytest.mark.slow
 def test_a_store_that_came_back_with_another_fleet_refuses(fleet: RedisFleet) -> None:
     fleet.server.kill()
     a = fleet.join("a", lease_s=fleet.brief_s)
@@ -654,6 +659,7 @@ def child(fleet: RedisFleet, seed: int) -> tuple[subprocess.Popen[str], int]:
     return process, int(process.stdout.readline())
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_view_and_its_restart_counts_anew(fleet: RedisFleet) -> None:
     b = fleet.join("b")
     first, first_epoch = child(fleet, 0)
@@ -761,6 +767,7 @@ def test_a_clock_that_is_turned_by_an_hour(fleet: RedisFleet, seconds: float) ->
     fleet.eventually(lambda: hinted(b, OTHER, prompt(512)) == {"a": 512})
 
 
+@pytest.mark.slow
 def test_a_lease_that_the_server_does_not_end_is_over_all_the_same(fleet: RedisFleet) -> None:
     """As after its clock was turned back: only beats extend a lease."""
     a, b = fleet.join("a"), fleet.join("b")
@@ -825,6 +832,7 @@ def num_waits(server: RedisServer) -> int:
     return int(server.text("INFO commandstats").split("cmdstat_wait:calls=")[1].split(",")[0])
 
 
+@pytest.mark.slow
 def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
     """The master dies; the sentinels make the replica the master; nobody is told but by them.
 
@@ -852,6 +860,7 @@ def test_after_a_failover_everything_is_right_again(tmp_path: Path) -> None:
         servers.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_lagging", [False, True])
 def test_after_all_primaries_of_a_cluster_were_replaced(tmp_path: Path, is_lagging: bool) -> None:
     """One after the other, by what their replicas have; those that lag lack what the others were told last."""
@@ -927,6 +936,7 @@ def is_waiting(coordinator: Coordinator) -> bool:
     return not is_free
 
 
+@pytest.mark.slow
 def test_a_paused_server_is_said_to_be_away_and_heals(fleet: RedisFleet) -> None:
     a, b = (fleet.replica(name, lease_s=fleet.brief_s) for name in "ab")
     cache = PrefixCache(CacheConfig(num_blocks=512, block_size=16), journal=a.journal)
@@ -1101,6 +1111,7 @@ def operations(store: RedisStore) -> Iterator[Callable[[], object]]:
     yield lambda: store.leave(writer, "proof")
 
 
+@pytest.mark.slow
 def test_whatever_a_server_says_is_an_answer_or_none(redis_server: RedisServer) -> None:
     """Garbage in the place of any reply, be it the first of a connection or a later one."""
     num_refused = 0
@@ -1273,6 +1284,7 @@ def test_a_plain_url_finds_a_cluster(redis_cluster: ClusterServers) -> None:
         assert fleet.members == []
 
 
+@pytest.mark.slow
 def test_one_shard_that_is_away_leaves_the_others(redis_cluster: ClusterServers) -> None:
     """The logs and registrations of other shards are still read; who stands on the lost one runs out of lease."""
     with closing(RedisFleet(redis_cluster)) as fleet:

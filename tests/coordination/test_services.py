@@ -58,6 +58,7 @@ def states(outcome: Any) -> dict[str, str]:
     return {each["replica"]: each["state"] for each in outcome["replicas"]}
 
 
+@pytest.mark.slow
 def test_the_work_of_a_fleet(pair: Pair) -> None:
     a, b = pair
     assert [each.nobody.get("/readyz").json()["coordination"] for each in pair] == ["ok", "ok"]

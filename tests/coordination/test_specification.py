@@ -416,6 +416,7 @@ def attack(server: Servers, url: str, proxy: TcpProxy | None) -> None:
             each.close()
 
 
+@pytest.mark.slow
 def test_a_server_behaves_as_the_specification(redis_server: RedisServer) -> None:
     proxy = TcpProxy(redis_server.host, redis_server.port)
     try:
@@ -425,10 +426,12 @@ def test_a_server_behaves_as_the_specification(redis_server: RedisServer) -> Non
     assert proxy.num_cut > 0, "no fault has struck"
 
 
+@pytest.mark.slow
 def test_a_cluster_behaves_as_the_specification(redis_cluster: ClusterServers) -> None:
     attack(redis_cluster, redis_cluster.url, None)
 
 
+@pytest.mark.slow
 def test_a_master_under_sentinel_behaves_as_the_specification(redis_sentinel: SentinelServers) -> None:
     attack(redis_sentinel, redis_sentinel.url, None)
 

@@ -35,6 +35,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[LentBeams]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", BEAMS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_batch_cold_and_warm(architecture: str, mode: str, steps: list[LentBeams]) -> None:
@@ -50,6 +51,7 @@ def test_batch_cold_and_warm(architecture: str, mode: str, steps: list[LentBeams
     assert len(set(steps)) == 2 and len(steps) > 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("num_prompts", [1, 2])
 def test_the_host_would_have_made_the_same(

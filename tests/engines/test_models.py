@@ -61,6 +61,7 @@ def test_demo_weights_are_the_same_everywhere() -> None:
     assert weights_digest(tiny) == "f06df98ed0daafd85df06960beb70398c7c14e2ad7a806f7c9e1f5638166636e"
 
 
+@pytest.mark.slow
 def test_demo_model_is_what_it_says() -> None:
     before = torch.random.get_rng_state()
     model = demo_model()

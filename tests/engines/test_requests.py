@@ -190,6 +190,7 @@ def test_one_new_token() -> None:
         assert engine.cache.stats().copied_blocks == 0
 
 
+@pytest.mark.slow
 def test_the_working_copy_goes_with_the_request() -> None:
     with engine_over(model_of()) as engine:
         ns = engine.namespace("acme")

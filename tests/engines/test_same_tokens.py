@@ -79,6 +79,7 @@ def test_a_prompt_of_whole_blocks() -> None:
             assert made.num_cached_tokens == [cached]
 
 
+@pytest.mark.slow
 def test_long_generation_outgrows_the_working_copy() -> None:
     model = model_of()
     prompt = prompt_of(20)
@@ -140,6 +141,7 @@ def _batches() -> st.SearchStrategy[list[tuple[Prompts, int, dict[str, Any]]]]:
     return st.lists(st.tuples(prompts, st.integers(1, 7), modes), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(requests=_batches(), block_size=st.sampled_from([1, 2, 3, 4]), chunk_tokens=st.integers(1, 5))
 def test_any_requests_one_after_the_other(

@@ -11,6 +11,7 @@ from tests.examples.running import printed
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_both_searches_come_to_the_same_and_hold_less() -> None:
     arguments = ["--device", "cpu", "--prompt", "90", "--steps", "20", "--branches", "3", "--rounds", "2"]
     beams, thoughts = printed("branching.py", *arguments).split("tree of thought")

@@ -11,6 +11,7 @@ from tests.examples.running import ROOT, printed
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_it_runs_and_its_figures_are_in_order() -> None:
     texts = map(str, sorted((ROOT / "docs").glob("*.md")))
     text = printed("quantised_prefixes.py", "--steps", "2", "--prefixes", "3", "--text", *texts)

@@ -10,6 +10,7 @@ from tests.redis_server import RedisServer
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_two_replicas_example(redis_server: RedisServer) -> None:
     lines = [line.split() for line in printed("two_replicas.py", redis_server.url).splitlines()]
     assert [line[:4] for line in lines[:2]] == [

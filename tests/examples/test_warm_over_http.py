@@ -12,6 +12,7 @@ from tests.service.running import service_in_thread
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_warm_over_http_example() -> None:
     with service_in_thread() as live:
         warmed, found, cold, warm = printed("warm_over_http.py", live.url).splitlines()

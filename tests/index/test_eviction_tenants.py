@@ -570,6 +570,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple)
 ops = st.tuples(st.integers(0, 23), st.sampled_from(TENANTS), prompts, st.integers(0, 5), promises)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_rule_is_what_the_reference_says(policy: str) -> None:

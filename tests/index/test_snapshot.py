@@ -199,6 +199,7 @@ def test_a_tree_that_is_a_circle_is_reported(num_slices: int, monkeypatch: pytes
             audit.check(cache, at_once=at_once)
 
 
+@pytest.mark.slow
 def test_many_tenants_are_recorded_and_let_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """No hold changes the hooks of more than SLICE_TENANTS of them."""
     cache = PrefixCache(CacheConfig(num_blocks=600, block_size=1))
@@ -286,6 +287,7 @@ def test_no_hold_reads_more_than_a_slice_and_what_goes_with_it(monkeypatch: pyte
     assert plain(found) == plain(cache.snapshot())
 
 
+@pytest.mark.slow
 @pytest.mark.pure
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_call_that_is_interrupted_while_somebody_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class Reached(properties.BeamMachine):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_lives_with_beams() -> None:
     """Every law, every beam's KV, and what the host says of it, over lives in which all of that happened."""
@@ -54,6 +55,7 @@ def test_lives_with_beams() -> None:
     assert not rare, Reached.seen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_mended_while_beams_are_lent() -> None:
     """A cache that is mended again and again: nothing that is lent notices."""

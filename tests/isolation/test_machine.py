@@ -38,6 +38,7 @@ def test_nothing_is_found(part: int) -> None:
     assert report.examples >= EXAMPLES // PARTS
 
 
+@pytest.mark.slow
 @pytest.mark.pure
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("label_bytes, grown_bytes", [(16, 24), (8, 0)])
@@ -54,6 +55,7 @@ def test_nothing_is_found_at_the_limits(
     assert report.ok, report.failure
 
 
+@pytest.mark.slow
 def test_same_arguments_do_the_same() -> None:
     """A seed names a run."""
     first, second = (properties.run(PrefixCache, 20, 20, seed=7) for _ in range(2))

@@ -162,6 +162,7 @@ def join(redis_server: RedisServer, tmp_path: Path) -> Iterator[Callable[..., Ru
 Join = Callable[..., Running]
 
 
+@pytest.mark.slow
 def test_a_job_warms_everywhere_too(join: Join) -> None:
     one, two = join("one"), join("two")
     eventually(lambda: reachable(one, "one", "two"))
@@ -175,6 +176,7 @@ def test_a_job_warms_everywhere_too(join: Join) -> None:
     assert [each.status_code for each in unknown] == [404, 404] and unknown[0].content == unknown[1].content
 
 
+@pytest.mark.slow
 def test_what_one_holds_is_known_to_the_other(join: Join) -> None:
     one, two = join("one"), join("two")
     eventually(lambda: reachable(one, "one", "two"))
@@ -202,6 +204,7 @@ def test_a_replica_without_room_fails_alone(join: Join) -> None:
     held.release()
 
 
+@pytest.mark.slow
 def test_a_tenant_that_another_replica_lacks_fails_there_only(join: Join, tmp_path: Path) -> None:
     (tmp_path / "few.json").write_text(json.dumps({"tenants": {"acme": "demo-acme"}}))
     one, two = join("one"), join("two", keys=str(tmp_path / "few.json"))
@@ -222,6 +225,7 @@ def test_requests_follow_proofs_not_addresses(join: Join, redis_server: RedisSer
     assert [each["replica"] for each in reply["replicas"]] == ["one"]
 
 
+@pytest.mark.slow
 def test_a_fenced_replica_is_unhealthy(join: Join) -> None:
     old, new = join("same", **BRISK), join("same", **BRISK)
     eventually(lambda: old.nobody.get("/healthz").status_code == 503)
@@ -229,6 +233,7 @@ def test_a_fenced_replica_is_unhealthy(join: Join) -> None:
     assert new.nobody.get("/readyz").status_code == 200
 
 
+@pytest.mark.slow
 def test_without_redis_everything_local_goes_on(join: Join, redis_server: RedisServer) -> None:
     one = join("one", **BRISK)
     redis_server.kill()
@@ -380,6 +385,7 @@ def test_few_internal_requests_are_read_at_once() -> None:
     assert asyncio.run(occupy()) == "busy"
 
 
+@pytest.mark.slow
 def test_a_purge_has_ended_the_pins_of_the_fleet_when_it_is_answered(join: Join) -> None:
     one, two = join("one"), join("two")
     eventually(lambda: reachable(one, "one", "two") and reachable(two, "one", "two"))
@@ -465,6 +471,7 @@ def test_a_quota_that_one_replica_is_told_binds_all(start: Start, redis_server: 
     eventually(lambda: [quota(each) for each in (one, two, three)] == [(60, 20)] * 3, "said once more")
 
 
+@pytest.mark.slow
 def test_a_tenant_that_was_removed_leaves_no_quota_behind() -> None:
     with service_in_thread() as live:
         put(live, "brief", fleet_blocks=90)

@@ -472,6 +472,7 @@ HOSTILE: list[tuple[str, str, bytes]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("caller", "path", "body"), HOSTILE, ids=[f"{path}-{n}" for n, (_, path, _) in enumerate(HOSTILE)]
 )

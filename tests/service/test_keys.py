@@ -299,6 +299,7 @@ def test_keys_become_tenants_of_the_cache(service: Running, keys_file: Path) -> 
     assert service.operator.put("/v1/tenants/initech", json={"guaranteed_blocks": 56}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_strict_tenant_needs_a_service_that_scrubs() -> None:
     with service_in_thread(scrub="never") as running:
         answer = running.operator.put("/v1/tenants/acme", json={"mode": "strict", "guaranteed_blocks": 8})

@@ -27,6 +27,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_traffic_is_recorded_and_simulated(tmp_path: Path) -> None:
     path = tmp_path / "traffic.jsonl"
     ids = list(range(100, 180))
@@ -57,6 +58,7 @@ def test_traffic_is_recorded_and_simulated(tmp_path: Path) -> None:
     assert round(row["token_hit_rate"] * row["prompt_tokens"]) == 80 + 80
 
 
+@pytest.mark.slow
 def test_hints_reach_the_policy_and_the_record(tmp_path: Path) -> None:
     path = tmp_path / "traffic.jsonl"
     kept, gone, last = ([first] * 256 for first in (7, 8, 9))

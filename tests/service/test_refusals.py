@@ -132,6 +132,7 @@ NEUTRAL = {
 """What clients send that set nothing."""
 
 
+@pytest.mark.slow
 def test_neutral_values_of_common_fields_change_nothing(live: Running) -> None:
     asked = {"prompt": "Say it", "max_tokens": 3, "temperature": 0, "ignore_eos": True, "salt": "neutral"}
     plain = live.acme.post("/v1/completions", json=asked).json()["choices"]

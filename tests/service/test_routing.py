@@ -186,6 +186,7 @@ def test_a_model_has_its_served_name_too(live: Running) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_replicas_and_routers_rank_alike(join: Join, router: httpx.Client) -> None:
     unready = {"status": "not_ready", "reasons": ["replicas: none is known"], "coordination": "ok"}
     assert router.get("/readyz").json() == unready
@@ -360,6 +361,7 @@ def test_settings_of_a_router(tmp_path: Path) -> None:
             RouteSettings.parse({**good, **wrong})
 
 
+@pytest.mark.slow
 def test_a_router_says_why_its_store_does_not_answer(secret: Path, tmp_path: Path) -> None:
     """And takes it for lost as long as it is, also while it knows no replica."""
     url, store = f"http://127.0.0.1:{free_port()}", f"redis://someone:hidden@127.0.0.1:{free_port()}"

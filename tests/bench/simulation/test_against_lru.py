@@ -50,6 +50,7 @@ def rate(trace: Trace, policy: str, capacity: int) -> float:
     return float(hits.sum() / scorer.prompt_tokens.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mix, seed",
     [

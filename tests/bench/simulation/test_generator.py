@@ -35,6 +35,7 @@ def test_every_kind_is_deterministic_in_order_and_readable(kind: str, tmp_path: 
     assert trace.labels[0] is not None and trace.labels[0]["type"] == kind
 
 
+@pytest.mark.slow
 def test_conversations_go_on_as_they_did_in_the_trace() -> None:
     made = calls("chat", seconds=20_000)
     turns = Counter(call.labels["turn"] for call in made if call.time_s < 10_000)
@@ -47,6 +48,7 @@ def test_conversations_go_on_as_they_did_in_the_trace() -> None:
     assert mean == pytest.approx(12_000, rel=0.25)
 
 
+@pytest.mark.slow
 def test_a_turn_begins_with_all_of_the_one_before() -> None:
     last: dict[str, Call] = {}
     for call in calls("chat"):
@@ -70,6 +72,7 @@ def test_agents_wait_for_tools_in_bursts() -> None:
     assert tool < 15 < 60 < person
 
 
+@pytest.mark.slow
 def test_few_documents_get_most_of_the_requests() -> None:
     firsts = Counter(call.blocks[2] for call in calls("rag", seconds=3_600, rate=5.0) if len(call.blocks) > 2)
     top = sum(uses for _, uses in firsts.most_common(len(firsts) // 30))

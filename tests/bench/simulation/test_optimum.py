@@ -70,6 +70,7 @@ def test_equals_exhaustive_search_with_leases(capacity: int) -> None:
         assert int(found.hit_blocks.sum()) == exhaustive(trace, capacity, bypass=False), seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4])
 def test_equals_exhaustive_search_with_bypass(capacity: int) -> None:
     for seed in range(100):
@@ -79,6 +80,7 @@ def test_equals_exhaustive_search_with_bypass(capacity: int) -> None:
         assert found.refused == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_no_policy_beats_it(policy: str) -> None:
     for seed in range(60):

@@ -40,6 +40,7 @@ def points(svg: ElementTree.Element, policy: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", path)]
 
 
+@pytest.mark.slow
 def test_the_lines_are_the_rows(result: dict[str, Any]) -> None:
     """Heights are one linear function of the hit rate, for all policies; places one of the capacity."""
     svg = ElementTree.fromstring(draw(result))

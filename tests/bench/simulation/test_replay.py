@@ -67,6 +67,7 @@ def live(trace: Trace, policy: str, capacity: int, size: int = 2) -> list[int]:
     return hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_hits_as_a_live_cache(policy: str) -> None:
     for seed in range(40):
