@@ -48,7 +48,7 @@ from radixkv.errors import (
 )
 from radixkv.index import requests
 from radixkv.index.blocks import unpack
-from radixkv.index.holders import Lending, Run, SequenceState
+from radixkv.index.holders import PURGE, Lending, Run, SequenceState
 from radixkv.index.recovery import mend
 from radixkv.index.tokens import ID_BYTES, TOKEN_BYTES
 from radixkv.index.validation import require_between
@@ -256,7 +256,7 @@ def _take_back(cache: CacheState, beams: Lending, reading: BeamsReading | None) 
     cache._lendings.discard(beams)
     for sequence in beams.sequences:
         sequence._lent = None
-        sequence._is_open = not getattr(sequence, "_is_stale", False)
+        sequence._is_open = sequence._closed_by != PURGE
     if cache._num_waiting:
         cache._progress.notify_all()
 
@@ -366,7 +366,7 @@ def require_lent(cache: CacheState, beams: Lending) -> None:
         cache.require_alive()
     if beams.is_over:
         raise LeaseError("these beams are taken back already")
-    if getattr(beams.sequences[0], "_is_stale", False):
+    if beams.sequences[0]._closed_by == PURGE:
         raise StaleGeneration("these beams' tenant was purged: release their sequences")
 
 

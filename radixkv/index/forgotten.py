@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixkv.index import device_beams, requests
-from radixkv.index.holders import LeaseState, Lending, SequenceState
+from radixkv.index.holders import RELEASE, LeaseState, Lending, SequenceState
 from radixkv.index.locking import Held
 from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
@@ -20,13 +20,13 @@ def give_up(cache: CacheState, held: Held) -> None:
 
 
 def _give_up_sequence(cache: CacheState, sequence: SequenceState) -> None:
-    beams = getattr(sequence, "_lent", None)
+    beams = sequence._lent
     if not sequence._is_open and beams is not None:
         _give_up_beams(cache, beams)
     if sequence not in cache._sequences:
         return
     try:
-        sequence._is_stale = False
+        sequence._closed_by = RELEASE
         requests.release(cache, sequence)
     except BaseException as error:
         cache._damage.error, cache._lock.broken = error, cache

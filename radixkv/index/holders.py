@@ -22,7 +22,7 @@ no handles, so a handle that is forgotten is collected, and its finaliser tells 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from radixkv.index.blocks import unpack
 from radixkv.index.match import Match
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
 MAX_COPIED_TAIL_BYTES = 4_096
 """A fork copies at most so many key bytes for each child; longer tails are folded into the shared base once."""
+
+
+RELEASE: Final = 0
+INTERRUPTION: Final = 1
+PURGE: Final = 2
+"""What closed a sequence. One that a purge closed holds its blocks until its release."""
 
 
 class Run:
@@ -84,10 +90,9 @@ class SequenceState:
     """
 
     __slots__ = (
+        "_closed_by",
         "_hints",
-        "_is_interrupted",
         "_is_open",
-        "_is_stale",
         "_lent",
         "_node",
         "_num_cached",
@@ -102,9 +107,6 @@ class SequenceState:
         "_tail",
         "_tree",
     )
-    _is_interrupted: bool  # set only once an interrupted call has closed it
-    _is_stale: bool  # set only once its tenant was purged: true until it is released
-    _lent: Lending | None  # set only once it was lent to the device, when it isn't open: None afterwards
 
     def __init__(
         self,
@@ -131,18 +133,20 @@ class SequenceState:
         )
         self._run: Run | None = None  # the last of the runs before that
         self._is_open = True
+        self._closed_by = RELEASE  # once it isn't open
+        self._lent: Lending | None = None  # to the device: then it isn't open
         self._hints: object = None  # what the policy wants to be told with what it computes
         self._segment_keys: SegmentKeys | None = None  # of what is committed, where the policy wants them
 
     @property
     def is_lent(self) -> bool:
         """Whether the device moves it on."""
-        return not self._is_open and getattr(self, "_lent", None) is not None
+        return not self._is_open and self._lent is not None
 
     @property
     def is_held(self) -> bool:
         """Whether it has something to release: it is open, lent, or stale."""
-        return self._is_open or getattr(self, "_is_stale", False) or self.is_lent
+        return self._is_open or self._closed_by == PURGE or self.is_lent
 
     @property
     def description(self) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from radixkv.index.bases import detach
-from radixkv.index.holders import SequenceState
+from radixkv.index.holders import PURGE, SequenceState
 from radixkv.index.recovery import mend
 from radixkv.index.tenants import Base
 from radixkv.index.validation import readers_of
@@ -72,7 +72,7 @@ def purge(cache: CacheState, tenant: str) -> int:
         trees += _end_bases(cache, trees)
         for sequence in cache._sequences:
             if sequence._tree.tenant is state:
-                sequence._is_open, sequence._is_stale = False, True
+                sequence._is_open, sequence._closed_by = False, PURGE
         return trees, forgotten
 
     return _forget(cache, begin)

@@ -53,7 +53,7 @@ from radixkv.errors import (
     TokenError,
 )
 from radixkv.index.blocks import unpack
-from radixkv.index.holders import Run, SequenceState
+from radixkv.index.holders import INTERRUPTION, Run, SequenceState
 from radixkv.index.ranking import Ranking
 from radixkv.index.tenants import UNRANKED, Base, NamespaceTree, TenantState
 from radixkv.index.tokens import ID_BYTES
@@ -214,7 +214,7 @@ def _mend(cache: CacheState) -> None:
 
 
 def _close(cache: CacheState, sequence: SequenceState) -> None:
-    sequence._is_open, sequence._is_interrupted, sequence._is_stale = False, True, False
+    sequence._is_open, sequence._closed_by = False, INTERRUPTION
     sequence._lent = None
     cache._sequences.discard(sequence)
 

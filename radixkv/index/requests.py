@@ -21,7 +21,7 @@ from radixkv.config import Namespace
 from radixkv.errors import ArgumentError, LeaseError, PendingError, SequenceLent, StaleGeneration
 from radixkv.index.bases import Publication
 from radixkv.index.ghost_keys import SegmentKeys
-from radixkv.index.holders import LeaseState, SequenceState
+from radixkv.index.holders import INTERRUPTION, PURGE, LeaseState, SequenceState
 from radixkv.index.match import Match
 from radixkv.index.recovery import Mending
 from radixkv.index.state import CacheState
@@ -511,9 +511,9 @@ def require_open(sequence: SequenceState) -> None:
     """Raise LeaseError, StaleGeneration or SequenceLent, which say why, unless a sequence is open."""
     if sequence._is_open:
         return
-    if hasattr(sequence, "_is_interrupted"):
+    if sequence._closed_by == INTERRUPTION:
         raise LeaseError("this sequence was closed when a call that worked on it was interrupted")
-    if getattr(sequence, "_is_stale", False):
+    if sequence._closed_by == PURGE:
         raise StaleGeneration("this sequence's tenant was purged: release it")
     if sequence.is_lent:
         raise SequenceLent("this sequence is lent to the device: reconcile its beams, or release it")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from radixkv.errors import IntegrityError, ReentrantCall, wrong_count
 from radixkv.index import device_beams, requests
-from radixkv.index.holders import SequenceState
+from radixkv.index.holders import PURGE, RELEASE, SequenceState
 from radixkv.index.locking import Guard, defer
 from radixkv.index.recovery import mend
 from radixkv.index.state import CacheState
@@ -95,7 +95,7 @@ class Sequence:
     def is_open(self) -> bool:
         """False once released or consumed, or its tenant purged."""
         state = self._state
-        return state._is_open or (state.is_lent and not getattr(state, "_is_stale", False))
+        return state._is_open or (state.is_lent and state._closed_by != PURGE)
 
     @property
     def is_lent(self) -> bool:
@@ -233,15 +233,15 @@ class Sequence:
 
     def _release(self) -> None:
         cache, state = self._cache, self._state
-        if not state._is_open and (beams := getattr(state, "_lent", None)) is not None:
+        if not state._is_open and (beams := state._lent) is not None:
             cache.require_alive()
             device_beams.take_back(cache, beams)
         with cache._lock:
             try:
                 if not state._is_open:
-                    if not getattr(state, "_is_stale", False):
+                    if state._closed_by != PURGE:
                         requests.require_open(state)
-                    state._is_stale = False
+                    state._closed_by = RELEASE
                 requests.release(cache, state)
             except BaseException as error:
                 cache._damage.error, cache._lock.broken = error, cache
