@@ -3,7 +3,7 @@
 #
 #   make run ARGS="--port 8500"        further options of `radixkv serve`
 #   make test PYTEST="tests/index -q"   what pytest is told; quick takes it too
-#   make test WORKERS=0                one test at a time; otherwise a process for each of up to four cores
+#   make test WORKERS=0                one test at a time; otherwise one more than cores (tests wait too), at most 4
 #   make run RADIXKV_PURE=1            with index and policies as pure Python, though they are compiled
 #   make test RADIXKV_COMPILE=1        fail if they can't be compiled; 0: don't compile them
 #   make lives LIVES=20000             how many random lives
@@ -17,7 +17,7 @@ VENV   ?= .venv
 PYTHON ?=
 ARGS   ?=
 PYTEST ?=
-WORKERS ?= auto
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PROGRESS_S ?= 30
 LIVES ?= 2000
 SECONDS ?= 60

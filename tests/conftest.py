@@ -26,7 +26,7 @@ settings.register_profile("fast", deadline=None, max_examples=50)
 settings.register_profile(
     "ci",
     deadline=None,
-    max_examples=200,
+    max_examples=100,
     derandomize=True,
     database=None,
     print_blob=True,
