@@ -32,8 +32,8 @@ MAKEFLAGS += --no-print-directory
 help:
 	@printf '%s\n' \
 	  'make run           set up, and serve on http://127.0.0.1:8400 (ARGS="…" for options)' \
-	  'make quick         lint, the fast tests on the build that is there, 100 random lives: two minutes, for every edit' \
-	  'make test          compile, and run the whole test suite once (PYTEST="…" for options): eight minutes on two cores' \
+	  'make quick         lint, the fast tests on the build that is there, 100 random lives: for every edit' \
+	  'make test          compile, and run the whole test suite once (PYTEST="…" for options)' \
 	  'make test-all      test, test-pure, lives, test-browser, faults: what .ci/run runs after lint' \
 	  'make test-pure     the tests that need the index as pure Python: they patch or trace it (INTERRUPT_ALL=1 for all steps)' \
 	  'make test-browser  the tests that look at pages in a Chromium' \

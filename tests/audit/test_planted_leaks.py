@@ -12,6 +12,8 @@ from radixkv.audit.timing import TimingPlan
 from radixkv.audit.verdict import AuditReport, Verdict
 from tests.audit.planted_server import OPERATOR, PlantedServer, in_place_of_a_socket
 
+pytestmark = pytest.mark.slow
+
 PLAN = TimingPlan(samples=20, control=20, prompt_words=4)
 CROSSING = "cross-tenant probe"
 NAMED = f"{CROSSING}, tenants named by the client"

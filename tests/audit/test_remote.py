@@ -29,6 +29,7 @@ def audited(behaviour: Behaviour, **named: Any) -> AuditReport:
         return remote.run(url, ("key-a", "key-b"), PLAN, probes=3, **named)
 
 
+@pytest.mark.slow
 def test_a_server_that_isolates() -> None:
     report = audited(Behaviour())
     verdicts = {check.number: check.verdict for check in report.checks}

@@ -112,6 +112,7 @@ class Reached(properties.CacheMachine):
         return len(first) > 0 and first[0] != run.sequence.block_table[0]
 
 
+@pytest.mark.slow
 def test_lives_come_to_something() -> None:
     """Within 400 lives everything that can go wrong had its chance, ten times."""
     Reached.seen = Counter()

@@ -23,6 +23,7 @@ EXAMPLES = int(os.environ.get("RADIXKV_EXAMPLES", "400")) // 5
 SEED = int(os.environ.get("RADIXKV_SEED", "0"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_a_observes_does_not_depend_on_b(stored: bool) -> None:
@@ -49,6 +50,7 @@ def test_a_strict_tenant_observes_the_same_whatever_others_do(policy: str) -> No
     assert report.ok, report.failure
 
 
+@pytest.mark.slow
 def test_two_runs_come_to_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call that the machine has is made, and goes through, and is refused where it can be."""
     seen: Counter[str] = Counter()

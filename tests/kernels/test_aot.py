@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("aot.py")
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
 KERNELS = {"few", "copy", "scrub", "quantize", "dequantize", "plan", "permute", "finish"}

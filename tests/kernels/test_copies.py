@@ -53,6 +53,7 @@ def test_fork_copies_the_valid_rows_in_every_layout(device: str, shape: Shape, d
     assert _only_blocks_changed(shape, memory, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @examples(100)
 @given(shape=shapes(), data=st.data())
@@ -177,6 +178,7 @@ def test_more_programs_than_a_grid_may_have_are_several_launches(
     np.testing.assert_array_equal(blocks_of(pool), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_hundred_thousand_pairs(device: str) -> None:
     pool, _ = Shape("latent", 100_001, 1, 1, 1, 4, torch.int8).pool(device)

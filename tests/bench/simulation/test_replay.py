@@ -76,6 +76,7 @@ def test_the_same_hits_as_a_live_cache(policy: str) -> None:
             assert replay(trace, policy, capacity).hit_blocks.tolist() == live(trace, policy, capacity), seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_hits_on_a_generated_workload(policy: str, tmp_path: Path) -> None:
     parts = [Part("acme", "chat", 1.0, 0.0, 300.0), Part("globex", "rag", 1.0, 0.0, 300.0)]
