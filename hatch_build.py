@@ -105,6 +105,11 @@ def _path(package: str) -> str:
     return package.replace(".", "/")
 
 
+def _dotted(path: str) -> str:
+    """The module of a path without ``.py``; ``package/__init__`` is the package."""
+    return os.path.normpath(path).replace("/", ".").removesuffix(".__init__")
+
+
 def _place(package: str) -> Path:
     """The folder of a package's sources."""
     return SOURCES[package.partition(".")[0]] / _path(package)
@@ -124,7 +129,7 @@ def _compile(build: Any, folder: Path) -> str | None:
     package = _place(build.package)
     name = f"{build.package}.{build.library_name(package)}".removesuffix("__mypyc")
     sources = [f"{_path(build.package)}/{module}.py" for module in build.compiled]
-    read = [os.path.normpath(_path(build.package) + "/" + module).replace("/", ".") for module in build.read]
+    read = [_dotted(f"{_path(build.package)}/{module}") for module in build.read]
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "mypy.ini").write_text(MYPY + "".join(map(READ.format, read)))
         done = subprocess.run(

@@ -79,6 +79,7 @@ INDEX = Build(
         "../clock",
         "../errors",
         "../storage/plan",
+        "__init__",
         "changes",
         "device_beams",
         "forgotten",
