@@ -1,5 +1,7 @@
 """Doorkeeper: LRU that admits only as many newcomers as the cache can keep until they may return.
 
+For operators whose cache is too small for its traffic: loops, and prompts that mostly never come back.
+
 Most prompts never come back, and LRU lets each of them push out what would have: a cache that forgets sooner than its
 blocks return finds nothing, however large it is (a loop a little longer than the cache is the classic case). So a part
 of the newcomers is turned away as their use ends, and the rest stays long enough to be worth it.

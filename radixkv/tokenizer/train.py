@@ -1,5 +1,7 @@
 """Trains the tokenizer that ships with radixkv: ``python -m radixkv.tokenizer.train --out FILE``.
 
+For maintainers: it is the recipe of the shipped model, so that anybody can make it again.
+
 The text is what any CPython installation carries: the language reference inside ``pydoc``, the docstrings and
 comments of the standard library (ordinary English), and the whole source of every fifth module (code). Its
 licence, that of CPython, lies beside the model as ``LICENSE-TEXT``. Nothing is downloaded.

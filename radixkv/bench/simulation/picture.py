@@ -1,8 +1,8 @@
 """The picture: hit rates by capacity as an SVG for pages that show images, LRU and the optimum as the edges of a band.
 
-Matplotlib draws; it needs neither a browser nor a display. Text stays text, nothing is loaded, and the same result
-gives the same bytes. The colours are those of a light page, and a style sheet in the file turns them for readers who
-prefer a dark one.
+For READMEs and pages that can't run the script of Plotly's ``report``. Matplotlib draws: unlike Plotly it makes an SVG
+without a browser or a display. Text stays text, nothing is loaded, and the same result gives the same bytes. The
+colours are those of a light page, and a style sheet in the file turns them for readers who prefer a dark one.
 """
 
 from __future__ import annotations
