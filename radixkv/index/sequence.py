@@ -1,7 +1,7 @@
 """Sequence: a request's token ids, and the blocks that hold their KV.
 
-A ``Sequence`` is the user's handle of a ``SequenceState`` (``holders``). Each method takes the cache's lock, calls the
-function of ``requests`` that does the work, and mends the cache if that is interrupted.
+A ``Sequence`` is the user's handle of a ``SequenceState`` (``holders``). Each method takes the cache's lock and calls
+the function of ``requests`` that does the work. If that is interrupted, the method repairs the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
 
 MAX_CHILDREN = 65_536
-"""Of one fork."""
+"""Most children of one fork."""
 
 
 def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) -> None:
@@ -43,7 +43,7 @@ def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) 
         try:
             copied = requests.append(cache, sequences, keys)
             if copied and cache._storage is not None:
-                unsure = copied  # if a copy fails, its tail holds no KV; the others have all they need
+                unsure = copied  # if a copy fails, only these tails have no KV
                 requests.execute_copies(cache)
         except BaseException as error:
             cache._damage.error, cache._lock.broken = error, cache
@@ -54,13 +54,14 @@ def append_to(cache: CacheState, sequences: list[SequenceState], ids: TokenIds) 
 class Sequence:
     """A request's token ids and the blocks that hold their KV. Made by ``PrefixCache.open``; use it in a ``with``.
 
-    The first ``num_cached_tokens`` tokens' KV are there already; the engine computes the rest into the blocks
-    of ``block_table`` and says so with ``commit``. Every method but ``release`` raises LeaseError once the sequence
-    is released or consumed, StaleGeneration once its tenant was purged, SequenceLent while the device moves it on.
-    Safe to use from several threads, one call at a time taking effect.
+    The KV of the first ``num_cached_tokens`` tokens exist already. The engine computes the rest into the blocks of
+    ``block_table`` and then calls ``commit``. It is safe to use from several threads: one call takes effect at a time.
 
-    A sequence that is forgotten (collected before it was released) gives a ResourceWarning, and the next call of the
-    cache releases it.
+    Every method except ``release`` raises LeaseError after the sequence is released or consumed, StaleGeneration after
+    its tenant was purged, and SequenceLent while the device moves it on.
+
+    If a sequence is garbage-collected before its release, it gives a ResourceWarning, and the next call of the cache
+    releases it.
     """
 
     __slots__ = ("_cache", "_guard", "_state")
@@ -73,7 +74,7 @@ class Sequence:
     def __del__(self) -> None:
         try:
             state = self._state
-        except AttributeError:  # its making was interrupted
+        except AttributeError:  # __init__ was interrupted
             return
         if state._is_open or state in self._cache._sequences:
             self._guard = Guard(self._cache, state)
@@ -88,28 +89,28 @@ class Sequence:
 
     @property
     def namespace(self) -> Namespace:
-        """Where it matches and commits."""
+        """The namespace where the sequence matches and commits."""
         return self._state._tree.namespace
 
     @property
     def is_open(self) -> bool:
-        """False once released or consumed, or its tenant purged."""
+        """False after a release, after the sequence was consumed, or after a purge of its tenant."""
         state = self._state
         return state._is_open or (state.is_lent and state._closed_by != PURGE)
 
     @property
     def is_lent(self) -> bool:
-        """Whether the device moves it on; what is said of it here is as it was when it was lent."""
+        """Whether the device moves the sequence on. Its other properties then show the state before it was lent."""
         return self._state.is_lent
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it has room for: prompt and everything appended."""
+        """Tokens that have a place in its blocks: the prompt and everything appended."""
         return self._state.num_tokens
 
     @property
     def num_cached_tokens(self) -> int:
-        """Leading tokens whose KV were found when it was opened: skip these in the prefill."""
+        """Leading tokens whose KV were found by ``open``. The prefill can skip these."""
         return self._state._num_cached
 
     @property
@@ -124,11 +125,11 @@ class Sequence:
 
     @property
     def block_table(self) -> BlockIds:
-        """Block ids in order, int32 ``[num_blocks]``, read-only: a snapshot, later calls don't change it. O(blocks).
+        """Block ids in order, int32 ``[num_blocks]``, read-only. A snapshot: later calls don't change it. O(blocks).
 
-        Raises LeaseError once the sequence is released or consumed, and IntegrityError once the cache is dead: the
-        blocks may be another's by then. A sequence whose tenant was purged has its blocks until its release. Of a lent
-        sequence: see ``is_lent``.
+        Raises LeaseError after the sequence is released or consumed, and IntegrityError if the cache is dead, because
+        the blocks may have other owners by then. After a purge of its tenant, the sequence keeps its blocks until its
+        release. For a lent sequence, see ``is_lent``.
         """
         if not self._state._is_open or self._cache.is_broken:
             with self._cache._lock:
@@ -147,11 +148,11 @@ class Sequence:
     # --- what it does
 
     def commit(self, num_tokens: SupportsIndex) -> None:
-        """The first ``num_tokens`` tokens' KV exist now: their whole blocks become matchable.
+        """Declare that the KV of the first ``num_tokens`` tokens exist. Their whole blocks become matchable.
 
-        Blocks that another sequence committed first stay private to this one until its release; the block
-        table never changes. Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of
-        the sequence``. O(nodes passed), independent of what is committed already.
+        Blocks that another sequence committed first stay private to this sequence until its release. The block table
+        never changes. Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of the sequence``.
+        O(nodes passed), independent of what is committed already.
         """
         cache, state = self._cache, self._state
         with cache._lock:
@@ -167,9 +168,9 @@ class Sequence:
         append_to(self._cache, [self._state], (token_id,))
 
     def extend(self, ids: TokenIds) -> None:
-        """Make room for ``ids``; copies a shared tail block first.
+        """Make room for ``ids``. A shared tail block is copied first.
 
-        Raises TokenError, CapacityError, and changes nothing. O(ids).
+        Raises TokenError, CapacityError, and then changes nothing. O(ids).
         """
         cache, state, key = self._cache, self._state, encode(ids)
         if len(key) > requests.MAX_BLOCKS_AT_ONCE * cache._block_bytes and requests.takes_many_victims(
@@ -187,9 +188,10 @@ class Sequence:
                 raise
 
     def truncate(self, num_tokens: SupportsIndex) -> None:
-        """Roll back to ``num_tokens`` what was never committed, such as rejected drafts; frees whole blocks.
+        """Roll back to ``num_tokens``, for example after rejected draft tokens. Frees whole blocks.
 
-        Raises ArgumentError unless ``num_committed_tokens ≤ num_tokens ≤ num_tokens of the sequence``.
+        Only tokens that were never committed can be rolled back. Raises ArgumentError unless ``num_committed_tokens ≤
+        num_tokens ≤ num_tokens of the sequence``.
         """
         cache, state = self._cache, self._state
         with cache._lock:
@@ -201,8 +203,9 @@ class Sequence:
                 raise
 
     def fork(self, num_children: SupportsIndex) -> list[Sequence]:
-        """``num_children`` (1 to 65,536) sequences that share every block with this one, which stays open. Copies no
-        block: the first write into a shared tail block does. Raises ArgumentError. O(children).
+        """Make ``num_children`` (1 to 65,536) sequences that share every block with this one. This one stays open.
+
+        Copies no block: the first write into a shared tail block copies it. Raises ArgumentError. O(children).
         """
         num_children = require_between("num_children", num_children, 1, MAX_CHILDREN)
         cache, state = self._cache, self._state
@@ -220,11 +223,11 @@ class Sequence:
                 raise
 
     def release(self) -> None:
-        """Give up the lease and free what is private; what was committed stays resident.
+        """Release the lease and free private blocks. Committed blocks stay resident.
 
-        If it is lent to the device, all that were lent together are taken back first, which waits for the device. A
-        second call raises LeaseError. If a finaliser calls it in the middle of a call of the same cache, the next call
-        releases the sequence. O(nodes on the path).
+        If the sequence is lent to the device, the cache first takes back all sequences that were lent with it. This
+        waits for the device. A second call raises LeaseError. If a finaliser calls this in the middle of a call of the
+        same cache, the next call releases the sequence. O(nodes on the path).
         """
         try:
             self._release()
@@ -259,4 +262,4 @@ class Sequence:
                 self.release()
             except IntegrityError:
                 if error is None or not self._cache.is_dead:
-                    raise  # else the error that ends the block goes on
+                    raise  # otherwise the error that ended the block propagates
