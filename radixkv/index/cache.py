@@ -1,20 +1,27 @@
-"""PrefixCache: what users call. It checks arguments, takes the lock, and calls the functions that do the work.
+"""PrefixCache: the public API. It checks arguments, takes the lock, and calls the functions that do the work.
 
-The life of a request is in ``requests``, forgetting in ``purge``, snapshots for the audit in ``snapshot``, beams on the
-device in ``device_beams``, promises to tenants in ``tenant_settings``. All of them work on the ``CacheState`` that this
-class extends. Handles that users hold are ``sequence.Sequence``, ``leases.Lease`` and ``lent_beams.LentBeams``.
+These functions work on the ``CacheState`` that this class extends:
 
-The index decides, storage executes: the copies that ``append`` and ``extend`` decide leave as one StepPlan, which the
-storage launches under the lock, so that plans run in the order in which they were made; a launch never waits
-for the device. Without storage (``layout=None``) the engine fetches the plan with ``flush``.
+    requests           the life of a request
+    purge              clear, purge and unpublish
+    snapshot           snapshots for the audit
+    device_beams       beam search on the device
+    tenant_settings    guarantees and limits of tenants
 
-Every public method validates everything before it changes anything: a call that refuses has changed nothing. A call
-that is interrupted while it changes something costs the sequences that it works on (``recovery.mend``). New sequences
-and leases are registered last, and ``CacheLock.broken`` is set first: no call is done on a cache that isn't repaired.
+Users hold handles: ``sequence.Sequence``, ``leases.Lease`` and ``lent_beams.LentBeams``.
 
-The lock is held for microseconds; ``evict``, ``clear`` and ``snapshot_in_slices`` give it up between slices. The
-exceptions are calls that are not on a request's path: ``insert`` reads the free list, ``snapshot`` everything; and
-taking back lent beams, 0.25 ms for 4 of them and up to 1 ms for 64.
+The index decides, the storage executes. ``append`` and ``extend`` decide copies. The copies leave as one StepPlan,
+which the storage launches under the lock. So plans run in the order in which they were made. A launch never waits for
+the device. Without storage (``layout=None``) the engine fetches the plan with ``flush``.
+
+Every public method validates all arguments before it changes anything. So a call that raises an error of its own has
+changed nothing. If a call is interrupted while it changes something, the sequences that it works on are lost
+(``recovery.mend``). New sequences and leases are registered last, and ``CacheLock.broken`` is set first. So no call
+runs on a cache that needs repair.
+
+The lock is held for microseconds. ``evict``, ``clear`` and ``snapshot_in_slices`` release it between slices. Some calls
+that are not on a request's path hold it longer: ``insert`` reads the free list, and ``snapshot`` reads everything.
+Taking back lent beams holds it for 0.25 ms with 4 beams and up to 1 ms with 64.
 """
 
 from __future__ import annotations
@@ -67,20 +74,24 @@ if TYPE_CHECKING:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixCache(CacheState):
-    """A prefix cache over one pool of KV blocks. Safe to use from several threads.
+    """A prefix cache over one pool of KV blocks. It is safe to use from several threads.
 
-    config: see CacheConfig. clock: seconds, for policies and timeouts. journal: hears what becomes resident and
-    what leaves (see ``changes.Journal``). storage: of an engine that owns its KV (``layout=None``): a BlockStorage over
-    its tensors, in which the cache then copies and zeroes blocks. scrub_blocks: of one that executes ``flush`` itself:
-    zeroes the blocks of an int32 array, in the order of its other work on them. Raises ConfigError, and ArgumentError
-    for a clock or a journal that is none.
+    - ``config``: see CacheConfig.
+    - ``clock``: returns seconds, for policies and timeouts.
+    - ``journal``: is told which blocks become resident and which leave (see ``changes.Journal``).
+    - ``storage``: only for an engine that owns its KV (``layout=None``). A BlockStorage over the engine's tensors.
+      The cache then copies and zeroes blocks in it.
+    - ``scrub_blocks``: only for an engine that executes ``flush`` itself. A function that zeroes the blocks of an
+      int32 array, in order with the engine's other work on these blocks.
 
-    The clock, the journal, ``scrub_blocks``, policies (but for ``maintain``) and the storage are called under the
-    cache's lock. They must not wait, and if one of them calls the cache it gets ReentrantCall. A release by a finaliser
-    (``__del__``) that runs in the middle of a call is done by the next call.
+    Raises ConfigError, and ArgumentError for an invalid clock or journal.
 
-    If an error interrupts a call and the cache's state can't be repaired, now or by the next call, the cache is dead:
-    every call raises IntegrityError. Leaving a ``with`` block of a dead cache raises nothing.
+    The cache calls the clock, the journal, ``scrub_blocks``, the storage and policies (except ``maintain``) under its
+    lock. They must not wait. If one of them calls the cache, it gets ReentrantCall. If a finaliser (``__del__``)
+    releases something in the middle of a call, the next call does the release.
+
+    If an error interrupts a call and neither this call nor the next can repair the cache's state, the cache is dead.
+    Every call then raises IntegrityError. Leaving a ``with`` block of a dead cache raises nothing.
     """
 
     def __init__(
@@ -104,24 +115,27 @@ class PrefixCache(CacheState):
 
     @property
     def config(self) -> CacheConfig:
-        """What it was made with."""
+        """The configuration that the cache was made with."""
         return self._config
 
     @property
     def storage(self) -> BlockStorage | None:
-        """The block storage, a DeviceStorage if there is a layout; None if the engine executes ``flush`` itself."""
+        """The block storage: a DeviceStorage if there is a layout, None if the engine executes ``flush`` itself."""
         return self._storage
 
     def maintain(self) -> None:
-        """End pins whose time is over, and let policies learn, without the lock. A cache on the monotonic clock has a
-        thread that does; on another clock, as in a simulation, call it between requests.
+        """End expired pins, and let policies learn without the lock.
+
+        A cache on the monotonic clock has a thread that calls this. With another clock, as in a simulation, call it
+        between requests.
         """
         self._maintenance.maintain()
 
     # --- match and lease
 
     def match(self, namespace: Namespace, ids: TokenIds) -> Match:
-        """The longest resident prefix of ``ids``, in whole blocks. Pure: it splits nothing and stamps nothing.
+        """Return the longest resident prefix of ``ids``, in whole blocks. The cache doesn't change: no split, no
+        recency update.
 
         Raises TokenError. O(nodes on the path).
         """
@@ -133,8 +147,8 @@ class PrefixCache(CacheState):
     def lease(self, match: MatchLike) -> Lease:
         """Protect a match's blocks from eviction.
 
-        Raises LeaseError if they are not all resident any more, and OutOfBlocks if they are borrowed and the pool
-        couldn't keep what others are guaranteed without them; then nothing is changed.
+        Raises LeaseError if some of the blocks are no longer resident. Raises OutOfBlocks if the blocks are borrowed,
+        and without them the pool couldn't give other tenants their guarantees. After an error nothing has changed.
         """
         if not isinstance(match, Match):
             raise ArgumentError("match", match, "a Match")
@@ -163,14 +177,20 @@ class PrefixCache(CacheState):
         timeout_s: Seconds = None,
         hints: Hints = None,
     ) -> Sequence:
-        """Match, lease, and allocate the rest: a sequence with a block for every token of ``ids``.
+        """Match, lease, and allocate the rest: returns a sequence with a block for every token of ``ids``.
 
-        Uses at most ``(n − 1) // block_size`` matched blocks, so that one token is left to compute logits. If
-        another sequence is computing the next block of this prompt: ``"compute"`` it too, ``"raise"``
-        PendingError, or ``"wait"`` until it is committed or given up, at most ``timeout_s`` seconds (then
-        PendingError). ``hints``: what the policy may use of the request.
-        Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and changes nothing.
-        O(nodes on the path + blocks evicted).
+        Uses at most ``(n − 1) // block_size`` matched blocks, so that at least one token is left to compute logits.
+
+        ``on_pending`` says what to do if another sequence is computing the next block of this prompt:
+
+        - ``"compute"``: compute the block here too.
+        - ``"raise"``: raise PendingError.
+        - ``"wait"``: wait until the block is committed or given up. After ``timeout_s`` seconds, raise PendingError.
+
+        ``hints``: facts about the request that the policy may use.
+
+        Raises TokenError, NamespaceError, ArgumentError, QuotaExceeded, OutOfBlocks, and then changes nothing. O(nodes
+        on the path + blocks evicted).
         """
         if type(namespace) is not Namespace:
             require_namespace(namespace)
@@ -218,7 +238,10 @@ class PrefixCache(CacheState):
         hints: Hints,
         publication: Publication | None,
     ) -> Sequence:
-        """Make room in slices, what is matched leased meanwhile, so that nobody waits for thousands of evictions."""
+        """Evict in slices before opening, so that other threads don't wait for thousands of evictions.
+
+        A lease protects the matched blocks meanwhile.
+        """
         lease: LeaseState | None = None
         sequence: Sequence | None = None
         try:
@@ -243,21 +266,21 @@ class PrefixCache(CacheState):
             raise
 
     def append(self, sequences: SequenceABC[Sequence], ids: TokenIds) -> None:
-        """One id to each of a batch, all or nothing; the copies of shared tails go in one launch.
+        """Append one id to each sequence of a batch, all or nothing. One launch copies all shared tails.
 
-        ``ids`` has one id for each sequence. Raises LeaseError, ArgumentError (a sequence twice, lengths that
-        differ, another cache's), TokenError, OutOfBlocks, and changes nothing; if the copies themselves fail, that
-        error, and the sequences that they were for are released. O(batch).
+        ``ids`` has one id for each sequence. Raises LeaseError, ArgumentError (a sequence twice, lengths that differ, a
+        sequence of another cache), TokenError, OutOfBlocks, and then changes nothing. If the copies themselves fail,
+        raises their error and releases the sequences that needed a copy. O(batch).
         """
         append_to(self, self._states_of(list_of("sequences", sequences)), ids)
 
     def flush(self) -> StepPlan:
-        """The copies that an engine which owns its KV must execute before it writes again; then they are forgotten.
+        """Fetch the copies that an engine which owns its KV must execute before it writes again. Fetched copies are
+        forgotten.
 
-        Fetch it once a step, and execute it before any other call. Until it is fetched, blocks that its copies read are
-        not handed out again, even if they are freed, and are on nobody's account; a call that can't do without them
-        raises FlushRequired. With storage, copies are executed as soon as they are decided, and the plan is
-        empty.
+        Call this once a step, and execute the plan before any other call. Until then, blocks that waiting copies read
+        are not handed out again, even if they are freed, and they count for no tenant. A call that needs them raises
+        FlushRequired. With storage, the cache executes copies as soon as they are decided, and the plan is empty.
         """
         with self._lock:
             waiting = self._pool.copies
@@ -270,10 +293,10 @@ class PrefixCache(CacheState):
                 raise
 
     def reorder(self, sequences: SequenceABC[Sequence], parents: Iterable[int]) -> list[Sequence]:
-        """A beam step: the result's i-th sequence continues ``sequences[parents[i]]``; consumes all inputs.
+        """Make a beam step: the i-th result continues ``sequences[parents[i]]``. All inputs are consumed.
 
-        Inputs that nobody continues are released; shared tails are copied at their first write. Raises
-        LeaseError, ArgumentError, and changes nothing. O(inputs + results).
+        Inputs that no result continues are released. Shared tails are copied at their first write. Raises LeaseError,
+        ArgumentError, and then changes nothing. O(inputs + results).
         """
         inputs = self._states_of(list_of("sequences", sequences))
         chosen = [
@@ -303,14 +326,16 @@ class PrefixCache(CacheState):
         num_blocks: SupportsIndex | None = None,
         groups: Iterable[SupportsIndex] | None = None,
     ) -> LentBeams:
-        """Let the device make beam steps by itself: at least ``max_steps`` of them, each ``reorder`` and ``append``.
+        """Let the device make beam steps by itself: at least ``max_steps`` steps, each a ``reorder`` and an ``append``.
 
-        ``num_blocks`` are lent for them, charged to the tenant until they are taken back: None for as many as no choice
-        of parents can exceed, fewer if ``lend_more`` may follow. ``groups``: a number for each sequence; a beam goes on
-        from one of its own group, whose common whole blocks are never looked at. Until ``reconcile`` the sequences
-        refuse everything but ``release``. Raises LeaseError, ArgumentError (a sequence twice, of another
-        cache, of several tenants, or that publishes), ConfigError without storage, QuotaExceeded and OutOfBlocks, and
-        changes nothing. O(sequences × (their blocks + max_steps)).
+        - ``num_blocks``: blocks to lend for the steps, charged to the tenant until they are taken back. None lends
+          enough for any choice of parents. Lend fewer if ``lend_more`` may follow.
+        - ``groups``: a number for each sequence. A beam continues only beams of its own group. Whole blocks that the
+          group has in common are never read.
+
+        Until ``reconcile`` the sequences refuse every call except ``release``. Raises LeaseError, ArgumentError (a
+        sequence twice, of another cache, of several tenants, or one that publishes), ConfigError without storage,
+        QuotaExceeded and OutOfBlocks, and then changes nothing. O(sequences × (their blocks + max_steps)).
         """
         handles = list_of("sequences", sequences)
         lending = device_beams.lend(self, self._states_of(handles), max_steps, num_blocks, groups)
@@ -321,7 +346,9 @@ class PrefixCache(CacheState):
             raise
 
     def _states_of(self, sequences: list[Any]) -> list[SequenceState]:
-        """What the cache knows of sequences that a user gave. Raises ArgumentError for what is no sequence of its."""
+        """Return the states of sequences that a user gave. Raises ArgumentError for anything but a sequence of this
+        cache.
+        """
         states = []
         for at, sequence in enumerate(sequences):
             if not isinstance(sequence, Sequence) or sequence._cache is not self:
@@ -332,7 +359,7 @@ class PrefixCache(CacheState):
     # --- blocks by hand
 
     def evict(self, num_blocks: SupportsIndex) -> int:
-        """Free up to ``num_blocks`` resident blocks by policy; returns how many were freed."""
+        """Free up to ``num_blocks`` resident blocks by policy. Returns how many were freed."""
         left = num_blocks = require_between("num_blocks", num_blocks, 0, None)
         while left:
             wanted = min(left, requests.SLICE_BLOCKS)
@@ -346,7 +373,7 @@ class PrefixCache(CacheState):
         return num_blocks - left
 
     def allocate(self, num_blocks: SupportsIndex) -> BlockIds:
-        """Lend ``num_blocks`` blocks to the engine, int32 ids, until ``free`` or ``insert``. Raises OutOfBlocks."""
+        """Lend ``num_blocks`` blocks to the engine until ``free`` or ``insert``; int32 ids. Raises OutOfBlocks."""
         num_blocks = require_between("num_blocks", num_blocks, 0, None)
         taken = bytearray()
         with self._lock:
@@ -359,17 +386,18 @@ class PrefixCache(CacheState):
                 raise
 
     def free(self, block_ids: Any) -> None:
-        """Take lent blocks back. Raises ArgumentError, and changes nothing, if one isn't lent."""
+        """Take lent blocks back. Raises ArgumentError, and changes nothing, if a block isn't lent."""
         ids = block_ids_of(block_ids)
         with self._lock, Mending(self):
             self._pool.give_back(ids)
 
     def insert(self, namespace: Namespace, ids: TokenIds, block_ids: Any) -> int:
-        """Make blocks that the engine owns and filled resident under ``ids``.
+        """Make blocks that the engine owns and has filled resident under ``ids``.
 
-        ``block_ids``: one for each whole block of ``ids``, distinct, each lent (``allocate``) or free. Returns how
-        many leading tokens were resident already: their blocks stay as they were, lent or free; the others
-        become the tree's. Raises TokenError, NamespaceError, ArgumentError, and changes nothing. O(blocks + free).
+        ``block_ids``: one id for each whole block of ``ids``, all distinct. Each block is lent (``allocate``) or free.
+        Returns how many leading tokens were resident already. The given blocks of these tokens stay lent or free; the
+        others now belong to the tree. Raises TokenError, NamespaceError, ArgumentError, and then changes nothing.
+        O(blocks + free).
         """
         require_namespace(namespace)
         key, blocks = encode(ids), block_ids_of(block_ids)
@@ -383,13 +411,14 @@ class PrefixCache(CacheState):
     # --- pins
 
     def pin(self, namespace: Namespace, ids: TokenIds, ttl_s: Any) -> Pin:
-        """Keep a prefix resident for ``ttl_s`` seconds, whatever is evicted; pinned again, its time begins anew.
+        """Keep a prefix resident for ``ttl_s`` seconds, whatever is evicted. Pinning it again restarts the time.
 
-        All whole blocks of ``ids`` have to be resident; they count once against the tenant's ``pin_budget``, and as
-        in use. A tenant has at most ``Tenant.max_pins`` pins. A clear or a purge ends the pin. Raises TokenError,
-        ArgumentError, NotResident, PinLimitExceeded, PinBudgetExceeded, and OutOfBlocks if the blocks are borrowed and
-        others couldn't have what they are guaranteed; then nothing is changed. O(nodes on the path + blocks), and log
-        of the tenant's pins.
+        All whole blocks of ``ids`` must be resident. They count as in use, and once against the tenant's
+        ``pin_budget``. A tenant has at most ``Tenant.max_pins`` pins. A clear or a purge ends the pin.
+
+        Raises TokenError, ArgumentError, NotResident, PinLimitExceeded, PinBudgetExceeded. Raises OutOfBlocks if the
+        blocks are borrowed and other tenants couldn't get their guarantees. After an error nothing has changed. O(nodes
+        on the path + blocks), plus log of the tenant's pins.
         """
         require_namespace(namespace)
         ttl_s, key = require_ttl(ttl_s), self._whole_blocks(ids)
@@ -414,7 +443,7 @@ class PrefixCache(CacheState):
                 raise
 
     def _whole_blocks(self, ids: TokenIds) -> bytes:
-        """The key of the whole blocks of ``ids``. Raises ArgumentError if there is none."""
+        """Return the key of the whole blocks of ``ids``. Raises ArgumentError if there is no whole block."""
         key, size = encode(ids), self._block_bytes
         if len(key) < size:
             allowed = f"at least {self._block_size} token ids, one block"
@@ -422,7 +451,7 @@ class PrefixCache(CacheState):
         return key[: len(key) // size * size]
 
     def unpin(self, pin: Any) -> None:
-        """End a pin before its time. Raises LeaseError for one that has ended."""
+        """End a pin before its time. Raises LeaseError for a pin that has ended."""
         if not isinstance(pin, Pin):
             raise ArgumentError("pin", pin, "a Pin")
         with self._lock, Mending(self):
@@ -431,10 +460,10 @@ class PrefixCache(CacheState):
     def pins(
         self, tenant: TenantId | None = None, *, after: SupportsIndex = 0, limit: SupportsIndex | None = None
     ) -> list[Pin]:
-        """The pins that hold, of one tenant or of all, each with the seconds that are left; a tenant's by id.
+        """Return the active pins of one tenant or of all, each with the seconds left. A tenant's pins are sorted by id.
 
-        ``after``: only those with a greater id, ≥ 0. ``limit``: at most so many, ≥ 0; None for all. Raises
-        ArgumentError. O(the pins of these tenants), of one tenant's with ``limit`` little more than what is returned.
+        ``after``: only pins with a greater id, ≥ 0. ``limit``: at most this many, ≥ 0; None for all. Raises
+        ArgumentError. O(pins of these tenants). For one tenant with ``limit``, little more than the pins returned.
         """
         if tenant is not None:
             require_tenant_id(tenant)
@@ -446,13 +475,15 @@ class PrefixCache(CacheState):
     # --- tenants
 
     def add_tenant(self, tenant: Tenant) -> None:
-        """Promise a tenant its guarantee and hold it to its limit from now on; changes one that was added before.
+        """Set a tenant's guarantee and limit from now on, or change those of a tenant that was added before.
 
-        What it uses above a new limit is evicted; what runs meanwhile stays. A new policy takes over what is resident,
-        in the order of the old one. Raises, and changes nothing: ConfigError for a strict tenant of a cache that can't
-        zero its blocks; ArgumentError if the guarantees of all would exceed the pool, if running sequences and pins
-        hold too much of it for this guarantee to be met, or if its own hold more than the limit. O(tenants + blocks
-        evicted), and O(its nodes) for a new policy.
+        Blocks above a new limit are evicted; running sequences keep theirs. A new policy takes over the resident blocks
+        in the order of the old policy.
+
+        Raises ConfigError for a strict tenant if the cache can't zero its blocks. Raises ArgumentError in three cases:
+        the guarantees of all tenants would exceed the pool, running sequences and pins hold too much of the pool to
+        meet this guarantee, or the tenant's own sequences and pins hold more than the limit. After an error nothing has
+        changed. O(tenants + blocks evicted), and O(its nodes) for a new policy.
         """
         if not isinstance(tenant, Tenant):
             raise ArgumentError("tenant", tenant, "a Tenant")
@@ -466,11 +497,11 @@ class PrefixCache(CacheState):
             tenant_settings.add(self, tenant)
 
     def remove_tenant(self, tenant: TenantId) -> None:
-        """Take back a tenant's guarantee and limit and forget all that it has; what runs goes on undisturbed.
+        """Remove a tenant's guarantee and limit and forget all its blocks. Its running sequences continue.
 
-        From then on it is like one that was never added: its counts and what its policy learned are forgotten too, and
-        the sums in ``stats`` no longer contain them. Raises ArgumentError, and changes nothing, for one that
-        wasn't, and for one whose sequences hold more than the limit of such tenants.
+        The tenant is then like one that was never added. Its counts and what its policy learned are forgotten too, and
+        the sums in ``stats`` no longer contain them. Raises ArgumentError, and changes nothing, for a tenant that
+        wasn't added, and for one whose sequences hold more than the default limit.
         """
         require_tenant_id(tenant)
         with self._lock, Mending(self):
@@ -479,7 +510,7 @@ class PrefixCache(CacheState):
             self.clear(namespace)
 
     def tenant(self, tenant: TenantId) -> Tenant | None:
-        """What a tenant is promised and held to; None for one that the cache doesn't know."""
+        """Return a tenant's settings; None for a tenant that the cache doesn't know."""
         require_tenant_id(tenant)
         with self._lock:
             state = self._tenants.get(tenant)
@@ -488,7 +519,7 @@ class PrefixCache(CacheState):
     # --- namespaces
 
     def namespaces(self, tenant: TenantId | None = None) -> list[Namespace]:
-        """The namespaces that hold something, of one tenant or of all."""
+        """Return the namespaces that hold something, of one tenant or of all."""
         if tenant is not None:
             require_tenant_id(tenant)
         with self._lock:
@@ -500,28 +531,28 @@ class PrefixCache(CacheState):
             ]
 
     def clear(self, namespace: Namespace) -> int:
-        """Forget everything of a namespace; returns how many blocks were resident.
+        """Forget everything in a namespace. Returns how many blocks were resident.
 
-        At once for matching. Running sequences go on undisturbed, but what they hold or commit from now on is
-        never matched and is freed at their release. A base that was published from it is unpublished, one that it
-        reads is read on. O(1) under the lock (a reader of bases: O(its trees)), then slices.
+        Nothing of it matches from now on. Running sequences continue, but what they hold or commit is never matched and
+        is freed at their release. A base that was published from the namespace is unpublished. A base that the
+        namespace reads stays readable. O(1) under the lock (for a reader of bases: O(its trees)), then slices.
         """
         require_namespace(namespace)
         return purge.clear(self, namespace)
 
     def purge(self, tenant: TenantId) -> int:
-        """Forget everything of a tenant and raise its generation; returns how many blocks were resident.
+        """Forget everything of a tenant and raise its generation. Returns how many blocks were resident.
 
-        At once for matching: nothing that it had is ever matched again. Its running sequences raise StaleGeneration
-        from their next call on, except for their first ``release``, which gives back the blocks that they hold; until
-        then these are quarantined and the tenant's. Its settings stay. Raises ArgumentError for what is no tenant's id.
-        O(namespaces + sequences), then slices.
+        Nothing of it is ever matched again. Its running sequences raise StaleGeneration from their next call on. Only
+        their first ``release`` works, and it returns their blocks. Until then these blocks are quarantined and count
+        for the tenant. The tenant's settings stay. Raises ArgumentError for an invalid tenant id. O(namespaces +
+        sequences), then slices.
         """
         require_tenant_id(tenant)
         return purge.purge(self, tenant)
 
     def generation(self, tenant: TenantId) -> int:
-        """How often a tenant was purged here."""
+        """Return how often a tenant was purged in this cache."""
         require_tenant_id(tenant)
         with self._lock:
             state = self._tenants.get(tenant)
@@ -532,13 +563,15 @@ class PrefixCache(CacheState):
     def publish(
         self, base_id: BaseId, namespace: Namespace, ids: TokenIds, readers: Iterable[str]
     ) -> Sequence:
-        """Publish the whole blocks of ``ids`` for other tenants to read: a sequence, for the engine to compute.
+        """Publish the whole blocks of ``ids`` for other tenants to read. Returns a sequence for the engine to compute.
 
-        Its commit of all its tokens makes the base readable; if it is released before, nothing is published.
-        ``namespace``: of the account that publishes and pays; the base is for ``readers``' namespaces of the same model
-        and adapter, whatever their salt. It stays resident until ``unpublish``. Raises like ``open`` and, changing
-        nothing, ArgumentError: an id that a base has, no whole block, a reader that publishes or a publisher that
-        reads, and blocks that the pool can't give beside what is guaranteed and held, with the shortfall.
+        The base becomes readable when the sequence has committed all its tokens. If it is released earlier, nothing is
+        published. ``namespace`` belongs to the account that publishes and pays. The base serves the ``readers``'
+        namespaces with the same model and adapter, whatever their salt. It stays resident until ``unpublish``.
+
+        Raises like ``open``. Also raises ArgumentError, and changes nothing, if another base has the id, if there is no
+        whole block, if a reader publishes, or if the publisher reads. The same error, with the shortfall, if the pool
+        can't give the blocks besides those that are guaranteed and held.
         """
         require_namespace(namespace)
         key = self._whole_blocks(ids)
@@ -558,53 +591,58 @@ class PrefixCache(CacheState):
             raise ArgumentError("ids", blocks, allowed, problem=problem) from None
 
     def unpublish(self, base_id: BaseId) -> None:
-        """Nobody reads a base from now on; what is computed of it isn't published any more.
+        """Withdraw a base: no tenant reads it from now on. A base that is still being computed won't be published.
 
-        At once for matching, and what its readers have behind it is forgotten. Sequences that run behind it go on; the
-        base keeps its blocks until the last of them is released, from then on they are resident in its account's
-        namespace like any others. Raises ArgumentError for an id that no base has.
+        Matching stops at once, and what its readers cached behind it is forgotten. Sequences that run behind it
+        continue. The base keeps its blocks until the last of them is released. Then the blocks are ordinary resident
+        blocks in the namespace of the account. Raises ArgumentError for an unknown base id.
         """
         purge.unpublish(self, base_id)
 
     def set_readers(self, base_id: BaseId, readers: Iterable[str]) -> None:
-        """Let these tenants read a base, and no others: for whom is struck from the list it is unpublished.
+        """Let exactly these tenants read a base. For readers that are removed, the base is unpublished.
 
-        Raises ArgumentError, and changes nothing, for an id that no base has, and for readers that publish.
+        Raises ArgumentError, and changes nothing, for an unknown base id, and for readers that publish.
         """
         purge.set_readers(self, base_id, readers)
 
     def bases(self) -> list[BaseInfo]:
-        """All bases, also those that are being computed. For the operator: no tenant is told who else reads."""
+        """Return all bases, also those that are being computed. For the operator: don't show one tenant the other
+        readers.
+        """
         with self._lock:
             return self._bases.infos()
 
     # --- counts
 
     def stats(self) -> CacheStats:
-        """Counts of the whole cache at this moment. O(namespaces + tenants)."""
+        """Return counts of the whole cache at this moment. O(namespaces + tenants)."""
         with self._lock:
             return stats.stats_of(self)
 
     def tenant_stats(self, tenant: TenantId) -> TenantStats:
-        """Counts of one tenant, whose pins that are due end; zero for one that isn't known. O(its namespaces)."""
+        """Return counts of one tenant, after ending its expired pins. Zero for an unknown tenant. O(its namespaces)."""
         require_tenant_id(tenant)
         with self._lock, Mending(self):
             self._pins.end_due(tenant)
             return stats.tenant_stats_of(tenant, self._tenants.get(tenant), self._pins)
 
     def tenants(self) -> list[str]:
-        """The tenants that the cache has seen."""
+        """Return the tenants that the cache has seen."""
         with self._lock:
             return list(self._tenants)
 
     def snapshot(self) -> Snapshot:
-        """Everything the audit needs, at one moment, under one hold. O(nodes + sequences + free blocks)."""
+        """Return everything the audit needs, at one moment, under one hold of the lock. O(nodes + sequences + free
+        blocks).
+        """
         return snapshot.at_once(self)
 
     def snapshot_in_slices(self, pause: Callable[[], None] | None = None) -> Snapshot:
-        """The same, at the moment when it ends, with the lock held for no longer than a slice of nodes takes.
+        """Return a snapshot of the moment when this call ends. The lock is held for at most one slice of nodes at a
+        time.
 
-        ``pause`` is called between slices, without the lock; it may sleep, and use the cache.
+        ``pause`` is called between slices, without the lock. It may sleep, and it may use the cache.
         """
         if pause is not None and not callable(pause):
             raise ArgumentError("pause", pause, "a function without arguments, or None")
@@ -628,7 +666,7 @@ class PrefixCache(CacheState):
 
 
 def _storage_of(config: CacheConfig, given: Any) -> BlockStorage | None:
-    """The storage that the layout asks for, or the engine's, checked; None for neither."""
+    """Return the storage that the layout asks for, or the engine's after a check; None without both."""
     if config.layout is None and given is None:
         return None
     from radixkv.storage.device import BlockStorage, DeviceStorage
