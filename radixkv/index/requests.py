@@ -4,12 +4,12 @@
     commit          give whole blocks whose KV exist to the tree, move the lease down
     append, extend  take a block, or copy-on-write a shared tail
     fork            count one more owner of the last run; copy nothing
-    truncate        give up what was never committed
-    release         give up the lease, free what is private
+    truncate        give up tokens that were never committed
+    release         release the lease, free private blocks
 
-Each function runs under the cache's lock, unless it says otherwise. It raises before it changes anything, or it
-completes. If an error interrupts it, its caller mends the cache (``recovery.mend``). Callers register what a function
-returns (``_sequences``, ``_leases``), so that an interrupted call leaves no sequence that its user doesn't have.
+Each function runs under the cache's lock, unless its docstring says otherwise. It raises before it changes anything, or
+it completes. If an error interrupts it, its caller repairs the cache (``recovery.mend``). The caller registers the
+result (``_sequences``, ``_leases``). So an interrupted call leaves no sequence that its user doesn't have.
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ if TYPE_CHECKING:
     from radixkv.index.arguments import Hints, OnPending
 
 SLICE_BLOCKS = 512
-"""Blocks that are evicted before others may have the lock."""
+"""Blocks to evict before other threads may take the lock."""
 
 MAX_BLOCKS_AT_ONCE = 2_048
-"""Room for more blocks than this is made in slices if it takes many victims, before the call that needs it goes on."""
+"""If a call needs more blocks than this and many victims, it first evicts in slices."""
 
 MAX_VICTIMS_AT_ONCE = 512
-"""Leaves that one call may have to evict at once, about. The cost of an eviction is its victims, not its blocks."""
+"""Approximate number of leaves that one call may evict at once. An eviction costs per victim, not per block."""
 
 MAX_WAIT_S = 1.0
-"""Longest single wait for a pending block. Sequences that were forgotten wake no waiter, but are released after it."""
+"""Longest single wait for a pending block. A forgotten sequence wakes no waiter, but the next call releases it."""
 
 
 # --- where a request belongs, and whether it is admitted
 
 
 class Place:
-    """Where a key ends in a tree. Nothing is changed yet, and the tree may not be registered.
+    """The place where a key ends in a tree. Nothing has changed yet, and the tree may not be registered.
 
-    ``node``: the deepest node that the key passes. ``child``: the child that it shares ``common`` bytes with, or None.
-    ``end``: the bytes of the key that are resident. ``table``: packed ids of their blocks. ``num_blocks``: how
-    many.
+    - ``node``: the deepest node that the key passes.
+    - ``child``: the child that it shares ``common`` bytes with, or None.
+    - ``end``: how many bytes of the key are resident.
+    - ``table``: packed ids of their blocks.
+    - ``num_blocks``: the number of these blocks.
     """
 
     __slots__ = ("child", "common", "end", "node", "num_blocks", "table", "tree")
@@ -75,7 +77,7 @@ class Place:
 
 
 def _walk(cache: CacheState, tree: NamespaceTree, key: bytes, stop: int) -> Place:
-    """Where ``key[:stop]`` ends in a tree. O(nodes on the path)."""
+    """Find where ``key[:stop]`` ends in a tree. O(nodes on the path)."""
     table = bytearray()
     node, at, child, common = tree.walk(key, stop if stop > 0 else 0, table)
     end = at + common
@@ -83,7 +85,7 @@ def _walk(cache: CacheState, tree: NamespaceTree, key: bytes, stop: int) -> Plac
 
 
 def _locate(cache: CacheState, namespace: Namespace, key: bytes, stop: int) -> Place:
-    """Where ``key[:stop]`` of a namespace ends, in its own tree or behind a base. Raises NamespaceError."""
+    """Find where ``key[:stop]`` of a namespace ends, in its own tree or behind a base. Raises NamespaceError."""
     tree = cache._registry.tree(namespace)
     if tree is None or tree.tenant.bases is not None:
         tree = cache._registry.tree_for(namespace, tree, key, stop)
@@ -91,7 +93,7 @@ def _locate(cache: CacheState, namespace: Namespace, key: bytes, stop: int) -> P
 
 
 def _newly_protected(cache: CacheState, place: Place) -> int:
-    """Evictable blocks that a lease of this place would protect."""
+    """Return how many evictable blocks a lease of this place would protect."""
     above = cache._evictor.unprotected_above(place.node)
     if place.child is not None and not place.child.uses:
         above += place.common // cache._block_bytes
@@ -99,9 +101,10 @@ def _newly_protected(cache: CacheState, place: Place) -> int:
 
 
 def _require_room(cache: CacheState, place: Place, total: int, taken: int, lent: int = 0) -> None:
-    """Raise QuotaExceeded, OutOfBlocks or FlushRequired unless a request can have ``total`` blocks, its match included.
+    """Raise QuotaExceeded, OutOfBlocks or FlushRequired unless a request can have ``total`` blocks, including its
+    match.
 
-    ``taken``: blocks that it takes from the pool. ``lent``: blocks of the rest that are lent to the engine.
+    ``taken``: blocks that it takes from the pool. ``lent``: how many of the others are lent to the engine.
     """
     evictor, tenant = cache._evictor, place.tree.tenant
     evictor.end_due_pins(tenant, total)
@@ -127,9 +130,9 @@ def _admit(
 
 
 def _lease_place(cache: CacheState, place: Place, already_touched: Node | None = None) -> Node:
-    """Lease a place, splitting its child if it lies inside of it, and tell the policy of the use.
+    """Lease a place and tell the policy that it was used. If the place lies inside a child, split the child.
 
-    ``already_touched``: the policy knows of the use of what is above the end of this node, from the same request.
+    ``already_touched``: the same request has already told the policy of the nodes down to this one.
     """
     tree, node = place.tree, place.node
     if place.child is not None:
@@ -176,7 +179,7 @@ def lease(cache: CacheState, match: Match) -> LeaseState:
 
 
 def end_lease(cache: CacheState, lease: LeaseState) -> None:
-    """Give a lease up."""
+    """Release a lease."""
     lease._is_open = False
     cache._leases.discard(lease)
     if lease._node is not None:
@@ -222,9 +225,9 @@ def open_sequence(
 def lease_of_long(
     cache: CacheState, namespace: Namespace, key: bytes, publication: Publication | None
 ) -> tuple[LeaseState, int, TenantState]:
-    """A lease on what is resident of a long key, how many more blocks it needs, and the tenant that needs them.
+    """Lease the resident part of a long key. Returns the lease, how many more blocks the key needs, and its tenant.
 
-    Refuses what ``open_sequence`` would, before room is made for it. The lease isn't registered.
+    Raises the errors of ``open_sequence`` before room is made. The lease isn't registered.
     """
     if publication is not None:
         cache._bases.require_new(publication)
@@ -241,9 +244,9 @@ def lease_of_long(
 
 
 def takes_many_victims(cache: CacheState, num_bytes: int) -> bool:
-    """Whether room for so many bytes of a key takes more evictions, by their mean size, than may hold others up.
+    """Whether a key of this many bytes probably needs more evictions than one call should make at once.
 
-    Takes the lock.
+    The estimate uses the mean size of leaves. Takes the lock.
     """
     with cache._lock:
         short = num_bytes // cache._block_bytes - cache._pool.num_free
@@ -252,7 +255,10 @@ def takes_many_victims(cache: CacheState, num_bytes: int) -> bool:
 
 
 def make_room(cache: CacheState, num_blocks: int, tenant: TenantState) -> None:
-    """Evict in slices until so many blocks are free for the tenant. Raises like ``Evictor.require``. Takes the lock."""
+    """Evict in slices until this many blocks are free for the tenant. Raises like ``Evictor.require``.
+
+    Takes the lock.
+    """
     short = num_blocks
     while short > 0:
         with cache._lock, Mending(cache):
@@ -266,7 +272,7 @@ def make_room(cache: CacheState, num_blocks: int, tenant: TenantState) -> None:
 
 
 def let_others() -> None:
-    """Let a thread that waits for the lock have it: without this the thread that released it takes it again first."""
+    """Let a waiting thread take the lock. Without this, the thread that released the lock would take it again first."""
     time.sleep(0)
 
 
@@ -329,9 +335,10 @@ def commit(cache: CacheState, sequence: SequenceState, num_tokens: SupportsIndex
 
 
 def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> None:
-    """Make the blocks from the end of ``node``, which it leases, to ``new`` resident; moves its lease there.
+    """Make the blocks from the end of ``node`` to ``new`` resident, and move the sequence's lease from ``node`` to the
+    end.
 
-    ``[node.depth, resident)`` the tree has already, from another sequence · ``[resident, new)`` becomes the tree's.
+    ``[node.depth, resident)`` is in the tree already, from another sequence. ``[resident, new)`` is given to the tree.
     """
     tree, size, resident = sequence._tree, cache._block_bytes, node.depth
     key, at, stop = sequence._prompt_key, resident * size, new * size
@@ -368,7 +375,7 @@ def _store(cache: CacheState, sequence: SequenceState, node: Node, new: int) -> 
 
 
 def _ghost_keys(cache: CacheState, sequence: SequenceState, start: int, stop: int) -> tuple[int, ...]:
-    """Keys of the segments that end within blocks ``[start, stop)`` of a sequence."""
+    """Return keys of the segments that end within blocks ``[start, stop)`` of a sequence."""
     size, keys = cache._block_bytes, sequence._segment_keys
     if keys is None:
         keys = sequence._segment_keys = SegmentKeys(sequence._tree.namespace, cache._segment_blocks * size)
@@ -379,10 +386,10 @@ def _ghost_keys(cache: CacheState, sequence: SequenceState, start: int, stop: in
 def _follow(
     cache: CacheState, sequence: SequenceState, node: Node, key: bytes, start: int, stop: int
 ) -> tuple[Node, int, int]:
-    """Move the sequence's lease down along what is resident of ``key[start:stop]``; the node and position there.
+    """Move the sequence's lease down along the resident part of ``key[start:stop]``.
 
-    Nodes that nobody uses get the sequence's blocks in place of their own, which are freed: leasing those
-    would protect more than was granted. The third result is the block where they begin.
+    Returns the node, the position there, and the first block that was replaced. A node without uses gets the sequence's
+    blocks in place of its own, and its own are freed. Leasing its own would protect more blocks than were granted.
     """
     tree, evictor = sequence._tree, cache._evictor
     end, at, child, common = tree.walk(key, stop, bytearray(), node, start)
@@ -425,7 +432,7 @@ def _complete(cache: CacheState, sequence: SequenceState) -> None:
 
 
 def shortfall(cache: CacheState, namespace: Namespace, key: bytes) -> int:
-    """Blocks that the pool lacks for a base, beside what is promised."""
+    """Return how many blocks the pool lacks for a base, besides those that are guaranteed to tenants."""
     tree = cache._registry.tree(namespace) or cache._registry.new_tree(namespace)
     place = _walk(cache, tree, key, len(key) - 1)
     needed = len(key) // cache._block_bytes - place.num_blocks + _newly_protected(cache, place)
@@ -437,19 +444,19 @@ def shortfall(cache: CacheState, namespace: Namespace, key: bytes) -> int:
 
 
 def append(cache: CacheState, sequences: list[SequenceState], keys: list[bytes]) -> list[SequenceState]:
-    """One id to each. Returns the sequences whose shared tails have to be copied. See PrefixCache.append."""
+    """Append one id to each. Returns the sequences whose shared tails must be copied. See PrefixCache.append."""
     require_batch(sequences)
     return cache._runs.grow(sequences, keys)
 
 
 def execute_copies(cache: CacheState) -> None:
-    """Let the storage make the copies that were decided, if the cache has one."""
+    """Let the storage, if there is one, make the waiting copies."""
     if cache._storage is not None:
         cache._storage.execute(take_plan(cache))
 
 
 def take_plan(cache: CacheState) -> StepPlan:
-    """The copies that were decided. None wait afterwards."""
+    """Return the waiting copies as a plan. None wait afterwards."""
     plan = StepPlan.of(cache._pool.copies.triples())
     cache._pool.settle()
     return plan
@@ -491,14 +498,14 @@ def truncate(cache: CacheState, sequence: SequenceState, num_tokens: SupportsInd
 
 
 def fork(cache: CacheState, sequence: SequenceState) -> SequenceState:
-    """Another sequence in the same state, which shares all blocks. It isn't registered."""
+    """Return another sequence in the same state that shares all blocks. It isn't registered."""
     child = sequence.child()
     cache._evictor.lease(child._node, child._tree)
     return child
 
 
 def release(cache: CacheState, sequence: SequenceState) -> None:
-    """Give up what a sequence holds."""
+    """Release everything that a sequence holds."""
     sequence._is_open = False
     cache._sequences.discard(sequence)
     cache._runs.let_go(sequence)
@@ -508,7 +515,7 @@ def release(cache: CacheState, sequence: SequenceState) -> None:
 
 
 def require_open(sequence: SequenceState) -> None:
-    """Raise LeaseError, StaleGeneration or SequenceLent, which say why, unless a sequence is open."""
+    """Raise LeaseError, StaleGeneration or SequenceLent unless a sequence is open. The message says why."""
     if sequence._is_open:
         return
     if sequence._closed_by == INTERRUPTION:
@@ -521,7 +528,7 @@ def require_open(sequence: SequenceState) -> None:
 
 
 def require_batch(sequences: list[SequenceState]) -> None:
-    """Raise unless all sequences are open, and each is there once."""
+    """Raise unless all sequences are open and no sequence is given twice."""
     for sequence in sequences:
         require_open(sequence)
     if len(set(sequences)) != len(sequences):
@@ -533,7 +540,7 @@ def require_batch(sequences: list[SequenceState]) -> None:
 
 
 def insert(cache: CacheState, namespace: Namespace, key: bytes, blocks: BlockIds) -> int:
-    """See PrefixCache.insert; ``key`` has whole blocks only."""
+    """See PrefixCache.insert. ``key`` has whole blocks only."""
     cache._pool.check_claim(blocks)
     place = _locate(cache, namespace, key, len(key))
     resident = place.num_blocks
@@ -544,7 +551,7 @@ def insert(cache: CacheState, namespace: Namespace, key: bytes, blocks: BlockIds
 
 
 def _insert(cache: CacheState, tree: NamespaceTree, above: Node, key: bytes, blocks: BlockIds) -> None:
-    """Make ``blocks`` after the end of ``above``, which is leased for that, the tree's."""
+    """Give ``blocks`` to the tree, after the end of ``above``. The caller has leased ``above``."""
     evictor, resident = cache._evictor, above.depth
     evictor.keep_limit(tree.tenant, len(blocks) - resident)
     evictor.charge(tree.tenant, len(blocks) - resident)
@@ -554,8 +561,8 @@ def _insert(cache: CacheState, tree: NamespaceTree, above: Node, key: bytes, blo
         named = SegmentKeys(tree.namespace, cache._segment_blocks * cache._block_bytes)
         keys = named.between(at, len(key), key, len(key), bytearray())
     node = evictor.add_leased(above, key, at, len(key), blocks[resident:].tobytes(), tree, None, keys)
-    # only now: until a tree has them they are whose they were
+    # claim last: until the tree has the blocks, they keep their state
     cache._pool.claim(blocks[resident:], tree.tenant.owner_tag)
     if cache._journal is not None:
         cache._evictor.report_stored(tree, key, resident, len(blocks))
-    evictor.release(node, tree)  # and perhaps gives them up
+    evictor.release(node, tree)  # evicts the blocks if the policy declines them
