@@ -1,23 +1,23 @@
-"""What holds blocks besides the trees: sequences with their runs, leases, lent beams.
+"""Objects that hold blocks besides the trees: sequences with their runs, leases, lent beams.
 
     block table   [ leased from the tree ][ in runs, shared ][ own, from position ``_own`` on ]
     tokens        [0 … committed)          [committed … num_tokens)
 
-The blocks that a sequence shares with no other are the end of its block table. A ``Run`` is a stretch of private blocks
-that several sequences share. It counts its *owners*: sequences that end with it and runs that continue it. Runs form a
-tree that hangs below the radix tree: a fork makes the parent's own blocks a run, adds an owner to it and copies
-nothing; a divergent write starts blocks of its own again. So a fork costs the same however many blocks are shared, and
-no block carries a count of its own.
+The own blocks of a sequence, which it shares with no other, are at the end of its block table. A ``Run`` is a range of
+private blocks that several sequences share. It counts its *owners*: sequences that end with it and runs that continue
+it. Runs form a tree below the radix tree. A fork turns the parent's own blocks into a run, adds an owner to it and
+copies nothing. A divergent write starts new own blocks. So the cost of a fork doesn't depend on how many blocks are
+shared, and no block needs a reference count.
 
     fork, then both write:            run [20, 23)  owners 2
                                       ├── own [23, 24)  the parent, writing on in its tail block
                                       └── own [23, 24)  the child, in a copy of that tail
 
-When a commit gives blocks to the tree that other sequences share, their run keeps a lease on the node in
-place of the blocks (``node`` is set), so that no block table changes and nothing is counted twice.
+A commit may give blocks to the tree that other sequences share. Their run then keeps a lease on the node in place of
+the blocks (``node`` is set). So no block table changes and nothing is counted twice.
 
 The cache holds these states. A user holds a handle of a state: ``Sequence``, ``Lease``, ``LentBeams``. The cache holds
-no handles, so a handle that is forgotten is collected, and its finaliser tells the cache.
+no handles. So a forgotten handle is garbage-collected, and its finaliser tells the cache.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
 
 MAX_COPIED_TAIL_BYTES = 4_096
-"""A fork copies at most so many key bytes for each child; longer tails are folded into the shared base once."""
+"""A fork copies at most this many key bytes for each child. A longer tail is moved into the shared key once."""
 
 
 RELEASE: Final = 0
 INTERRUPTION: Final = 1
 PURGE: Final = 2
-"""What closed a sequence. One that a purge closed holds its blocks until its release."""
+"""The reason why a sequence was closed. After a purge, the sequence holds its blocks until its release."""
 
 
 class Run:
-    """Private blocks ``[start, end)`` that sequences share, or that duplicate what the tree has."""
+    """Private blocks ``[start, end)`` that sequences share, or that duplicate blocks of the tree."""
 
     __slots__ = ("block_ids", "node", "owners", "parent", "start")
 
@@ -66,13 +66,13 @@ class Run:
 
     @property
     def is_writable(self) -> bool:
-        """Whether its one owner may write into it: not shared, and not the tree's."""
+        """Whether its owner may write into it: there is only one owner, and the blocks don't belong to the tree."""
         return self.owners == 1 and self.node is None
 
     def split(self, at: int) -> Run:
-        """Cut before position ``at``; returns the new upper part, this run keeps the lower one and its owners. O(1).
+        """Cut before position ``at`` and return the new upper part. This run keeps the lower part and its owners. O(1).
 
-        The caller leases ``node`` once more if there is one.
+        If there is a ``node``, the caller must lease it once more.
         """
         assert self.start < at < self.end
         cut = (at - self.start) * ID_BYTES
@@ -84,7 +84,7 @@ class Run:
 
 
 class SequenceState:
-    """What the cache knows of a sequence. The cache holds it, and so does the Sequence that the user has.
+    """The cache's state of a sequence. Both the cache and the user's Sequence hold it.
 
     All methods are called under the cache's lock.
     """
@@ -122,41 +122,41 @@ class SequenceState:
         self._prompt_key = key  # immutable, shared by forks
         self._prompt_size = len(
             key
-        )  # how many bytes of it are the sequence's: a truncation keeps the rest of it
-        self._tail = bytearray()  # what was appended since
-        self._size = len(key)  # of both, in bytes
+        )  # how many bytes of it this sequence uses; a truncation only lowers this number
+        self._tail = bytearray()  # appended since then
+        self._size = len(key)  # of prompt key and tail, in bytes
         self._num_cached = num_cached
         self._num_committed = num_cached
         self._table = table
         self._own = (
-            num_cached_blocks  # the position in the table from which the blocks are this sequence's alone
+            num_cached_blocks  # from this position on, the blocks of the table belong to this sequence alone
         )
-        self._run: Run | None = None  # the last of the runs before that
+        self._run: Run | None = None  # the last run before that position
         self._is_open = True
-        self._closed_by = RELEASE  # once it isn't open
-        self._lent: Lending | None = None  # to the device: then it isn't open
-        self._hints: object = None  # what the policy wants to be told with what it computes
-        self._segment_keys: SegmentKeys | None = None  # of what is committed, where the policy wants them
+        self._closed_by = RELEASE  # valid only if it isn't open
+        self._lent: Lending | None = None  # set while lent to the device; then it isn't open
+        self._hints: object = None  # what the policy wants to get with each commit
+        self._segment_keys: SegmentKeys | None = None  # of committed segments, if the policy wants them
 
     @property
     def is_lent(self) -> bool:
-        """Whether the device moves it on."""
+        """Whether the device moves the sequence on."""
         return not self._is_open and self._lent is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether it has something to release: it is open, lent, or stale."""
+        """Whether there is something to release: the sequence is open, lent, or stale."""
         return self._is_open or self._closed_by == PURGE or self.is_lent
 
     @property
     def description(self) -> str:
-        """What a warning says of it: no token id."""
+        """The description in a warning. It contains no token id."""
         tenant, blocks = self._tree.tenant.tenant_id, self.num_blocks
         return f"a sequence of tenant {tenant!r} with {self.num_tokens} tokens in {blocks} blocks"
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it has room for."""
+        """Tokens that have a place in its blocks."""
         return self._size // TOKEN_BYTES
 
     @property
@@ -179,7 +179,10 @@ class SequenceState:
         return self._prompt_key[start:size] + bytes(self._tail[: stop - size])
 
     def key_to(self, stop: int) -> Key:
-        """The key up to ``stop`` at least, at most twice as long, for who may keep it: of the prompt mostly no copy."""
+        """Return the key up to at least ``stop`` and at most twice that length. For a caller that keeps it.
+
+        A prompt is mostly not copied.
+        """
         size = self._prompt_size
         if stop > size:
             return self.key_between(0, size), bytes(self._tail[: stop - size])
@@ -187,14 +190,14 @@ class SequenceState:
 
     @property
     def shared_tail(self) -> Run | None:
-        """The run that holds the last block, if others share it so that it must not be written into."""
+        """The run that holds the last block, if other sequences share it. It must not be written into."""
         run = self._run
         if run is None or len(self._table) > self._own * ID_BYTES or run.is_writable:
             return None
         return run
 
     def child(self) -> SequenceState:
-        """Another sequence in the same state that shares all blocks; the caller leases the node for it."""
+        """Return another sequence in the same state that shares all blocks. The caller leases the node for it."""
         if len(self._tail) > MAX_COPIED_TAIL_BYTES:
             self._prompt_key, self._tail = (
                 self._prompt_key[: self._prompt_size] + bytes(self._tail),
@@ -218,7 +221,7 @@ class SequenceState:
         return twin
 
     def become(self, other: SequenceState) -> None:
-        """Be what the other one is, which nobody knows of, and hold what it holds."""
+        """Take over the state of an unregistered sequence, and what it holds."""
         self._tree, self._node, self._run, self._hints = other._tree, other._node, other._run, other._hints
         self._prompt_key, self._prompt_size, self._tail = other._prompt_key, other._prompt_size, other._tail
         self._size, self._table, self._own = other._size, other._table, other._own
@@ -226,7 +229,7 @@ class SequenceState:
         self._segment_keys = other._segment_keys
 
     def cut_key(self, size: int) -> None:
-        """Forget key bytes from ``size`` on. O(1)."""
+        """Remove key bytes from ``size`` on. O(1)."""
         self._size = size
         if size < self._prompt_size:
             self._prompt_size, self._tail = size, bytearray()
@@ -235,7 +238,7 @@ class SequenceState:
 
 
 class LeaseState:
-    """What the cache knows of a lease, one of its own for a pin included. ``node`` is None for a miss."""
+    """The cache's state of a lease. The cache has leases too, for pins. ``node`` is None for a miss."""
 
     __slots__ = ("_cache", "_is_open", "_node", "_packed", "num_tokens")
 
@@ -246,12 +249,12 @@ class LeaseState:
 
     @property
     def is_open(self) -> bool:
-        """False once released."""
+        """False after the release."""
         return self._is_open
 
     @property
     def is_held(self) -> bool:
-        """The same."""
+        """The same as ``is_open``."""
         return self._is_open
 
     @property
@@ -261,40 +264,40 @@ class LeaseState:
 
     @property
     def tree(self) -> NamespaceTree:
-        """The tree of its node, which it must have."""
+        """The tree of its node. There must be a node."""
         assert self._node is not None
         return cast(NamespaceTree, self._node.tree)
 
     @property
     def description(self) -> str:
-        """What a warning says of it: no token id."""
+        """The description in a warning. It contains no token id."""
         owner = "" if self._node is None else f" of tenant {self.tree.tenant.tenant_id!r}"
         return f"a lease{owner} on {self.num_tokens} tokens"
 
 
 class Lending:
-    """What the cache knows of lent beams. ``sequences``: their states, in the order of the beams."""
+    """The cache's state of lent beams. ``sequences``: the states of the sequences, in the order of the beams."""
 
     __slots__ = ("block_ids", "device", "is_over", "sequences", "tenant")
 
     def __init__(self, sequences: list[SequenceState], tenant: TenantState, block_ids: bytearray) -> None:
         self.sequences, self.tenant = tuple(sequences), tenant
-        self.block_ids = block_ids  # lent besides those that the sequences had, packed
+        self.block_ids = block_ids  # lent in addition to the sequences' own blocks, packed
         self.is_over = False
         self.device: DeviceBeams | None = None
 
     @property
     def is_held(self) -> bool:
-        """Whether they have to be taken back."""
+        """Whether the beams must be taken back."""
         return not self.is_over
 
     @property
     def description(self) -> str:
-        """What a warning says of them: no token id."""
+        """The description in a warning. It contains no token id."""
         return f"a lending of {len(self.sequences)} beams of tenant {self.tenant.tenant_id!r}"
 
     def end(self) -> None:
-        """For the cache, under its lock: nobody steps any more."""
+        """End the lending: no beam steps any more. The cache calls this under its lock."""
         self.is_over = True
         if self.device is not None:
             self.device.close()
