@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Lease:
     """The right to use a match: its blocks are not evicted until ``release``. Use it in a ``with``.
 
-    A lease that is forgotten (collected before it was released) gives a ResourceWarning, and the next call of the cache
+    If a lease is garbage-collected before its release, it gives a ResourceWarning, and the next call of the cache
     releases it.
     """
 
@@ -34,7 +34,7 @@ class Lease:
     def __del__(self) -> None:
         try:
             state = self._state
-        except AttributeError:  # its making was interrupted
+        except AttributeError:  # __init__ was interrupted
             return
         if state._is_open:
             self._guard = Guard(self._cache, state)
@@ -45,7 +45,7 @@ class Lease:
 
     @property
     def block_ids(self) -> BlockIds:
-        """Ids of the leased blocks, int32, read-only. Raises LeaseError once released."""
+        """Ids of the leased blocks, int32, read-only. Raises LeaseError after the release."""
         if not self._state._is_open or self._cache.is_broken:
             with self._cache._lock:
                 _require_open(self._state)
@@ -53,13 +53,13 @@ class Lease:
 
     @property
     def is_open(self) -> bool:
-        """False once released."""
+        """False after the release."""
         return self._state._is_open
 
     def release(self) -> None:
-        """Give the blocks back to eviction. A second call raises LeaseError.
+        """Allow eviction of the blocks again. A second call raises LeaseError.
 
-        From a finaliser that runs in the middle of a call of the same cache, the next call releases it.
+        If a finaliser calls this in the middle of a call of the same cache, the next call does the release.
         """
         try:
             self._release()
@@ -88,7 +88,7 @@ class Lease:
                 self.release()
             except IntegrityError:
                 if error is None or not self._cache.is_dead:
-                    raise  # else the error that ends the block goes on
+                    raise  # otherwise the error that ended the block propagates
 
 
 def _require_open(lease: LeaseState) -> None:
