@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Match:
     """The longest resident prefix of some ids at one moment. A miss has ``num_tokens`` 0.
 
-    ``num_tokens``: matched tokens, whole blocks. ``block_ids``: int32 ``[num_blocks]``, read-only, valid only
-    while a lease holds them (``PrefixCache.lease``).
+    ``num_tokens``: matched tokens, always whole blocks. ``block_ids``: int32 ``[num_blocks]``, read-only. The ids are
+    valid only while a lease holds the blocks (``PrefixCache.lease``).
     """
 
     __slots__ = ("_key", "_packed", "namespace", "num_tokens")
@@ -28,7 +28,7 @@ class Match:
 
     @property
     def num_blocks(self) -> int:
-        """Matched blocks."""
+        """Number of matched blocks."""
         return len(self._packed) // ID_BYTES
 
     @property
