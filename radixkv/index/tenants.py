@@ -1,7 +1,7 @@
-"""Tenants. The only module where two of them meet: in the choice of whose blocks go.
+"""Tenants. This is the only module where tenants affect each other: when blocks are chosen for eviction.
 
-A tenant's state (its trees, its policy, its counts) is one object that another tenant's calls never reach.
-Whose blocks go: ``Ranking``. What is promised to whom: ``eviction.Evictor.promised_blocks``.
+A tenant's state (its trees, its policy, its counts) is one object that calls of other tenants never reach. ``Ranking``
+chooses the tenant that loses blocks. ``eviction.Evictor.promised_blocks`` counts what is guaranteed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ NEVER_OUTGROWN: Final = 2**62
 """The rank of all tenants until something is evicted."""
 
 UNLIMITED: Final = 2**62
-"""The limit of a tenant that has none."""
+"""The limit of a tenant without a limit."""
 
 UNRANKED: Final = -1
-"""The rank of a tenant that has to be ranked before its blocks can go."""
+"""The rank of a tenant that must be ranked before its blocks can be evicted."""
 
 
 class TenantState:
-    """What one tenant has in the cache: its trees, its policy, its counts.
+    """One tenant's state in the cache: its trees, its policy, its counts.
 
-    ``settings``: what it is promised and held to; ``is_added`` unless they are the default's.
-    ``owner_tag``: what its blocks are known by, see ``scrubbing``.
-    ``protected_blocks``: leased in its trees, private to its sequences, or quarantined. ``evictable_blocks``: in its
-    trees and protected by no lease. Together they are what it uses. ``on_…``: the policy's hooks, None for those that
-    it leaves out, bound once so that a request doesn't look them up or call what does nothing.
-    ``trees``: by namespace, and by ``NamespaceTree.place`` those behind a base, which ``behind`` lists by namespace.
-    ``bases``: what it may read, or None.
+    - ``settings``: its guarantee and limit. ``is_added`` is False if they are the default's.
+    - ``owner_tag``: marks its blocks, see ``scrubbing``.
+    - ``protected_blocks``: leased in its trees, private to its sequences, or quarantined.
+    - ``evictable_blocks``: in its trees and protected by no lease. With ``protected_blocks`` this is all it uses.
+    - ``on_…``: the policy's hooks, or None where the policy has none. They are bound once. So a request needs no
+      look-up and calls no empty function.
+    - ``trees``: by namespace; trees behind a base by ``NamespaceTree.place``. ``behind`` lists these by namespace.
+    - ``bases``: the bases that it may read, or None.
     """
 
     __slots__ = (
@@ -91,12 +92,12 @@ class TenantState:
         self.forget_counts()
 
     def forget_counts(self) -> None:
-        """Count requests and evictions from zero on: the next tenant of this name is another one."""
+        """Reset the counts of requests and evictions. The next tenant of this name is a new one."""
         self.evicted_blocks = self.declined_blocks = 0
         self.requests = self.hit_tokens = self.missed_tokens = 0
 
     def follow(self, policy: Policy) -> None:
-        """This policy is told of everything from now on."""
+        """Send all further events to this policy."""
         self.policy, self.uses_ghost_keys = policy, policy.uses_ghost_keys
         self.on_leased, self.on_unleased, self.on_removed = policy.order()
         self.on_inserted, self.on_touched = policy.hook("inserted"), policy.hook("touched")
@@ -105,19 +106,21 @@ class TenantState:
         self.on_opened, self.on_admit = policy.hook("opened"), policy.hook("admit")
 
     def set(self, settings: Tenant) -> None:
-        """Promise it this, and hold it to this, from now on."""
+        """Apply new settings from now on."""
         self.settings = settings
         self.weight, self.guaranteed_blocks = settings.weight, settings.guaranteed_blocks
         self.max_blocks = UNLIMITED if settings.limit is None else settings.limit
 
     @property
     def overuse(self) -> float:
-        """By how much it is above its share, but for what is the same for all: ``(used − guarantee) ÷ weight``."""
+        """Return how far it is above its share, without the part that is equal for all: ``(used − guarantee) ÷
+        weight``.
+        """
         return (self.protected_blocks + self.evictable_blocks - self.guaranteed_blocks) / self.weight
 
     @property
     def used_blocks(self) -> int:
-        """Blocks in its trees, detached ones included, and private to its sequences."""
+        """Blocks in its trees, including detached trees, and blocks private to its sequences."""
         return self.protected_blocks + self.evictable_blocks
 
     @property
@@ -131,7 +134,7 @@ class TenantState:
         return sum(tree.num_blocks for tree in self.detached)
 
     def trees_of(self, namespace: Namespace) -> list[NamespaceTree]:
-        """The trees of a namespace: its own, and those behind bases. O(these trees)."""
+        """Return the trees of a namespace: its own, and those behind bases. O(these trees)."""
         own = self.trees.get(namespace)
         return [*([] if own is None else [own]), *self.behind.get(namespace, ())]
 
@@ -151,19 +154,19 @@ class TenantState:
                 del self.behind[tree.namespace]
 
     def settle_trees(self) -> None:
-        """List anew which trees stand behind a base. O(trees)."""
+        """Rebuild the list of trees behind a base. O(trees)."""
         self.behind = {}
         for tree in list(self.trees.values()):
             self.register(tree)
 
     def detach(self, tree: NamespaceTree) -> None:
-        """Make a tree unreachable; it lives on for the sequences that lease it. O(1)."""
+        """Make a tree unreachable. It stays for the sequences that lease it. O(1)."""
         self._strike(tree)
         tree.detached = True
         self.detached.add(tree)
 
     def drop_if_empty(self, tree: NamespaceTree) -> None:
-        """Forget a tree in which nothing is resident and nothing leased. O(1)."""
+        """Forget a tree if nothing in it is resident or leased. O(1)."""
         if tree.is_empty:
             if tree.detached:
                 self.detached.discard(tree)
@@ -174,14 +177,16 @@ class TenantState:
 
     @property
     def namespaces(self) -> list[Namespace]:
-        """Those that hold something. O(trees)."""
+        """Return the namespaces that hold something. O(trees)."""
         return list(dict.fromkeys(tree.namespace for tree in self.trees.values()))
 
 
 class NamespaceTree(RadixTree):
-    """The tree of a namespace, or one behind a base, with its owner. ``detached`` once it can't be reached any more.
+    """The tree of a namespace, or a tree behind a base, with its owner. ``detached`` means that it can't be reached any
+    more.
 
-    Behind a ``base`` it continues the first ``size`` bytes of its key; ``place`` is its key among its tenant's trees.
+    Behind a ``base`` the tree continues the first ``size`` bytes of the base's key. ``place`` is its key among its
+    tenant's trees.
     """
 
     __slots__ = ("base", "detached", "namespace", "place", "tenant")
@@ -237,16 +242,16 @@ class Base:
         self.key, self.block_ids = key, block_ids
         self.node, self.tree, self.namespace = node, tree, tree.namespace
         self.trees: set[NamespaceTree] = set()  # registered, or cleared and still in use
-        self.is_over = False  # unpublished: nobody finds it any more
+        self.is_over = False  # unpublished: no request finds it any more
         self.is_held = True  # it leases its node
 
     @property
     def is_left(self) -> bool:
-        """Whether it is unpublished and nothing uses it any more."""
+        """Whether it is unpublished and unused."""
         return self.is_over and self.is_held and not self.trees
 
     def is_for(self, tree: NamespaceTree) -> bool:
-        """Whether a tree behind it may be found."""
+        """Whether requests may find a tree behind it."""
         return not self.is_over and tree.tenant.tenant_id in self.readers
 
 
