@@ -1,19 +1,19 @@
 """Evictor: leases, residency and victims.
 
-What changes which nodes there are, and which of them are in use, goes through here, so that the policy is told
-and the tenant's ``protected_blocks`` and ``evictable_blocks`` are kept in step: ``lease`` and ``release``, ``split``,
-``add_leased``, and the trimming of victims.
+Every change of nodes, and of which nodes are in use, goes through this module. So the policy hears of it, and the
+tenant's ``protected_blocks`` and ``evictable_blocks`` stay correct. The operations are ``lease`` and ``release``,
+``split``, ``add_leased``, and the trimming of victims.
 
-Eviction asks the policy of the tenant whose turn it is (``ranking.Ranking``) for its victim and trims that
-leaf from its tail, exactly the blocks needed: O(blocks evicted), no heap rebuilt, no tree walked. Whether it can
-suffice is known before it begins, from the counts, so a refusal changes nothing.
+Eviction picks a tenant (``ranking.Ranking``) and asks its policy for a victim. It trims that leaf from the tail, by
+exactly the blocks needed. This costs O(blocks evicted): no heap is rebuilt and no tree is walked. The counts say in
+advance whether eviction can free enough. So a refusal changes nothing.
 
-The law of guarantees: what is free or borrowed and evictable can always give every tenant its guarantee. Since
-each tenant's evictable blocks above its guarantee are what is borrowed, that is the same as
+The law of guarantees: free blocks plus borrowed evictable blocks can always give every tenant its guarantee. Borrowed
+evictable blocks are each tenant's evictable blocks above its guarantee. So the law is the same as
 
     promised_blocks = Σ over tenants of max(protected, guaranteed) ≤ blocks of the pool
 
-so one sum decides whether a request can be granted, and a tenant within its guarantee doesn't raise it.
+One sum decides whether a request can be granted. A tenant within its guarantee doesn't raise the sum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Evictor:
-    """Keeps what is resident within the pool. All methods are called under the cache's lock."""
+    """Keeps resident blocks within the pool. All methods are called under the cache's lock."""
 
     __slots__ = (
         "_block_size",
@@ -64,13 +64,13 @@ class Evictor:
         self._ranking = Ranking(tenants)
         self.evictable_blocks = 0  # of all tenants
         self.promised_blocks = 0
-        self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends pins that are due
+        self.on_need: Callable[[TenantState | None, bool], object] | None = None  # ends expired pins
         self.on_hand_out: Callable[[], object] | None = None  # orders the streams of a GPU
 
     # --- leases: O(1) if the node is in use already, otherwise O(ancestors that come into use)
 
     def lease(self, node: Node, tree: NamespaceTree) -> None:
-        """Protect a node of the tree, and with it its ancestors."""
+        """Protect a node and its ancestors from eviction."""
         uses = node.uses
         node.uses = uses + 1
         if uses:
@@ -92,9 +92,9 @@ class Evictor:
             self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
 
     def release(self, node: Node, tree: NamespaceTree, asks: bool = True) -> None:
-        """Undo one ``lease``; what nobody uses any more becomes evictable.
+        """Undo one ``lease``. Nodes without further uses become evictable.
 
-        It goes at once if its tree was cleared or, where this ``asks``, if the policy doesn't admit it.
+        They are freed at once if the tree was cleared, or if ``asks`` is set and the policy doesn't admit them.
         """
         node.uses = uses = node.uses - 1
         if uses:
@@ -129,13 +129,15 @@ class Evictor:
                 self.let_go(tree.base)
 
     def let_go(self, base: Base) -> None:
-        """Release what a base leases once it is unpublished and nothing stands behind it any more."""
+        """Release the lease of a base that is unpublished and has no tree behind it."""
         if base.is_left:
             base.is_held = False
             self.release(base.node, base.tree)
 
     def _give_up_declined(self, node: Node, tree: NamespaceTree, freed: bytearray) -> None:
-        """Take out what the policy doesn't admit, leaf by leaf upward; adds the ids. O(blocks freed)."""
+        """Remove nodes that the policy doesn't admit, leaf by leaf upward. Adds their ids to ``freed``. O(blocks
+        freed).
+        """
         tenant, at = tree.tenant, node
         admit, trimmed = tenant.on_admit, tenant.on_trimmed
         assert admit is not None
@@ -154,7 +156,7 @@ class Evictor:
             at = parent
 
     def unprotected_above(self, node: Node) -> int:
-        """Blocks that a lease on ``node`` would take from the evictable ones. O(ancestors)."""
+        """Return how many evictable blocks a lease on ``node`` would protect. O(ancestors)."""
         found = 0
         at: Node | None = node
         while at is not None and not at.uses:
@@ -182,7 +184,9 @@ class Evictor:
         hints: object = None,
         ghost_keys: tuple[int, ...] | None = None,
     ) -> Node:
-        """Add ``key[start:stop]`` below ``parent``; a lease on ``parent`` moves to the deepest new node, the result."""
+        """Add ``key[start:stop]`` below ``parent``. Moves a lease from ``parent`` to the deepest new node and returns
+        that node.
+        """
         deepest = tree.attach(parent, key, start, stop, block_ids)
         if tree.tenant.on_inserted is not None:
             self._tell_inserted(parent, deepest, tree, hints, ghost_keys or ())
@@ -195,7 +199,7 @@ class Evictor:
         inserted, size = tree.tenant.on_inserted, self._segment_blocks
         assert inserted is not None
         above = None if parent is tree.root else parent
-        if deepest.parent is parent:  # as it mostly is
+        if deepest.parent is parent:  # the usual case
             inserted(deepest, deepest.num_blocks, deepest.depth, hints, ghost_keys, above)
             return
         told = before = parent.depth // size
@@ -214,7 +218,7 @@ class Evictor:
         hints: object = None,
         ghost_keys: tuple[int, ...] | None = None,
     ) -> None:
-        """Add blocks to a leaf that has one use, in place. O(label after), at most MAX_GROWN_LABEL_BYTES."""
+        """Add blocks in place to a leaf that has one use. O(label after), at most MAX_GROWN_LABEL_BYTES."""
         leaf.label += label
         leaf.block_ids += block_ids
         added = len(block_ids) // ID_BYTES
@@ -227,7 +231,7 @@ class Evictor:
 
     @property
     def _usable_blocks(self) -> int:
-        """Blocks that tenants can have: not lent."""
+        """Blocks that tenants can have: all that are not lent."""
         return self._pool.num_blocks - len(self._pool.lent)
 
     def require(
@@ -235,9 +239,9 @@ class Evictor:
     ) -> int:
         """Raise unless the tenant can have ``needed`` blocks after a lease protects ``about_to_lease`` more of its own.
 
-        QuotaExceeded: its limit can't give them, whatever it evicts. OutOfBlocks: nor can the pool, without what is
-        promised to others. Both tell the tenant's own numbers only; what a bare lease needs is what it protects.
-        Returns by how much ``promised_blocks`` will rise: 0 within its guarantee. O(1).
+        Raises QuotaExceeded if its limit is too low, whatever it evicts. Raises OutOfBlocks if the pool can't give the
+        blocks without those guaranteed to others. Both errors tell only the tenant's own numbers. For a bare lease,
+        ``needed`` is what it protects. Returns by how much ``promised_blocks`` will rise: 0 within the guarantee. O(1).
         """
         evictable, used = tenant.evictable_blocks - about_to_lease, tenant.used_blocks
         if used - evictable + needed > tenant.max_blocks:
@@ -250,7 +254,7 @@ class Evictor:
         return rise
 
     def surely_has(self, num_blocks: int, tenant: TenantState) -> bool:
-        """Whether so many more blocks, protected anew or taken, are granted without a closer look. O(1)."""
+        """Whether this many more blocks, newly protected or taken, are certainly granted. A quick check. O(1)."""
         used = tenant.protected_blocks + tenant.evictable_blocks
         return (
             used + num_blocks <= tenant.max_blocks
@@ -259,10 +263,12 @@ class Evictor:
         )
 
     def require_fetched(self, num_blocks: int, tenant: TenantState | None, about_to_lease: int = 0) -> None:
-        """Raise FlushRequired if only copies that wait are in the way of so many blocks, that ``require`` has granted.
+        """Raise FlushRequired if only waiting copies prevent the use of this many blocks, after ``require`` has granted
+        them.
 
-        Blocks that such copies name can't be handed out. A strict tenant evicts what it would without them, and
-        nothing more; for others, victims go in their place. O(1), O(tenants) while there are such blocks and few free.
+        Blocks that waiting copies name can't be handed out. A strict tenant evicts what it would evict without the
+        copies, and nothing more. For other tenants, more victims are evicted instead. O(1); O(tenants) while there are
+        such blocks and few free ones.
         """
         pool = self._pool
         if num_blocks <= pool.num_free or not pool.is_loose:
@@ -279,18 +285,19 @@ class Evictor:
             raise FlushRequired(num_blocks, room)
 
     def end_due_pins(self, requester: TenantState | None, num_blocks: int) -> None:
-        """Before ``require``: a requester's own pins that are due end, whether it is short of room or not.
+        """End the requester's expired pins before ``require``, whether the tenant is short of blocks or not.
 
-        If the pool is, what others borrow by such pins goes too; for None those of all tenants. Moves no node.
+        If the pool is short, also end other tenants' expired pins on borrowed blocks. For None, end those of all
+        tenants. Moves no node.
         """
         if self.on_need is not None:
             is_short = self.promised_blocks + num_blocks > self._usable_blocks
             self.on_need(requester, requester is None or is_short)
 
     def take(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
-        """Add packed ids of ``num_blocks`` blocks for a tenant to ``table``, evicting what is short.
+        """Add packed ids of ``num_blocks`` blocks for a tenant to ``table``. Evicts the missing ones.
 
-        On nobody's account yet: see ``charge``. Raises like ``require``.
+        The blocks count for no tenant yet: see ``charge``. Raises like ``require``.
         """
         self.end_due_pins(tenant, num_blocks)
         if not self.surely_has(num_blocks, tenant):
@@ -299,7 +306,7 @@ class Evictor:
         self.take_granted(num_blocks, tenant, table)
 
     def take_granted(self, num_blocks: int, tenant: TenantState, table: bytearray) -> None:
-        """The same after ``require``. O(blocks evicted + turns × log tenants)."""
+        """Take blocks like ``take``, after ``require``. O(blocks evicted + turns × log tenants)."""
         start, size = len(table), num_blocks * ID_BYTES
         over = tenant.protected_blocks + tenant.evictable_blocks + num_blocks - tenant.max_blocks
         if over > num_blocks:
@@ -307,7 +314,7 @@ class Evictor:
             over = num_blocks
         if over > 0 and self._pool.exposed:
             self.keep_limit(tenant, num_blocks)
-        elif over > 0:  # what it gives up it has again
+        elif over > 0:  # it gets back what it gives up
             self._evict_from(tenant, over * ID_BYTES, table)
             self._pool.reuse(table, start)
             size -= over * ID_BYTES
@@ -317,7 +324,9 @@ class Evictor:
             self.on_hand_out()
 
     def take_for_engine(self, num_blocks: int) -> bytearray:
-        """Packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and changes nothing."""
+        """Return packed ids of ``num_blocks`` blocks that are about to be lent. Raises OutOfBlocks, and then changes
+        nothing.
+        """
         if num_blocks > self.spare_blocks:
             self.end_due_pins(None, num_blocks)
         spare = self.spare_blocks
@@ -333,9 +342,9 @@ class Evictor:
         return taken
 
     def _take(self, size: int, requester: TenantState | None, table: bytearray) -> None:
-        """Add ``size`` bytes of packed ids to ``table``: free ones, then those of victims.
+        """Add ``size`` bytes of packed ids to ``table``: free blocks first, then those of victims.
 
-        Victims that copies name which wait aren't handed out, so then all go to the pool first.
+        Victims that waiting copies name can't be handed out. If there are any, all victims go to the pool first.
         """
         if self._pool.exposed:
             self._evict_to_pool(size // ID_BYTES, requester)
@@ -349,7 +358,7 @@ class Evictor:
                 raise IntegrityError(f"{short} blocks are short, and nothing is left to evict")
 
     def charge(self, tenant: TenantState, num_blocks: int) -> None:
-        """Blocks that were taken are the tenant's, private to a sequence or leased in its tree."""
+        """Charge taken blocks to the tenant. They are private to a sequence or leased in its tree."""
         tenant.protected_blocks = protected = tenant.protected_blocks + num_blocks
         if protected > tenant.guaranteed_blocks:
             self.promised_blocks += min(protected - tenant.guaranteed_blocks, num_blocks)
@@ -357,18 +366,18 @@ class Evictor:
             self._ranking.rank(tenant)
 
     def give(self, block_ids: bytes | bytearray | memoryview, tenant: TenantState) -> None:
-        """Free blocks that were private to the tenant's sequences."""
+        """Free private blocks of the tenant's sequences."""
         self._pool.give(block_ids)
         self._discharge(tenant, len(block_ids) // ID_BYTES)
 
     def _discharge(self, tenant: TenantState, num_blocks: int) -> None:
-        """So many blocks are not private to the tenant any more."""
+        """Uncount this many private blocks of the tenant."""
         if tenant.protected_blocks > tenant.guaranteed_blocks:
             self.promised_blocks -= min(tenant.protected_blocks - tenant.guaranteed_blocks, num_blocks)
         tenant.protected_blocks -= num_blocks
 
     def require_all(self, needs: dict[TenantState, int]) -> None:
-        """Raise unless several tenants can have what they need at once, like ``require``. O(tenants)."""
+        """Raise like ``require`` unless several tenants can have what they need at once. O(tenants)."""
         rise = 0
         if self.on_need is not None:
             total = sum(needs.values())
@@ -382,9 +391,9 @@ class Evictor:
                 self.require_fetched(total, tenant)
 
     def evict(self, num_blocks: int, requester: TenantState | None = None) -> int:
-        """Free up to ``num_blocks`` blocks by policy; returns how many. O(blocks evicted + turns × log tenants).
+        """Free up to ``num_blocks`` blocks by policy. Returns how many. O(blocks evicted + turns × log tenants).
 
-        For a requester so many must be granted (``require``).
+        If there is a requester, ``require`` must have granted it this many blocks.
         """
         num_blocks, freed = min(num_blocks, self.evictable_blocks), bytearray()
         self._evict(num_blocks * ID_BYTES, requester, freed)
@@ -394,7 +403,7 @@ class Evictor:
         return num_blocks
 
     def keep_limit(self, tenant: TenantState, about_to_take: int) -> None:
-        """Free what the tenant would use above its limit, of its own; ``require`` has seen that it can."""
+        """Evict the tenant's own blocks that would exceed its limit. ``require`` has checked that this is possible."""
         over = tenant.used_blocks + about_to_take - tenant.max_blocks
         if over > 0:
             freed = bytearray()
@@ -403,19 +412,19 @@ class Evictor:
 
     @property
     def spare_blocks(self) -> int:
-        """Blocks that nobody is promised. O(1)."""
+        """Blocks that are guaranteed to no tenant. O(1)."""
         return self._usable_blocks - self.promised_blocks
 
     def settle_promises(self, tenants: Collection[TenantState]) -> None:
-        """Count anew what is promised, and rank anew who is above its share. O(tenants)."""
+        """Recompute the promised blocks and the ranks of tenants above their share. O(tenants)."""
         self.promised_blocks = sum(max(each.protected_blocks, each.guaranteed_blocks) for each in tenants)
         for each in tenants:
             self._ranking.rank(each)
 
     def _evict(self, size: int, requester: TenantState | None, freed: bytearray) -> None:
-        """Add the packed ids of evicted blocks to ``freed``, ``size`` bytes of them.
+        """Add packed ids of evicted blocks to ``freed``, ``size`` bytes in all.
 
-        The requester is left without a rank if its own blocks went last: ``charge`` follows.
+        If the requester's own blocks went last, it has no rank afterwards: ``charge`` follows and ranks it.
         """
         ranking = self._ranking
         while size:
@@ -427,7 +436,7 @@ class Evictor:
                 ranking.rank(tenant)
 
     def _evict_from(self, tenant: TenantState, size: int, freed: bytearray) -> None:
-        """Add the packed ids of exactly so many of the tenant's blocks, in bytes, to ``freed``."""
+        """Add packed ids of the tenant's blocks to ``freed``, exactly ``size`` bytes."""
         victim, removed, trimmed, left = tenant.policy.victim, tenant.on_removed, tenant.on_trimmed, size
         most = tenant.on_most
         while left:
@@ -458,7 +467,9 @@ class Evictor:
         self.evictable_blocks -= num_blocks
 
     def reclaim(self, node: Node, freed: bytearray) -> None:
-        """Take a node out of a cleared tree, and its ancestors as far as nothing else holds them; adds their ids."""
+        """Remove a node from a cleared tree, and its ancestors while nothing else holds them. Adds their ids to
+        ``freed``.
+        """
         tree = cast(NamespaceTree, node.tree)
         tenant = tree.tenant
         at: Node | None = node
@@ -479,16 +490,16 @@ class Evictor:
     # --- journal
 
     def report_stored(self, tree: NamespaceTree, key: Key, start: int, stop: int) -> None:
-        """Tell the journal that blocks ``[start, stop)`` became resident; ``key`` reaches at least to ``stop``."""
+        """Tell the journal that blocks ``[start, stop)`` became resident. ``key`` reaches at least to ``stop``."""
         if self.reports(tree, start, stop):
             assert self._journal is not None
             size = self._block_size
             self._journal.stored(tree.namespace, key, start * size, stop * size)
 
     def reports(self, tree: NamespaceTree, start: int, stop: int) -> bool:
-        """Whether the journal wants to hear of blocks ``[start, stop)``."""
+        """Whether the journal wants blocks ``[start, stop)`` reported."""
         grain, size = self._grain, self._block_size
-        if not grain or tree.detached or tree.base is not None:  # what stands behind a base is told to nobody
+        if not grain or tree.detached or tree.base is not None:  # blocks behind a base are never reported
             return False
         return start * size // grain < stop * size // grain
 
