@@ -1,12 +1,12 @@
-"""Runs: what sequences have besides the tree, the blocks that are theirs alone and those that they share.
+"""Runs: the private blocks of sequences, unshared or shared. These are the blocks that aren't in the tree.
 
-    grow      blocks for further tokens; a shared tail that is written into is copied first
-    adopt     a commit gave blocks to the tree: they are out of the sequence's own, and out of its runs
+    grow      take blocks for further tokens; copy a shared tail before a write
+    adopt     a commit gave blocks to the tree: remove them from the sequence's own blocks and runs
     cut       a rollback gives up blocks
     let_go    a release gives up all
 
-``sequence.Run`` says how sharing is counted. The copies that ``grow`` decides wait in the pool: with storage until the
-call returns, without it until the engine fetches them. All under the cache's lock.
+``holders.Run`` explains how sharing is counted. The copies that ``grow`` decides wait in the pool. With storage they
+wait until the call returns, without it until the engine fetches them. All methods run under the cache's lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Runs:
-    """Keeps the private blocks of the sequences of one cache."""
+    """Manages the private blocks of the sequences of one cache."""
 
     __slots__ = ("_block_bytes", "_evictor", "_pool", "num_copied_blocks")
 
@@ -34,7 +34,7 @@ class Runs:
     # --- more blocks
 
     def grow(self, sequences: list[SequenceState], keys: list[bytes]) -> list[SequenceState]:
-        """Make room for ``keys[i]`` at the end of ``sequences[i]``. Returns those whose tail waits for its copy."""
+        """Make room for ``keys[i]`` at the end of ``sequences[i]``. Returns the sequences whose tail must be copied."""
         size = self._block_bytes
         fresh = [
             -(-(sequence._size + len(key)) // size) - len(sequence._table) // ID_BYTES
@@ -57,7 +57,7 @@ class Runs:
         return copied
 
     def _take_for(self, sequences: list[SequenceState], fresh: list[int]) -> bytearray:
-        """Blocks for each sequence's ``fresh`` and for the copies of shared tails, charged to their tenants."""
+        """Take blocks for each sequence's ``fresh`` and for the copies of shared tails. Charges them to the tenants."""
         members: dict[TenantState, list[SequenceState]] = {}
         needs: dict[TenantState, int] = {}
         for sequence, num_fresh in zip(sequences, fresh, strict=True):
@@ -75,9 +75,9 @@ class Runs:
         return blocks
 
     def _count_copies(self, sequences: list[SequenceState]) -> int:
-        """Tail blocks to copy if every one of ``sequences`` writes: the last owner of a tail writes in place.
+        """Count the tail blocks to copy if all of ``sequences`` write. The last owner of a tail writes in place.
 
-        Over shared partial tails, writers − 1 if every owner writes, otherwise writers.
+        For a shared partial tail this is writers − 1 if every owner writes, otherwise writers.
         """
         size = self._block_bytes
         writers: dict[Run, int] = {}
@@ -88,9 +88,9 @@ class Runs:
         return sum(count - (count == tail.owners and tail.node is None) for tail, count in writers.items())
 
     def _copy_on_write(self, sequence: SequenceState, tail: Run, fresh: bytearray, rows: int) -> None:
-        """Give the sequence a tail block of its own, with the ``rows`` valid rows of the shared one."""
+        """Give the sequence its own tail block, with the ``rows`` valid rows of the shared one."""
         source, target = unpack(bytes(sequence._table[-ID_BYTES:]) + fresh).tolist()
-        self._pool.copies.add(source, target, rows)  # before the tail is given up, which may free the source
+        self._pool.copies.add(source, target, rows)  # first, because giving up the tail may free the source
         if tail.node is not None and self._pool.is_deferred:
             self._pool.expose(sequence._table[-ID_BYTES:])
         self.num_copied_blocks += 1
@@ -109,10 +109,10 @@ class Runs:
     # --- fewer blocks
 
     def adopt(self, sequence: SequenceState, start: int, stop: int) -> None:
-        """Blocks ``[start, stop)`` belong to the tree now: take them out of the sequence's own ones and its runs.
+        """Remove blocks ``[start, stop)`` from the sequence's own blocks and its runs. They belong to the tree now.
 
-        A run that other sequences share keeps a lease on the node instead. Own blocks before ``start``
-        duplicate what the tree has from another sequence; they become a run.
+        A run that other sequences share keeps a lease on the node instead. Own blocks before ``start`` duplicate blocks
+        of the tree that another sequence committed. They become a run.
         """
         own = sequence._own
         if start > own:
@@ -122,7 +122,7 @@ class Runs:
             self._adopt_runs(sequence, start, min(own, stop))
 
     def _adopt_runs(self, sequence: SequenceState, start: int, stop: int) -> None:
-        """Take blocks ``[start, stop)`` out of the sequence's runs; what is shared keeps a lease in their place."""
+        """Remove blocks ``[start, stop)`` from the sequence's runs. Shared runs keep a lease in their place."""
         node, run = sequence._node, sequence._run
         below: Run | None = None
         shared = False
@@ -169,7 +169,7 @@ class Runs:
             sequence._run = run = parent
 
     def let_go(self, sequence: SequenceState) -> None:
-        """Give up all private blocks of a sequence that is released."""
+        """Give up all private blocks of a released sequence."""
         own = sequence._table[sequence._own * ID_BYTES :]
         if own:
             self._evictor.give(own, sequence._tree.tenant)
@@ -178,7 +178,7 @@ class Runs:
             sequence._run = None
 
     def drop(self, run: Run, tree: NamespaceTree) -> None:
-        """One owner of the run is gone; without any it is freed, and so on upward."""
+        """Remove one owner of the run. A run without owners is freed, and so on upward."""
         at: Run | None = run
         while at is not None:
             at.owners -= 1
