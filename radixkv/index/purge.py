@@ -1,13 +1,13 @@
-"""Forgetting: what nobody finds any more from one moment on, and is freed slice by slice.
+"""Forgetting: detach trees at once, free them in slices.
 
     clear          a namespace
-    purge          a tenant: its sequences are stale from then on
-    unpublish      a base, with what its readers have behind it
-    set_readers    the same for readers who are struck from its list
+    purge          a tenant: its sequences become stale
+    unpublish      a base, and what its readers cached behind it
+    set_readers    the same for readers that are removed
 
-Each detaches trees, in one hold of the lock: from then on nothing of them matches. What nobody uses of them is freed
-then, a slice of nodes at a time, so that nobody waits long; what running sequences hold goes when they are released.
-If something comes between two slices, what is left goes at once (``recovery``).
+Each function detaches trees in one hold of the lock. Nothing in them matches afterwards. Unused nodes are then freed, a
+slice of nodes at a time, so that other threads don't wait long. Blocks that running sequences hold are freed at their
+release. If an error comes between two slices, the rest is freed at once (``recovery``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from radixkv.index.tree import Node
 
 SLICE_NODES = 256
-"""Nodes of detached trees that are visited before others may have the lock."""
+"""Nodes of detached trees to visit before other threads may take the lock."""
 
 PIN_NODES = 16
-"""The end of a pin takes about as long as visiting so many nodes."""
+"""Ending a pin takes about as long as visiting this many nodes."""
 
 Forgotten: TypeAlias = "tuple[list[NamespaceTree], int]"
-"""Trees that are detached, and how many blocks a match could reach in them before."""
+"""Detached trees, and the number of blocks in them that a match could reach before."""
 
 
 def clear(cache: CacheState, namespace: Namespace) -> int:
@@ -108,7 +108,7 @@ def set_readers(cache: CacheState, base_id: Any, readers: Any) -> None:
 
 
 def _end(cache: CacheState, base: Base) -> list[NamespaceTree]:
-    """Nobody finds a base any more; the trees behind it, to be detached."""
+    """End a base, so that no request finds it. Returns the trees behind it, which must be detached."""
     trees = cache._bases.end(base, cache._tenants)
     if not trees:
         cache._evictor.let_go(base)
@@ -116,7 +116,7 @@ def _end(cache: CacheState, base: Base) -> list[NamespaceTree]:
 
 
 def _end_bases(cache: CacheState, trees: list[NamespaceTree]) -> list[NamespaceTree]:
-    """Unpublish what is, or is being, published from trees that are cleared; returns the trees behind that."""
+    """Unpublish bases that come from cleared trees, also unfinished ones. Returns the trees behind them."""
     behind: list[NamespaceTree] = []
     cleared = set(trees)
     for publication in cache._bases.under_way():
@@ -129,7 +129,7 @@ def _end_bases(cache: CacheState, trees: list[NamespaceTree]) -> list[NamespaceT
 
 
 def _forget(cache: CacheState, begin: Callable[[], Forgotten]) -> int:
-    """Detach what ``begin`` names, in the hold of the lock in which it is called, and free it in slices."""
+    """Detach what ``begin`` names, in the same hold of the lock that calls ``begin``. Then free it in slices."""
     try:
         with cache._lock:
             try:
@@ -141,7 +141,7 @@ def _forget(cache: CacheState, begin: Callable[[], Forgotten]) -> int:
                 raise
         _reclaim(cache, trees)
         return forgotten
-    except BaseException as error:  # between two slices: what is left goes at once
+    except BaseException as error:  # between two slices: the rest is freed at once
         with cache._lock:
             mend(cache, error)
         raise
@@ -156,7 +156,7 @@ def _detach(cache: CacheState, trees: list[NamespaceTree]) -> None:
 
 
 def _reclaim(cache: CacheState, trees: list[NamespaceTree]) -> None:
-    """End the pins of detached trees, and free what nobody uses of them, slice by slice. O(pins + nodes)."""
+    """End the pins of detached trees and free their unused nodes, slice by slice. O(pins + nodes)."""
     left, pending = trees[::-1], cast("list[Node]", [])
     while left or pending:
         with cache._lock:
@@ -167,13 +167,13 @@ def _reclaim(cache: CacheState, trees: list[NamespaceTree]) -> None:
                 mend(cache, error)
                 raise
         if left or pending:
-            time.sleep(0)  # see PrefixCache.evict
+            time.sleep(0)  # lets waiting threads take the lock
 
 
 def _reclaim_slice(cache: CacheState, left: list[NamespaceTree], pending: list[Node]) -> None:
-    """One slice of that: ``left`` are trees that weren't begun yet, ``pending`` nodes of those that were.
+    """Free one slice. ``left``: trees that aren't begun yet. ``pending``: nodes of trees that are.
 
-    Unused leaves are freed, and with them their ancestors. A pin that ends counts as PIN_NODES nodes.
+    Unused leaves are freed, and then their ancestors. The end of a pin counts as PIN_NODES nodes.
     """
     freed, room = bytearray(), SLICE_NODES
     while room > 0 and (left or pending):
