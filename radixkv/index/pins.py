@@ -1,21 +1,21 @@
-"""Pins: prefixes that stay resident for a time, whatever is asked for meanwhile, within a budget of their tenant.
+"""Pins: prefixes that stay resident for a time, within a budget of their tenant.
 
-A pin is a lease with an end: it holds the last node of its prefix like a running request, so the policy doesn't see
-what is pinned, the law of guarantees counts it as in use (``eviction``), a split doesn't disturb it, and what an
-interrupted call leaves behind is mended as for any lease. What is added here is who pins how much, and until when.
+A pin is a lease with an end. It holds the last node of its prefix like a running request. So the policy doesn't see
+pinned nodes, guarantees count them as in use (``eviction``), a split doesn't disturb them, and recovery treats them
+like any lease. This module adds how much each tenant pins, and until when.
 
-- **Budget.** A tenant pins at most ``Registry.pin_budget`` blocks; what several of its pins share counts once. Block
-  tables of one tenant, sorted as bytes, are a tree of common beginnings: what a pin adds is what neither of its
-  neighbours has. O(log pins) comparisons, no count a node or a block.
-- **Number.** A tenant has at most ``Tenant.max_pins`` pins. The budget doesn't bound them: pins of the same blocks in
-  several namespaces, as of a base under several salts, take nothing from it, and each costs about 2 KiB.
-- **Time.** A pin ends when its time is over. Maintenance looks about once a second; so do a request that is short of
-  room, and a tenant that asks for its counts. Other requests pay nothing for it. A request ends its own tenant's pins,
-  and others' only where the pool is short and they borrow: so what a strict tenant sees never depends on others, and
-  what others see doesn't as long as there is room.
-- A clear or a purge ends the pins of what it forgets: each tree knows its pins, so that costs what it ends.
+- **Budget.** A tenant pins at most ``Registry.pin_budget`` blocks. Blocks that several of its pins share count once. A
+  tenant's block tables, sorted as bytes, form a tree of common prefixes. So a pin adds the blocks that neither of its
+  neighbours has. This takes O(log pins) comparisons and no count per node or block.
+- **Number.** A tenant has at most ``Tenant.max_pins`` pins. The budget doesn't limit the number: pins of the same
+  blocks in several namespaces, as of a base under several salts, use no budget. Each pin costs about 2 KiB.
+- **Time.** A pin ends when its time is over. Expiry is checked by maintenance about once a second, when a request
+  needs room, and when a tenant asks for its counts. Other requests pay nothing. A request ends its own tenant's
+  expired pins. It ends those of others only if the pool is short and they borrow. So what a strict tenant sees
+  never depends on others. For other tenants this holds as long as there is room.
+- A clear or a purge ends the pins of what it forgets. Each tree knows its pins, so this costs only the ended pins.
 
-``lock`` is the cache's; every method is called under it.
+``lock`` is the cache's lock. Every method is called under it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ if TYPE_CHECKING:
     from radixkv.index.tenants import NamespaceTree, TenantState
 
 MAX_TTL_S: Final = 366 * 86_400.0
-"""Longest time of a pin; it may be pinned again before it ends."""
+"""Longest time of a pin. A pin can be renewed before it ends."""
 
 SLICE_PINS: Final = 64
-"""Pins that maintenance ends before others may have the lock."""
+"""Pins that maintenance ends before other threads may take the lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A pinned prefix, as it was when it was told of.
+    """A pinned prefix, at the moment of the call that returned it.
 
-    id: of the tenant's own; no other pin of the tenant ever gets it. num_tokens, num_blocks: of the whole prefix.
-    ttl_s: seconds that were left.
+    - ``id``: unique among the tenant's pins and never reused.
+    - ``num_tokens``, ``num_blocks``: of the whole prefix.
+    - ``ttl_s``: seconds that were left.
     """
 
     id: int
@@ -65,7 +66,7 @@ class Pin:
 
 
 class Held:
-    """A pin and its lease. ``until``: on the cache's clock."""
+    """A pin and its lease. ``until``: the end, on the cache's clock."""
 
     __slots__ = ("id", "lease", "table", "tree", "until")
 
@@ -76,12 +77,12 @@ class Held:
         self.tree = cast("NamespaceTree", lease._node.tree)
 
     def share(self, table: bytes) -> None:
-        """Use this copy of its block table, so that pins of the same blocks keep one."""
+        """Use this copy of the block table, so that pins of the same blocks share one copy."""
         self.table = self.lease._packed = table
 
     @property
     def prefix(self) -> tuple[Namespace, bytes]:
-        """What is pinned; two namespaces may pin the very blocks of a base."""
+        """The pinned prefix. Two namespaces may pin the same blocks of a base."""
         return self.tree.namespace, self.table
 
 
@@ -92,13 +93,13 @@ class TenantPins:
 
     def __init__(self) -> None:
         self.last_id = 0
-        self.by_id: dict[int, Held] = {}  # in the order of their ids
+        self.by_id: dict[int, Held] = {}  # sorted by id
         self.settle()
 
     def settle(self) -> None:
-        """Make everything anew that follows from ``by_id``. O(pins log pins)."""
+        """Rebuild everything that follows from ``by_id``. O(pins log pins)."""
         self.by_prefix: dict[tuple[Namespace, bytes], Held] = {}
-        self._tables: list[bytes] = []  # the different ones
+        self._tables: list[bytes] = []  # without duplicates
         self._users: dict[bytes, int] = {}
         self.num_blocks = 0
         for held in self.by_id.values():
@@ -107,7 +108,7 @@ class TenantPins:
         heapify(self._due)
 
     def new_blocks(self, table: bytes) -> int:
-        """How many blocks of a table no other pin has. O(log pins) comparisons."""
+        """Count the blocks of a table that no other pin has. O(log pins) comparisons."""
         if table in self._users:
             return 0
         at = bisect_left(self._tables, table)
@@ -115,13 +116,13 @@ class TenantPins:
         return len(table) // ID_BYTES - max(shared, default=0)
 
     def add(self, held: Held) -> None:
-        """A pin of a prefix that no other is of."""
+        """Add a pin of a prefix that isn't pinned yet."""
         self._count(held)
         self.by_id[held.id] = held
         self.keep_until(held, held.until)
 
     def _count(self, held: Held) -> None:
-        """Count its blocks, and its table once for all pins that have the same."""
+        """Count the pin's blocks. Pins with the same table are counted once."""
         if held.table in self._users:
             held.share(self._tables[bisect_left(self._tables, held.table)])
         else:
@@ -131,16 +132,16 @@ class TenantPins:
         self.by_prefix[held.prefix] = held
 
     def keep_until(self, held: Held, until: float) -> None:
-        """Set its end anew. O(log pins), amortised."""
+        """Set a new end of the pin. O(log pins), amortised."""
         held.until = until
-        if len(self._due) > 2 * len(self.by_id) + 64:  # mostly of ends that were set anew
+        if len(self._due) > 2 * len(self.by_id) + 64:  # most entries are old ends of renewed pins
             self._due = [(each.until, each.id) for each in self.by_id.values()]
             heapify(self._due)
         else:
             heappush(self._due, (until, held.id))
 
     def discard(self, held: Held) -> None:
-        """Without this one."""
+        """Remove this pin."""
         del self.by_id[held.id]
         del self.by_prefix[held.prefix]
         self._users[held.table] -= 1
@@ -150,14 +151,14 @@ class TenantPins:
             self.num_blocks -= self.new_blocks(held.table)
 
     def later(self, after: int) -> Iterator[Held]:
-        """Those with a greater id, in the order of their ids; copies the ids unless ``after`` is 0."""
+        """Yield pins with a greater id, sorted by id. Copies the ids unless ``after`` is 0."""
         if not after:
             return iter(self.by_id.values())
         ids = list(self.by_id)
         return (self.by_id[pin_id] for pin_id in ids[bisect_right(ids, after) :])
 
     def next_due(self, now: float) -> Held | None:
-        """A pin whose time is over, or None. O(1), amortised."""
+        """Return an expired pin, or None. O(1), amortised."""
         while self._due and self._due[0][0] <= now:
             until, pin_id = self._due[0]
             held = self.by_id.get(pin_id)
@@ -168,7 +169,7 @@ class TenantPins:
 
 
 class Pins:
-    """The pins of one cache. ``leases``: the cache's."""
+    """The pins of one cache. ``leases``: the cache's leases."""
 
     def __init__(self, clock: Clock, evictor: Evictor, leases: set[LeaseState]) -> None:
         self._clock, self._evictor, self._leases = clock, evictor, leases
@@ -178,7 +179,7 @@ class Pins:
 
     @property
     def cache(self) -> Owner | None:
-        """Whose pins these are, as long as there are any: without, nothing here keeps the cache alive."""
+        """The cache, as long as there are pins. Without pins, this object doesn't keep the cache alive."""
         for own in self.tenants.values():
             for held in own.by_id.values():
                 return held.lease._cache
@@ -187,10 +188,11 @@ class Pins:
     # --- a pin's life
 
     def renew(self, match: Match, num_tokens: int, ttl_s: float, budget: int, limit: int) -> Pin | None:
-        """The pin of exactly this match, to hold for ``ttl_s`` from now on; None if there is none, and may be one.
+        """Renew the pin of exactly this match for ``ttl_s`` from now on. Returns None if a new pin is needed and
+        allowed.
 
-        ``num_tokens``: of the prefix that is to be pinned. ``budget``: blocks that the tenant may pin. ``limit``: pins
-        that it may have. Raises NotResident, PinLimitExceeded and PinBudgetExceeded.
+        ``num_tokens``: tokens of the prefix to pin. ``budget``: blocks that the tenant may pin. ``limit``: pins that it
+        may have. Raises NotResident, PinLimitExceeded and PinBudgetExceeded.
         """
         if match.num_tokens < num_tokens:
             raise NotResident(num_tokens, match.num_tokens)
@@ -207,7 +209,7 @@ class Pins:
         return None
 
     def hold(self, lease: LeaseState, ttl_s: float) -> Pin:
-        """A new pin with this lease."""
+        """Make a new pin with this lease."""
         node = lease._node
         assert node is not None
         own = self.tenants.setdefault(cast("NamespaceTree", node.tree).namespace.tenant, TenantPins())
@@ -220,7 +222,7 @@ class Pins:
         return self._told(held)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin. Raises LeaseError for one that has ended already, or that another cache told of."""
+        """End a pin. Raises LeaseError for a pin that has ended or that belongs to another cache."""
         own = self.tenants.get(pin.namespace.tenant) or TenantPins()
         held = own.by_id.get(pin.id)
         is_it = held is not None and (held.tree.namespace, held.lease.num_tokens) == (
@@ -234,7 +236,7 @@ class Pins:
         self._end(own, held)
 
     def told(self, tenant: str | None, after: int = 0, most: int | None = None) -> list[Pin]:
-        """The pins that hold, of one tenant or of all, the oldest first: those after an id, at most so many."""
+        """Return the active pins of one tenant or of all, oldest first: those after an id, at most ``most``."""
         now = self._clock()
         holding = (
             self._told(held)
@@ -247,10 +249,11 @@ class Pins:
     # --- their end
 
     def make_room(self, requester: TenantState | None, pool_is_short: bool) -> None:
-        """End what is due: a requester's own and, if the pool is short, what others borrow; of all tenants for None.
+        """End expired pins: the requester's own and, if the pool is short, those of borrowers. For None, those of all
+        tenants.
 
-        O(1), O(tenants with pins) for the others, and what is due. When a tenant's own end doesn't depend on others:
-        its policy hears of it, so that the order, and all that follows, would tell.
+        O(1), O(tenants with pins) for the others, plus the ended pins. The end of a tenant's own pins must not depend
+        on other tenants. Its policy hears of the end, so the policy's order would reveal it.
         """
         if requester is not None:
             self.end_due(requester.tenant_id)
@@ -262,7 +265,7 @@ class Pins:
                 self.end_due(tenant)
 
     def end_due(self, tenant: str) -> None:
-        """End what is due of one tenant's. O(1), and what is due."""
+        """End the expired pins of one tenant. O(1), plus the ended pins."""
         own = self.tenants.get(tenant)
         if own is not None:
             now = self._clock()
@@ -270,7 +273,7 @@ class Pins:
                 self._end(own, held)
 
     def end_slice(self) -> bool:
-        """End some of what is due, of all tenants, at most SLICE_PINS; True if that was all. O(tenants + ended)."""
+        """End at most SLICE_PINS expired pins, of all tenants. Returns True if none are left. O(tenants + ended)."""
         left, now = SLICE_PINS, self._clock()
         for own in self.tenants.values():
             while (held := own.next_due(now)) is not None:
@@ -281,7 +284,7 @@ class Pins:
         return True
 
     def end_one_in(self, tree: NamespaceTree) -> bool:
-        """End a pin of a tree; False if it has none. O(log pins)."""
+        """End one pin of a tree. Returns False if it has none. O(log pins)."""
         pins = self._in.get(tree)
         if not pins:
             return False
@@ -290,8 +293,8 @@ class Pins:
         return True
 
     def _end(self, own: TenantPins, held: Held) -> None:
-        """Moves no node of a tree that can be reached, for a call may be about to lease one."""
-        held.lease._is_open = False  # first: what an interrupted end leaves is settled by that
+        """End a pin. Moves no node of a reachable tree, because a call may be about to lease one."""
+        held.lease._is_open = False  # first: if the end is interrupted, ``settle`` finishes it
         self._leases.discard(held.lease)
         own.discard(held)
         beside = self._in[held.tree]
@@ -306,7 +309,7 @@ class Pins:
             self._evictor.on_need = None
 
     def settle(self) -> None:
-        """After an interruption: keep the pins whose lease is open and whose tree can be reached, end the others."""
+        """After an interruption, keep the pins whose lease is open and whose tree is reachable. End the others."""
         for own in self.tenants.values():
             for held in list(own.by_id.values()):
                 is_reached = held.tree.tenant.trees.get(held.tree.place) is held.tree
@@ -325,11 +328,11 @@ class Pins:
     # --- counts
 
     def num_blocks(self, tenant: str | None = None) -> int:
-        """Blocks that pins hold, of one tenant or of all."""
+        """Number of blocks that pins hold, of one tenant or of all."""
         return sum(own.num_blocks for own in self._of(tenant))
 
     def num_pins(self, tenant: str | None = None) -> int:
-        """Pins of one tenant or of all."""
+        """Number of pins of one tenant or of all."""
         return sum(len(own.by_id) for own in self._of(tenant))
 
     def _of(self, tenant: str | None) -> Collection[TenantPins]:
@@ -345,19 +348,19 @@ class Pins:
 
 
 def require_ttl(ttl_s: object) -> float:
-    """Seconds that a pin may hold. Raises ArgumentError for anything else."""
+    """Return the seconds that a pin may hold. Raises ArgumentError for an invalid value."""
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 < ttl_s <= MAX_TTL_S:
         raise ArgumentError("ttl_s", ttl_s, f"seconds > 0, at most {MAX_TTL_S:.0f}")
     return float(ttl_s)
 
 
 def _borrows(owner: TenantState) -> bool:
-    """Whether an end of the owner's pins could make room for others."""
+    """Whether ending the owner's pins could make room for others."""
     return owner.protected_blocks > owner.guaranteed_blocks
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """In how many blocks two tables agree before they differ or one ends."""
+    """Return in how many leading blocks two tables agree."""
     size = min(len(one), len(other)) // ID_BYTES * ID_BYTES
     differs = unpack(one[:size]) != unpack(other[:size])
     return int(np.argmax(differs)) if differs.any() else size // ID_BYTES
