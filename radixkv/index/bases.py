@@ -5,22 +5,22 @@
     a reader's tree behind it      head ┊ root at depth 64 ─▶ a conversation        the reader's own blocks
                                         ┊                 └─▶ another one
 
-A reader has, beside the tree of each of its namespaces, one for each base and each position at which its requests
-leave that base: a tree that *continues* the base's blocks (``RadixTree.head_ids``) and owns only what comes behind
-them. So a request's block table begins with the operator's blocks and goes on with the reader's, while everything that
-changes when it runs (leases, commits, splits, evictions, counts) happens in the reader's tree: reading a base changes
-nothing that another reader could see, and a commit can't add to it.
+A reader has the tree of each of its namespaces. It has further trees for each base and each position at which its
+requests leave that base. Such a tree *continues* the base's blocks (``RadixTree.head_ids``) and owns only the blocks
+behind them. A request's block table begins with the operator's blocks and continues with the reader's. Every change
+that the request makes (leases, commits, splits, evictions, counts) happens in the reader's tree. So reads of a base are
+invisible to other readers, and a commit can't add to the base.
 
-A request goes where most of it is resident (``longest``): in the namespace's own tree or behind a base, of equals
-behind the one that gives most. Who held the prefix before it was published goes on with what it has until that is
-evicted; nothing is moved.
+A request uses the tree in which most of its prefix is resident (``longest``): the namespace's own tree or a tree behind
+a base. If several are equal, it uses the one where the base gives most. A tenant that held the prefix before it was
+published keeps using its own blocks until they are evicted. Nothing is moved.
 
-When a base is unpublished, or a reader struck from its list, the trees behind it are cleared like a namespace's
-(``PrefixCache.clear``); the base lets go of its blocks when the last sequence in such a tree is released.
+When a base is unpublished, or a reader is removed, the trees behind the base are cleared like a namespace's
+(``PrefixCache.clear``). The base releases its blocks when the last sequence in such a tree is released.
 
-KV depends on ids, model and adapter, so a base is for the namespaces of its own model and adapter, whatever their salt:
-a salt keeps apart what a tenant's requests leave behind, and reading a base leaves nothing behind. Who publishes from
-an account reads no bases with it: so what a base leases is its account's own.
+KV depend on ids, model and adapter. So a base serves the namespaces of its own model and adapter, whatever their salt.
+A salt separates what a tenant's requests leave in the cache, and reading a base leaves nothing there. An account that
+publishes can't read bases. So the blocks that a base leases are always its account's own.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
-    """A base, as its operator is told of it: whole blocks of the ids that were published."""
+    """A base, as the operator sees it. It contains whole blocks of the published ids."""
 
     base_id: str
     namespace: Namespace
-    """The account's that publishes; model and adapter are those of its readers."""
+    """The namespace of the account that publishes. Its model and adapter are those of the readers."""
     readers: tuple[str, ...]
     num_blocks: int
     num_tokens: int
     is_readable: bool
-    """False while it is computed."""
+    """False while it is being computed."""
 
 
 MAX_BASE_ID_BYTES: Final = 256
@@ -58,7 +58,7 @@ MAX_BASE_ID_BYTES: Final = 256
 
 
 class Publication:
-    """A base on its way: ``sequence`` computes it, and gives it up when it is released before."""
+    """A base that is being computed by ``sequence``. It is given up if the sequence is released too early."""
 
     __slots__ = ("base_id", "key", "namespace", "readers", "sequence")
 
@@ -81,10 +81,10 @@ class Bases:
         self._block_bytes = block_bytes
         self.published: dict[str, Base] = {}
         self.publishing: dict[SequenceState, Publication] = {}
-        self.ended: set[Base] = set()  # some of them still held
+        self.ended: set[Base] = set()  # unpublished; some are still held
 
     def under_way(self) -> list[Publication]:
-        """Those that are being computed; forgets those that were given up."""
+        """Return the bases that are being computed. Forgets those that were given up."""
         for sequence in [
             each for each, publication in self.publishing.items() if not publication.is_under_way
         ]:
@@ -92,18 +92,18 @@ class Bases:
         return list(self.publishing.values())
 
     def all(self) -> list[Base | Publication]:
-        """Those that are published and those that are computed."""
+        """Return the published bases and those being computed."""
         found: list[Base | Publication] = list(self.published.values())
         found += self.under_way()
         return found
 
     def held(self) -> list[Base]:
-        """Those that hold blocks: published, or unpublished and still in use; forgets the others."""
+        """Return the bases that hold blocks: published, or unpublished and still in use. Forgets the others."""
         self.ended = {base for base in self.ended if base.is_held}
         return [*self.published.values(), *self.ended]
 
     def require_new(self, publication: Publication) -> None:
-        """Raise ArgumentError unless this one can be published beside the others."""
+        """Raise ArgumentError unless this base can be published with the others."""
         others = self.all()
         if any(other.base_id == publication.base_id for other in others):
             raise ArgumentError("base_id", publication.base_id, "an id that no base has")
@@ -113,24 +113,24 @@ class Bases:
         self.require_readers(publication.readers, [*others, publication])
 
     def require_readers(self, readers: frozenset[str], others: Iterable[Base | Publication]) -> None:
-        """Raise ArgumentError if one of them publishes."""
+        """Raise ArgumentError if one of the readers publishes."""
         for publisher in sorted(readers & {other.namespace.tenant for other in others}):
             raise ArgumentError("readers", publisher, "tenants that publish no base")
 
     def find(self, base_id: object) -> Base | Publication:
-        """The base with an id. Raises ArgumentError."""
+        """Return the base with an id. Raises ArgumentError."""
         for base in self.all():
             if isinstance(base_id, str) and base.base_id == base_id:
                 return base
         raise ArgumentError("base_id", base_id, "the id of a base")
 
     def add(self, base: Base, tenants: Mapping[str, TenantState]) -> None:
-        """From now on it is read. O(readers)."""
+        """Make a base readable. O(readers)."""
         self.published[base.base_id] = base
         self.show(base, base.readers, tenants)
 
     def end(self, base: Base, tenants: Mapping[str, TenantState]) -> list[NamespaceTree]:
-        """Nobody finds it any more. Returns the trees behind it that have to be detached. O(readers)."""
+        """Hide a base from all requests. Returns the trees behind it that must be detached. O(readers)."""
         base.is_over = True
         self.ended.add(base)
         self.published.pop(base.base_id, None)
@@ -138,7 +138,7 @@ class Bases:
         return [tree for tree in base.trees if not tree.detached]
 
     def show(self, base: Base, tenant_ids: Iterable[str], tenants: Mapping[str, TenantState]) -> None:
-        """Let these tenants find a base if they may read it, and otherwise not."""
+        """Show a base to those of the tenants that may read it, and hide it from the others."""
         place = self._place(base)
         for tenant_id in tenant_ids:
             state = tenants.get(tenant_id)
@@ -155,7 +155,7 @@ class Bases:
         return base.namespace.model, base.namespace.adapter, base.key[: self._block_bytes]
 
     def readable_by(self, tenant: str) -> Readable | None:
-        """What a tenant may read; None if there is nothing. O(bases)."""
+        """Return the bases that a tenant may read; None if there are none. O(bases)."""
         found: Readable = {}
         for base in sorted(self.published.values(), key=_num_bytes, reverse=True):
             if tenant in base.readers:
@@ -163,7 +163,7 @@ class Bases:
         return found or None
 
     def head(self, namespace: Namespace, key: bytes) -> tuple[bytes, bytes]:
-        """The longest beginning of a key that a base has for a namespace, and its blocks. O(bases)."""
+        """Return the longest prefix of a key that a base has for a namespace, and its blocks. O(bases)."""
         step, best = self._block_bytes, (b"", b"")
         found = self.readable_by(namespace.tenant) or {}
         for base in found.get((namespace.model, namespace.adapter, key[:step]), ()):
@@ -173,7 +173,7 @@ class Bases:
         return best
 
     def infos(self) -> list[BaseInfo]:
-        """What the operator is told of each."""
+        """Return what the operator sees of each base."""
         found: list[BaseInfo] = []
         for base in self.all():
             num_blocks = len(base.key) // self._block_bytes
@@ -191,10 +191,11 @@ def _num_bytes(base: Base) -> int:
 def longest(
     tenant: TenantState, namespace: Namespace, own: NamespaceTree | None, key: bytes, stop: int, step: int
 ) -> NamespaceTree | None:
-    """The tree in which most of ``key[:stop]`` is resident: the namespace's ``own``, if there is one, or behind a base.
+    """Return the tree in which most of ``key[:stop]`` is resident: the namespace's ``own``, or one behind a base.
 
-    That may be an empty one that isn't registered. Of equals the one that owns least. ``step``: bytes of a block.
-    Changes nothing. O(bases with this first block × nodes on the path); no walk for one such base and nothing else.
+    The result may be an empty tree that isn't registered. If several are equal, the one that owns least. ``step``:
+    bytes of a block. Changes nothing. O(bases with this first block × nodes on the path). Walks nothing if there is one
+    such base and no other tree.
     """
     assert tenant.bases is not None
     found = tenant.bases.get((namespace.model, namespace.adapter, key[:step]))
@@ -211,7 +212,7 @@ def longest(
         behind = tenant.trees.get((namespace, base, size))
         if behind is None:
             behind = NamespaceTree(namespace, tenant, step, base, size)
-        # a prompt that ended here left its last block to be computed: what followed stands one block before
+        # a prompt that ended here left its last block to be computed, so its continuation is one block earlier
         before = tenant.trees.get((namespace, base, size - step))
         if is_alone and before is None:
             return behind
@@ -227,12 +228,12 @@ def _owns_less(tree: NamespaceTree, than: NamespaceTree | None) -> bool:
 
 
 def _reach(tree: NamespaceTree, key: bytes, stop: int) -> int:
-    """Bytes of ``key[:stop]`` that are resident in a tree, with its head."""
+    """Return how many bytes of ``key[:stop]`` are resident in a tree, including its head."""
     _, at, _, common = tree.walk(key, stop, bytearray())
     return at + common
 
 
 def detach(tree: NamespaceTree) -> None:
-    """Make a tree unreachable, as when its namespace is cleared."""
+    """Make a tree unreachable, like a cleared namespace."""
     tree.tenant.detach(tree)
     tree.tenant.drop_if_empty(tree)
