@@ -1,15 +1,15 @@
-"""What a cache is made with: KVLayout, Namespace, Tenant, CacheConfig, and the names of eviction policies.
+"""The configuration of a cache: KVLayout, Namespace, Tenant, CacheConfig, and the names of eviction policies.
 
-All are validated when they are made, and frozen from then on. This module needs no torch.
+All are frozen, and validated when they are made. This module needs no torch.
 
 A policy has one of three names:
 
     lru, learned, …        built in
-    NAME                   an entry point of the group ``radixkv.policies``; imported when the name is first asked for
-    package.module:Class   imported when it is first asked for
+    NAME                   an entry point of the group ``radixkv.policies``; imported at the first use of the name
+    package.module:Class   imported at the first use
 
 Only ``resolve`` imports. It is for names from code, the command line and the configuration file. A name from HTTP, a
-keys file, Redis or a trace goes to ``require_loaded``, which imports nothing: it takes what is built in, and the entry
+keys file, Redis or a trace goes to ``require_loaded``, which imports nothing. It accepts built-in policies, and entry
 points that were loaded before (``load_registered``, at the start of a service).
 """
 
@@ -42,8 +42,8 @@ ELEMENT_BYTES = {
 class KVLayout:
     """Layers, KV heads (not query heads), head size and element type of a model's KV.
 
-    ``dtype`` is the name of a torch dtype, with or without ``torch.``; a ``torch.dtype`` is taken too.
-    Raises ConfigError for counts below 1 and dtypes outside ELEMENT_BYTES.
+    ``dtype`` is the name of a torch dtype, with or without ``torch.``, or a ``torch.dtype``. Raises ConfigError for
+    counts below 1 and dtypes outside ELEMENT_BYTES.
     """
 
     num_layers: int
@@ -86,11 +86,11 @@ TENANT_ID_ALLOWED: Final = (
 
 MIN_WEIGHT: Final = 1e-100
 MAX_WEIGHT: Final = 1e100
-"""Bounds of a tenant's weight: quotients and products of it with any number of blocks are finite."""
+"""Bounds of a tenant's weight. Within them, quotients and products with any number of blocks are finite."""
 
 
 MAX_PINS: Final = 1_024
-"""Pins that a tenant may have unless its settings say otherwise."""
+"""The most pins of a tenant, unless its settings give another number."""
 
 Mode = Literal["burst", "strict"]
 
@@ -105,8 +105,8 @@ class _Fields(NamedTuple):
 class Namespace(_Fields):
     """The key space of one tenant, model, adapter and salt: ``(tenant, model, adapter=None, salt="")``.
 
-    ``tenant`` is a non-empty string without ``/``, other than ``.`` and ``..``; ``model`` is a non-empty string;
-    ``adapter`` is a non-empty string, or None for the base model; ``salt`` is any string. Immutable and hashable.
+    ``tenant`` is a non-empty string without ``/``, other than ``.`` and ``..``. ``model`` is a non-empty string.
+    ``adapter`` is a non-empty string, or None for the base model. ``salt`` is any string. Immutable and hashable.
     Raises NamespaceError for anything else, and for fields whose UTF-8 form exceeds 1,024 bytes.
     """
 
@@ -122,11 +122,11 @@ class Namespace(_Fields):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
-        """Checked like any other: what ``_replace`` makes."""
+        """Make a checked namespace. ``_replace`` calls this."""
         return cls(*iterable)
 
     def framed(self) -> bytes:
-        """The namespace as bytes that no other namespace has: each field with its type and length in front."""
+        """Return the namespace as unique bytes: each field is preceded by its type and length."""
         parts: list[bytes] = []
         for name, value in zip(self._fields, self, strict=True):
             if value is None:
@@ -138,7 +138,7 @@ class Namespace(_Fields):
 
 
 def is_tenant_id(value: object) -> bool:
-    """Whether this can be a tenant's id: see TENANT_ID_ALLOWED."""
+    """Whether this is a valid tenant id: see TENANT_ID_ALLOWED."""
     try:
         _check_tenant_id(value)
     except NamespaceError:
@@ -147,7 +147,7 @@ def is_tenant_id(value: object) -> bool:
 
 
 def _check_tenant_id(value: object) -> None:
-    """Ids stand in paths of URLs, where ``/``, ``.`` and ``..`` would name something else."""
+    """Check a tenant id. Ids are used in URL paths, where ``/``, ``.`` and ``..`` have another meaning."""
     _check_field("tenant", value, may_be_empty=False)
     if "/" in value or value in (".", ".."):  # type: ignore[operator]  # a string by now
         raise NamespaceError(f"tenant={shown(value)} is not allowed; allowed: {TENANT_ID_ALLOWED}")
@@ -174,21 +174,22 @@ def _check_field(name: str, value: object, *, may_be_empty: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What a tenant is promised and held to: see ``PrefixCache.add_tenant``.
+    """The guarantee, the limits and the policy of a tenant: see ``PrefixCache.add_tenant``.
 
-    id: the name that its namespaces carry: 1 to 1,024 bytes of UTF-8 without ``/``, neither ``.`` nor ``..``.
-    weight: its part, beside the other tenants' weights, of what nobody is guaranteed; > 0, 1e-100 to 1e100.
-    guaranteed_blocks: blocks that it can always have, and that another's request never evicts.
-    max_blocks: blocks that it may use at most; None for the whole pool. At least the guaranteed ones.
-    mode: ``"burst"`` borrows what is idle above its guarantee and gives it back first; ``"strict"`` never borrows, so
-    that nothing that others do changes what it sees: its limit is its guarantee, which is at least one block.
-    max_pinned_blocks: blocks that it may pin (``PrefixCache.pin``), at most its limit; None for its guarantee, or, of a
-    tenant that nobody added, for half of what it may use. What is pinned is used like the rest: it counts against the
-    limit, and is borrowed beyond the guarantee.
-    max_pins: pins that it may have at a time, ≥ 0; 1,024 unless it is set. A pin of blocks that another pin, or a base,
-    has already takes nothing from ``max_pinned_blocks``, and about 2 KiB of memory.
-    policy: its eviction policy's name, as ``CacheConfig.policy`` takes it, or what makes one, called like a
-    ``radixkv_policies.Policy``; None: the cache's.
+    - ``id``: the tenant's name in its namespaces: 1 to 1,024 bytes of UTF-8 without ``/``, neither ``.`` nor ``..``.
+    - ``weight``: its part, relative to the other tenants' weights, of the blocks that are guaranteed to no tenant.
+      From 1e-100 to 1e100.
+    - ``guaranteed_blocks``: blocks that it can always have. Requests of other tenants never evict them.
+    - ``max_blocks``: the most blocks that it may use, at least the guaranteed ones; None for the whole pool.
+    - ``mode``: ``"burst"`` borrows idle blocks above its guarantee and gives them back first. ``"strict"`` never
+      borrows, so that other tenants can't change what it sees. Its limit is its guarantee, at least one block.
+    - ``max_pinned_blocks``: blocks that it may pin (``PrefixCache.pin``), at most its limit. None for its guarantee,
+      or, for a tenant that wasn't added, for half of what it may use. Pinned blocks count against the limit like all
+      used blocks, and are borrowed above the guarantee.
+    - ``max_pins``: the most pins at a time, ≥ 0; 1,024 by default. A pin of blocks that another pin or a base holds
+      already uses nothing of ``max_pinned_blocks``, but about 2 KiB of memory.
+    - ``policy``: the name of its eviction policy, as in ``CacheConfig.policy``, or a function that makes one, called
+      like a ``radixkv_policies.Policy``. None: the cache's.
 
     Raises NamespaceError for the id and ArgumentError for the rest.
     """
@@ -231,12 +232,12 @@ class Tenant:
 
     @property
     def limit(self) -> int | None:
-        """Blocks that it may use at most: ``max_blocks``, in strict mode the guarantee; None for the whole pool."""
+        """The most blocks that it may use: ``max_blocks``, in strict mode the guarantee; None for the whole pool."""
         return self.guaranteed_blocks if self.mode == "strict" else self.max_blocks
 
     @property
     def pin_budget(self) -> int:
-        """Blocks that it may pin once it is added: ``max_pinned_blocks``, or its guarantee."""
+        """Blocks that it may pin after it is added: ``max_pinned_blocks``, or its guarantee."""
         return self.guaranteed_blocks if self.max_pinned_blocks is None else self.max_pinned_blocks
 
 
@@ -255,19 +256,21 @@ MAX_BLOCKS = 2**31 - 1
 class CacheConfig:
     """Settings of one PrefixCache.
 
-    num_blocks: capacity of the pool, 1 … 2³¹ − 1 blocks.
-    block_size: tokens a block, ≥ 1.
-    layout: the shape of the KV; None for an engine that owns its KV (index and block ids only).
-    device: a torch device, where the storage lives; unused without a layout.
-    policy: name of an eviction policy, one instance a tenant: of ``radixkv_policies``, of an entry point of the group
-    ``radixkv.policies``, or ``package.module:Class``. A name that isn't built in is imported.
-    seed: of whatever a policy draws at random.
-    default_tenant: what a tenant that nobody added is held to (its id doesn't matter; no guarantee), or None to
-    refuse such tenants.
-    scrub: which blocks are zeroed before they are handed out: those that held another tenant's KV
-    (``"cross-tenant"``; those of strict tenants as soon as they are freed), all (``"always"``, as soon as they are
-    freed), or none (``"never"``; refuses strict tenants). By the storage, or by an engine's ``scrub_blocks``.
-    segment_tokens: grain at which a policy may remember what was evicted, rounded down to whole blocks, at least one.
+    - ``num_blocks``: capacity of the pool, 1 … 2³¹ − 1 blocks.
+    - ``block_size``: tokens per block, ≥ 1.
+    - ``layout``: the shape of the KV; None for an engine that owns its KV (index and block ids only).
+    - ``device``: the torch device of the storage; unused without a layout.
+    - ``policy``: name of an eviction policy: of ``radixkv_policies``, of an entry point of the group
+      ``radixkv.policies``, or ``package.module:Class``. A name that isn't built in is imported. Each tenant gets
+      its own instance.
+    - ``seed``: seed of the random numbers of policies.
+    - ``default_tenant``: settings of tenants that weren't added (the id doesn't matter; no guarantee), or None to
+      refuse such tenants.
+    - ``scrub``: which blocks are zeroed before they are handed out. ``"cross-tenant"``: blocks that held another
+      tenant's KV; blocks of strict tenants as soon as they are freed. ``"always"``: all, as soon as they are freed.
+      ``"never"``: none; refuses strict tenants. The storage zeroes them, or the engine's ``scrub_blocks``.
+    - ``segment_tokens``: the grain at which a policy may remember evicted prefixes, rounded down to whole blocks, at
+      least one.
     """
 
     num_blocks: int
@@ -310,7 +313,7 @@ def _require_int(setting: str, value: object, low: int, high: int) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """The names of the policies that are built in."""
+    """Return the names of the built-in policies."""
     return tuple(POLICIES)
 
 
@@ -319,17 +322,17 @@ GROUP: Final = "radixkv.policies"
 
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _loaded: dict[str, type[Policy]] = {}
-"""What was imported in this process, by the name that was asked for."""
+"""Policies that were imported in this process, by the name used."""
 
 log = logging.getLogger("radixkv.policies")
 
 
 def resolve(setting: str, name: object, others: Iterable[str] = ()) -> type[Policy]:
-    """The policy of a name, which may import its module. Not for names from outside: see ``require_loaded``.
+    """Return the policy with a name. May import its module, so don't use it for names from outside: see
+    ``require_loaded``.
 
-    ``others``: names that the caller takes without asking here; the error lists them too.
-    Raises ConfigError, with ``setting``, for a name that no policy has, a module that can't be imported, and what is
-    no policy.
+    ``others``: further names that the caller accepts; the error lists them too. Raises ConfigError, with ``setting``,
+    for an unknown name, a module that can't be imported, and an object that is no policy.
     """
     if isinstance(name, str):
         found = POLICIES.get(name) or _loaded.get(name)
@@ -346,18 +349,18 @@ def resolve(setting: str, name: object, others: Iterable[str] = ()) -> type[Poli
 
 
 def require_loaded(argument: str, name: str) -> None:
-    """Raise ArgumentError unless a policy of this name is built in, or its entry point was loaded. Imports nothing."""
+    """Raise ArgumentError unless this policy is built in, or its entry point was loaded. Imports nothing."""
     if name not in loaded_names():
         raise ArgumentError(argument, name, f"one of {', '.join(loaded_names())}")
 
 
 def loaded_names() -> tuple[str, ...]:
-    """The names that are built in, and those of entry points that were loaded."""
+    """Return the built-in names, and the names of loaded entry points."""
     return (*POLICIES, *(name for name in _loaded if not _CLASS.fullmatch(name)))
 
 
 def load_registered() -> None:
-    """Load all entry points of the group, so that ``require_loaded`` takes them. One that is broken is logged."""
+    """Load all entry points of the group, so that ``require_loaded`` accepts them. Broken ones are logged."""
     for entry in _registered():
         if entry.name not in POLICIES and entry.name not in _loaded:
             try:
