@@ -1,29 +1,29 @@
 """Every error that radixkv raises on purpose, as one tree.
 
     RadixKVError
-    ├── ConfigError           a setting that can't work: names it, its value and what is allowed
-    ├── ArgumentError         a call with an argument that can't work (also a ValueError)
-    ├── TokenError            token ids that are no token ids (also a ValueError)
-    ├── NamespaceError        a namespace or tenant that can't be one (also a ValueError)
-    ├── CapacityError         there is no room, and nothing was changed
-    │   ├── OutOfBlocks       the pool can't give what is needed
+    ├── ConfigError           an invalid setting: names it, its value and what is allowed
+    ├── ArgumentError         an invalid argument of a call (also a ValueError)
+    ├── TokenError            invalid token ids (also a ValueError)
+    ├── NamespaceError        an invalid namespace or tenant (also a ValueError)
+    ├── CapacityError         too few blocks; nothing was changed
+    │   ├── OutOfBlocks       the pool can't give the needed blocks
     │   │   └── FlushRequired it can, once the engine has fetched the copies that wait
-    │   ├── QuotaExceeded     the tenant's own limit can't
-    │   ├── PinBudgetExceeded the tenant may not pin so much
-    │   └── PinLimitExceeded  the tenant may not have so many pins
+    │   ├── QuotaExceeded     the tenant's own limit is too low
+    │   ├── PinBudgetExceeded the tenant may not pin that many blocks
+    │   └── PinLimitExceeded  the tenant may not have that many pins
     ├── LeaseError            a lease, match or sequence that isn't valid any more
     │   ├── StaleGeneration   its tenant was purged meanwhile
     │   ├── SequenceLent      it is lent to the device, which moves it on by itself
-    │   └── NotResident       a prefix that is to be pinned isn't resident as a whole
-    ├── PendingError          another sequence computes the prefix, and the caller would not wait longer
-    ├── CoordinationError     the metadata store or another replica
+    │   └── NotResident       a prefix to pin isn't completely resident
+    ├── PendingError          another sequence computes the prefix, and the caller didn't wait longer
+    ├── CoordinationError     an error of the metadata store or another replica
     │   ├── StoreUnavailable  the store can't be reached
-    │   │   └── UnreadableRecord it can, but what it has of this tenant is of no replica's making
+    │   │   └── UnreadableRecord it can, but no replica wrote its record of this tenant
     │   ├── StaleEpoch        a younger process has registered this replica's id
     │   └── UnverifiedRequest a request that claims to come from another replica and doesn't prove it
     ├── KernelError           a kernel was given what it can't run, or its launch failed
     ├── ReentrantCall         a callback called the cache that was running it
-    └── IntegrityError        a law is broken: a bug of radixkv's, never handled, never retried
+    └── IntegrityError        an invariant is broken: a bug in radixkv, never handled, never retried
         └── BrokenLaws        the same, found by the audit, with its report (in radixkv.audit)
 
 A miss is not an error: it is a match of length 0.
@@ -39,8 +39,8 @@ MAX_SHOWN = 200
 
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:
-    """A value as messages show it: its repr, cut after so many characters."""
-    if isinstance(value, int) and value.bit_length() > 3 * most:  # Python won't print the longest
+    """Return a value as messages show it: its repr, cut after ``most`` characters."""
+    if isinstance(value, int) and value.bit_length() > 3 * most:  # Python refuses to print very long integers
         return f"{'a negative' if value < 0 else 'an'} integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."
@@ -51,15 +51,15 @@ class RadixKVError(Exception):
 
 
 def refusal(name: str, value: object, allowed: str) -> str:
-    """The one form of a refused value: ``NAME=VALUE is not allowed; allowed: WHAT``."""
+    """Format the message of a refused value: ``NAME=VALUE is not allowed; allowed: WHAT``."""
     return f"{name}={shown(value)} is not allowed; allowed: {allowed}"
 
 
 class ConfigError(RadixKVError):
-    """A setting that can't work. Carries the ``setting``, its ``value`` and what is ``allowed``.
+    """An invalid setting. Carries the ``setting``, its ``value`` and what is ``allowed``.
 
-    ``problem`` says it in other words where the value is not at fault, as of a missing setting. It follows the
-    setting's name: ``SETTING PROBLEM``.
+    ``problem`` describes the error where the value isn't the cause, for example a missing setting. The message is then
+    ``SETTING PROBLEM``.
     """
 
     def __init__(self, setting: str, value: object, allowed: str, *, problem: str | None = None) -> None:
@@ -70,9 +70,9 @@ class ConfigError(RadixKVError):
 
 
 class ArgumentError(RadixKVError, ValueError):
-    """An argument that can't work. Carries the ``argument``, its ``value`` and what is ``allowed``.
+    """An invalid argument. Carries the ``argument``, its ``value`` and what is ``allowed``.
 
-    ``problem`` says it in other words, after the argument's name, where the value alone would mislead.
+    ``problem`` describes the error, after the argument's name, where the value alone would mislead.
     """
 
     def __init__(self, argument: str, value: object, allowed: str, *, problem: str | None = None) -> None:
@@ -81,13 +81,13 @@ class ArgumentError(RadixKVError, ValueError):
 
 
 def wrong_count(argument: str, found: int, allowed: str) -> ArgumentError:
-    """The error of an argument that has too many or too few items: the value would say less than their number."""
+    """Return the error of an argument with too many or too few items. It shows their number instead of the value."""
     items = "item" if found == 1 else "items"
     return ArgumentError(argument, found, allowed, problem=f"has {found} {items}; allowed: {allowed}")
 
 
 class TokenError(RadixKVError, ValueError):
-    """Token ids that are no token ids. ``index`` is the position of the first bad one, if one is to blame."""
+    """Invalid token ids. ``index`` is the position of the first invalid one, if there is such a position."""
 
     def __init__(self, message: str, index: int | None = None) -> None:
         self.index = index
@@ -95,18 +95,19 @@ class TokenError(RadixKVError, ValueError):
 
 
 class NamespaceError(RadixKVError, ValueError):
-    """A field of a namespace or a tenant that can't be one."""
+    """An invalid field of a namespace or a tenant."""
 
 
 class CapacityError(RadixKVError):
-    """There is no room. The call changed nothing."""
+    """Too few blocks. The call changed nothing."""
 
 
 class OutOfBlocks(CapacityError):
-    """The pool can't give ``needed`` blocks now, without those that others hold or are promised.
+    """The pool can't give ``needed`` blocks now, because other tenants hold blocks or have them guaranteed.
 
-    ``free`` is what the tenant's own limit leaves it, ``evictable`` what it could evict of its own: no number of the
-    pool's or of anybody else's. (For ``PrefixCache.allocate``, which is the engine's own, they are the pool's.)
+    ``free`` is what the tenant's own limit leaves it. ``evictable`` is what it could evict of its own. They reveal
+    nothing of the pool or of other tenants. For ``PrefixCache.allocate``, which the engine itself calls, they are the
+    pool's.
     """
 
     def __init__(self, needed: int, free: int, evictable: int) -> None:
@@ -118,11 +119,11 @@ class OutOfBlocks(CapacityError):
 
 
 class FlushRequired(OutOfBlocks):
-    """Room for ``needed`` blocks can be made, once the engine has called ``flush`` and executed the plan.
+    """The pool can give ``needed`` blocks once the engine has called ``flush`` and executed the plan.
 
-    Only where the engine executes copies itself: blocks that nobody keeps any more are missing, because copies that
-    wait read them. The engine's to handle, by executing those and calling again, and not a tenant's to see: whether it
-    comes depends on when the engine made its last step.
+    Raised only if the engine executes copies itself. The missing blocks have no owner any more, but waiting copies read
+    them. The engine handles this error: it executes the copies and calls again. Don't show it to a tenant, because it
+    depends on when the engine made its last step.
     """
 
     def __init__(self, needed: int, free: int) -> None:
@@ -134,7 +135,7 @@ class FlushRequired(OutOfBlocks):
 
 
 class QuotaExceeded(CapacityError):
-    """The tenant's own limit can't give ``needed`` blocks; says nothing of anybody else's."""
+    """The tenant's own limit can't give ``needed`` blocks. Reveals nothing of other tenants."""
 
     def __init__(self, needed: int, limit: int, used: int, evictable: int) -> None:
         self.needed, self.limit, self.used, self.evictable = needed, limit, used, evictable
@@ -144,7 +145,7 @@ class QuotaExceeded(CapacityError):
 
 
 class PinBudgetExceeded(CapacityError):
-    """Pinning ``needed`` further blocks would exceed the ``budget`` of the tenant, which has ``pinned`` so many."""
+    """Pinning ``needed`` more blocks would exceed the tenant's ``budget``. The tenant has pinned ``pinned`` blocks."""
 
     def __init__(self, needed: int, budget: int, pinned: int) -> None:
         self.needed, self.budget, self.pinned = needed, budget, pinned
@@ -154,7 +155,7 @@ class PinBudgetExceeded(CapacityError):
 
 
 class PinLimitExceeded(CapacityError):
-    """The tenant has as many pins as its ``limit`` allows; ``num_pins`` are more where the limit was lowered."""
+    """The tenant has as many pins as its ``limit`` allows. ``num_pins`` is greater if the limit was lowered."""
 
     def __init__(self, limit: int, num_pins: int) -> None:
         self.limit, self.num_pins = limit, num_pins
@@ -162,7 +163,7 @@ class PinLimitExceeded(CapacityError):
 
 
 class LeaseError(RadixKVError):
-    """A lease, match or sequence that is not valid any more: released, consumed, or its blocks are gone."""
+    """A lease, match or sequence that isn't valid any more: released, consumed, or its blocks were evicted."""
 
 
 class StaleGeneration(LeaseError):
@@ -170,11 +171,11 @@ class StaleGeneration(LeaseError):
 
 
 class SequenceLent(LeaseError):
-    """The sequence is lent to the device (``PrefixCache.lend``): reconcile first, or release it."""
+    """The sequence is lent to the device (``PrefixCache.lend``). Reconcile first, or release it."""
 
 
 class NotResident(LeaseError):
-    """Of a prefix of ``num_tokens`` tokens in whole blocks only ``resident_tokens`` are resident: compute it first."""
+    """Only ``resident_tokens`` of a prefix of ``num_tokens`` tokens (whole blocks) are resident. Compute it first."""
 
     def __init__(self, num_tokens: int, resident_tokens: int) -> None:
         self.num_tokens, self.resident_tokens = num_tokens, resident_tokens
@@ -184,27 +185,27 @@ class NotResident(LeaseError):
 
 
 class PendingError(RadixKVError):
-    """Another sequence is computing the prefix: ``on_pending="raise"``, or waiting timed out."""
+    """Another sequence is computing the prefix. Raised for ``on_pending="raise"``, or when a wait timed out."""
 
 
 class CoordinationError(RadixKVError):
-    """The metadata store or another replica can't do what was asked."""
+    """The metadata store or another replica can't do what was requested."""
 
 
 class StoreUnavailable(CoordinationError):
-    """The metadata store can't be reached. Matching goes on; the views of others grow old."""
+    """The metadata store can't be reached. Matching continues. Views of other replicas become outdated."""
 
 
 class UnreadableRecord(StoreUnavailable):
-    """The store has something of this tenant that no replica of the fleet wrote. Others are not concerned."""
+    """The store has a record of this tenant that no replica of the fleet wrote. Other tenants are not affected."""
 
 
 class StaleEpoch(CoordinationError):
-    """A younger process has registered this replica's id; this one is fenced and must not write."""
+    """A younger process has registered this replica's id. This process is fenced and must not write."""
 
 
 class UnverifiedRequest(CoordinationError):
-    """A request that claims to come from a replica of the fleet and doesn't prove it, or not freshly."""
+    """A request claims to come from a replica of the fleet, but its proof is missing, wrong or too old."""
 
 
 class KernelError(RadixKVError):
@@ -212,7 +213,7 @@ class KernelError(RadixKVError):
 
 
 class ReentrantCall(RadixKVError):
-    """A callback called the cache that was running it. Nothing was done; without this error it would wait for ever.
+    """A callback called the cache that was running it. The call did nothing. Without this error it would wait for ever.
 
     The clock, the journal, ``scrub_blocks``, policies and the storage are called under the cache's lock.
     """
@@ -226,9 +227,9 @@ class ReentrantCall(RadixKVError):
 
 
 class IntegrityError(RadixKVError):
-    """A law of the cache is broken, or the cache is dead: its state could not be repaired after an error.
+    """An invariant of the cache is broken, or the cache is dead: its state couldn't be repaired after an error.
 
-    Report it, never handle it, never retry. A dead cache raises it from every call: replace the cache.
+    Report it. Never handle or retry it. A dead cache raises it from every call: replace the cache.
     """
 
 
@@ -248,11 +249,11 @@ EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "audit": ("httpx", "hypothesis", "scipy"),
     "bench": ("matplotlib", "plotly"),
 }
-"""Modules that an extra of ``pyproject.toml`` brings. Triton is left out: only Linux has it."""
+"""Modules that each extra of ``pyproject.toml`` installs. Triton is left out, because only Linux has it."""
 
 
 class MissingExtra(ModuleNotFoundError):
-    """A part of radixkv needs an extra that isn't installed. ``extra`` is its name, ``name`` that of a module of it."""
+    """A part of radixkv needs an extra that isn't installed. ``extra`` is its name, ``name`` is one of its modules."""
 
     def __init__(self, what: str, extra: str, library: str) -> None:
         self.extra = extra
@@ -260,12 +261,12 @@ class MissingExtra(ModuleNotFoundError):
 
 
 def needs(extra: str) -> str:
-    """What to say of a part that needs an extra, after the name of that part."""
+    """Return the text that follows the name of a part that needs an extra."""
     return f"needs the extra '{extra}': pip install 'radixkv[{extra}]'"
 
 
 def require_extra(what: str, extra: str) -> None:
-    """Raise MissingExtra unless the libraries of an extra are installed; ``what`` needs them."""
+    """Raise MissingExtra unless the libraries of an extra are installed. ``what`` names the part that needs them."""
     for library in EXTRA_LIBRARIES[extra]:
         if find_spec(library) is None:
             raise MissingExtra(what, extra, library)
