@@ -1,4 +1,4 @@
-"""Time comes in as an argument: a function without arguments that returns seconds and never runs backwards."""
+"""Clocks: functions without arguments that return seconds and never run backwards. They are passed in as arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 Clock = Callable[[], float]
 
 monotonic: Clock = time.monotonic
-"""The clock of a deployment. Its zero is arbitrary; only differences mean anything."""
+"""The clock of a deployment. Its zero is arbitrary: only differences have a meaning."""
 
 
 class ManualClock:
-    """A clock that moves only when told to, for tests and simulations."""
+    """A clock that moves only when ``advance`` is called, for tests and simulations."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -21,7 +21,7 @@ class ManualClock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Move forward by ``seconds`` ≥ 0; a negative step raises ValueError."""
+        """Move forward by ``seconds`` ≥ 0. Raises ValueError for a negative step."""
         if seconds < 0:
             raise ValueError(f"seconds={seconds!r}: a clock never runs backwards")
         self.now += seconds
