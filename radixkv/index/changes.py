@@ -1,10 +1,11 @@
-"""What others hear of changes in the trees: the journal of a cache, and snapshots that are being taken.
+"""Notification of changes in the trees: the journal of a cache, and the changes that snapshots need.
 
-Snapshots: The hooks by which a tenant's policy hears of its nodes. ``Recorder`` puts itself before them while
-somebody gathers and takes itself away afterwards, so requests pay nothing while nobody does. The hooks tell of every
-node that comes, goes, is cut, grows, or turns from used to unused or back; its parent is read again with it. They
-don't tell of a further lease on a node in use: so a node that was held when it was read, or is in the end, is read
-in the last hold. After an interrupted call (``recovery``), which rewrites everything, a gathering begins anew.
+A snapshot in progress (a *gathering*) uses the hooks that tell a tenant's policy of its nodes. ``Recorder`` puts itself
+before these hooks while there is a gathering, and removes itself afterwards. So requests pay nothing otherwise. The
+hooks tell of every node that comes, goes, is cut, grows, or changes between used and unused. The node's parent is read
+again with it. The hooks don't tell of a further lease on a used node. So a node that was leased when it was read, or is
+leased at the end, is read in the last hold of the lock. After an interrupted call (``recovery``), everything is
+rewritten and a gathering starts again.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ if TYPE_CHECKING:
     from radixkv.index.tree import Node
 
 SLICE_TENANTS = 64
-"""Tenants whose hooks are changed under one hold."""
+"""Tenants whose hooks are changed under one hold of the lock."""
 
 _TELLING = ("leased", "unleased", "removed", "inserted", "extended", "split", "trimmed")
-"""The hooks that tell of a change; ``split`` of two nodes, the others of their first argument."""
+"""The hooks that tell of a change. ``split`` tells of two nodes, the others of their first argument."""
 
 
 class Journal(Protocol):
-    """Hears what becomes resident and what leaves, at a coarse grain.
+    """An object that is told what becomes resident and what leaves, at a coarse grain.
 
-    Called under the cache's lock: an implementation waits for nothing and takes a microsecond or so, for an append to
-    a queue and at most a pass over a short key. Ranges are in tokens and are reported only if they contain a multiple
-    of ``grain_tokens`` (itself a multiple of the block size): the segment that ends at token ``e`` is resident from a
-    ``stored`` with ``start < e ≤ stop`` until a ``removed`` with ``start < e ≤ stop``, or a ``cleared``. ``key`` begins
-    with the key (uint32 bytes, see ``tokens``) of the ids ``[0, stop)``, and is at most twice as long: it is what the
-    cache has already, and nothing is copied for it.
+    It is called under the cache's lock. So an implementation must not wait, and should take about a microsecond: an
+    append to a queue and at most a pass over a short key.
+
+    Ranges are in tokens. A range is reported only if it contains a multiple of ``grain_tokens`` (itself a multiple of
+    the block size). The segment that ends at token ``e`` is resident from a ``stored`` with ``start < e ≤ stop`` until
+    a ``removed`` with ``start < e ≤ stop``, or a ``cleared``.
+
+    ``key`` begins with the key (uint32 bytes, see ``tokens``) of the ids ``[0, stop)``. It is at most twice as long.
+    The cache passes a key that it has already, so nothing is copied.
     """
 
     grain_tokens: int
@@ -50,7 +54,7 @@ class Journal(Protocol):
 
 
 class Changes:
-    """What one gathering was told since it asked last. ``is_lost``: there is more than it was told."""
+    """The changes that one gathering was told since it asked last. ``is_lost``: some changes are missing."""
 
     __slots__ = ("is_lost", "removed", "told")
 
@@ -60,7 +64,7 @@ class Changes:
         self.is_lost = False
 
     def take(self) -> tuple[set[Node], set[Node]]:
-        """Nodes that changed, and those of them that are gone; they are forgotten here."""
+        """Return nodes that changed, and those of them that are gone. Forgets them here."""
         taken = self.told, self.removed
         self.told, self.removed, self.is_lost = set(), set(), False
         return taken
@@ -74,7 +78,7 @@ class Recorder:
         self._recorded: dict[TenantState, None] = {}
 
     def begin(self, changes: Changes, tenants: Iterable[TenantState]) -> None:
-        """Tell ``changes`` of these tenants, too, from now on. O(tenants)."""
+        """From now on, tell ``changes`` of these tenants too. O(tenants)."""
         if changes not in self._heard_by:
             self._heard_by.append(changes)
         for tenant in tenants:
@@ -82,12 +86,15 @@ class Recorder:
                 self._record(tenant)
 
     def follow(self, tenant: TenantState) -> None:
-        """The tenant has another policy, with hooks of its own."""
+        """Put the recorder before the hooks of the tenant's new policy."""
         if tenant in self._recorded:
             self._record(tenant)
 
     def end(self, changes: Changes) -> bool:
-        """Tell it no more. After the last one policies get their hooks back, SLICE_TENANTS a call; whether all have."""
+        """Stop telling ``changes``.
+
+        After the last one, policies get their hooks back, SLICE_TENANTS per call. Returns whether all have them.
+        """
         if changes in self._heard_by:
             self._heard_by.remove(changes)
         if self._heard_by:
@@ -98,7 +105,7 @@ class Recorder:
         return not self._recorded
 
     def start_over(self) -> None:
-        """Everything may be different, and the policies are new: who gathers has to begin anew."""
+        """Mark everything as changed, because the policies are new. Gatherings must start again."""
         for changes in self._heard_by:
             changes.is_lost = True
         self._recorded = {}
@@ -109,7 +116,7 @@ class Recorder:
             setattr(tenant, f"on_{name}", self._hook(name, getattr(tenant, f"on_{name}")))
 
     def _hook(self, name: str, policys: Callable[..., object] | None) -> Callable[..., None]:
-        """A hook that tells of its node, and then the policy, if that listens."""
+        """Make a hook that records its node, and then calls the policy's hook, if there is one."""
         heard_by = self._heard_by
 
         def tell(node: Node, *facts: Any) -> None:
