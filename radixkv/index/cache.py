@@ -501,7 +501,7 @@ class PrefixCache(CacheState):
 
         The tenant is then like one that was never added. Its counts and what its policy learned are forgotten too, and
         the sums in ``stats`` no longer contain them. Raises ArgumentError, and changes nothing, for a tenant that
-        wasn't added, and for one whose sequences hold more than the default limit.
+        wasn't added, and for one whose sequences and pins hold more than the limit of tenants that weren't added.
         """
         require_tenant_id(tenant)
         with self._lock, Mending(self):

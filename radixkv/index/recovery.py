@@ -1,35 +1,36 @@
-"""Recovery: the books are right again after an exception in the middle of a call.
+"""Recovery: repair a cache's state after an exception in the middle of a call.
 
-A call changes a tree, a sequence, counts, the free list and a policy's order one after the other, and an
-exception (KeyboardInterrupt, MemoryError, a policy or a journal that fails) may come between any two steps.
-Nothing is noted down for that case, so requests pay nothing. Instead ``mend`` runs under the lock before the
-exception goes on. It keeps what is certain, and makes everything else anew from it:
+A call changes a tree, a sequence, counts, the free list and a policy's order one after the other. An exception
+(KeyboardInterrupt, MemoryError, an error in a policy or a journal) may come between any two steps. The cache writes no
+log for this case, so requests pay nothing. Instead ``mend`` runs under the lock before the exception propagates. It
+keeps what is certain and rebuilds everything else from it:
 
-    certain                                             made anew
+    certain                                             rebuilt
     which nodes hang below a root, and their blocks     parents, depths, uses, counts of a tree
-    block table, ids and leased node of a sequence      its runs and who owns them
+    block table, ids and leased node of a sequence      its runs and their owners
     leases; blocks lent, also to the device             counts of tenants, policies' orders, the free list
     copies that wait
-    pins, by the leases that they hold                  what they hold in all, and which ends first
-    bases that are published                            who reads them, which others are still held
+    pins, by the leases that they hold                  how many blocks they hold, and which ends first
+    published bases                                     their readers, and which other bases are still held
 
-- **An interrupted call costs the sequences that it was working on**: they are closed. A sequence that it was
-  about to return never was. Every other sequence keeps its blocks and doesn't notice, but for those that were lent to
-  the device with one of them: they are closed too.
-- What a call made resident stays if it is whole: its KV exist. Blocks that nobody certain owns are free.
-- A split or a growth that was cut short is finished or cut back (``_finish``). A cleared tree gives up what nobody
-  uses, as ``clear`` would have.
-- A policy starts anew with the old order: what was in it stays in place, what was missing is youngest, a child
-  comes before its parent. Counts of uses are forgotten.
-- The journal is told everything again: a ``removed`` that was lost would be a lie for ever.
+- **An interrupted call costs the sequences that it worked on.** They are closed. Sequences that it was about to return
+  never exist for the user. Other sequences keep their blocks, with one exception: sequences that were lent to the
+  device together with a closed one are closed too.
+- Blocks that a call made resident stay if the node is complete: their KV exist. Blocks without a certain owner are
+  free.
+- A split or a growth that was interrupted is finished or cut back (``_finish``). A cleared tree gives up its unused
+  nodes, as after ``clear``.
+- A policy starts again with the old order. Nodes that it had keep their position, missing nodes are youngest, and a
+  child comes before its parent. Counts of uses are forgotten.
+- The journal is told everything again. Otherwise a lost ``removed`` would leave a false record for ever.
 
-Blocks that sequences share are found in their tables: forks agree on the blocks before the first in which they
-differ, so sorted tables are a tree of common beginnings, and its edges are the runs.
+Shared blocks are found in the block tables. Forks have the same blocks up to the first difference. So sorted tables
+form a tree of common prefixes, and its edges are the runs.
 
-Cost: O(resident blocks + block tables + pool), only ever after an exception. If ``mend`` itself is interrupted, it
-starts once more, ATTEMPTS times in all: it reads only what is certain. If that doesn't succeed either, the cache is
-*broken*: the lock knows it (``CacheLock.broken``), and the next call repairs the cache before it does anything
-(``repair``), or raises IntegrityError. After MAX_FAILED_REPAIRS such calls the cache is *dead*, and stays so.
+Cost: O(resident blocks + block tables + pool), only after an exception. If ``mend`` itself is interrupted, it starts
+again, up to ATTEMPTS times in all. This is safe because it reads only what is certain. If no attempt succeeds, the
+cache is *broken*: ``CacheLock.broken`` is set. The next call repairs the cache before it does anything (``repair``), or
+raises IntegrityError. After MAX_FAILED_REPAIRS such calls the cache is *dead* for ever.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ if TYPE_CHECKING:
     from radixkv_policies import Policy
 
 REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, PendingError, TokenError)
-"""Raised before anything was changed."""
+"""Errors that are raised before anything has changed."""
 
 ATTEMPTS = 4
 """How often one repair is tried."""
 
 MAX_FAILED_REPAIRS = 8
-"""Calls that find the cache broken and can't repair it, after which none tries again."""
+"""After this many calls that couldn't repair the cache, no call tries again."""
 
 
 def mend(
@@ -84,12 +85,15 @@ def mend(
     lease: LeaseState | None = None,
     lent: bytes | bytearray = b"",
 ) -> None:
-    """Make the cache whole after ``error`` in one of its calls; nothing to do for a refusal. Under the lock.
+    """Repair the cache after ``error`` in one of its calls. Does nothing if the call was refused. Call it under the
+    lock.
 
-    ``sequences``, ``others``: those that the call worked on or was about to return, are closed. ``lease``: the same.
-    ``lent``: packed ids of blocks that it was about to lend, are free. All arguments are objects that exist already: a
-    caller needs no memory for the call. If it fails, ``CacheLock.broken`` stays set, and no call is done before
-    ``repair`` has succeeded.
+    - ``sequences``, ``others``: sequences that the call worked on or was about to return. They are closed.
+    - ``lease``: a lease that the call worked on or was about to return. It is closed.
+    - ``lent``: packed ids of blocks that the call was about to lend. They become free.
+
+    All arguments are existing objects, so that the caller needs no memory for this call. If the repair fails,
+    ``CacheLock.broken`` stays set, and no call runs before ``repair`` has succeeded.
     """
     damage = cache._damage
     damage.error, cache._lock.broken = error, cache
@@ -104,9 +108,9 @@ def mend(
 
 
 class Mending:
-    """``with cache._lock, Mending(cache):`` mends the cache after an error in the block.
+    """Repair the cache after an error in the block: ``with cache._lock, Mending(cache):``.
 
-    For calls off a request's path that work on no sequence or lease.
+    For calls that are not on a request's path and work on no sequence or lease.
     """
 
     __slots__ = ("_cache",)
@@ -127,10 +131,10 @@ class Mending:
 
 
 def repair(cache: CacheState) -> None:
-    """Make a broken cache whole before a call. Under the lock.
+    """Repair a broken cache before a call. Call it under the lock.
 
-    Raises IntegrityError if it can't be done; after MAX_FAILED_REPAIRS the cache is dead. What interrupts it
-    (KeyboardInterrupt) is raised once the cache is whole.
+    Raises IntegrityError if the repair fails. After MAX_FAILED_REPAIRS failures the cache is dead. If the repair is
+    interrupted (KeyboardInterrupt), raises the interruption after the cache is repaired.
     """
     if _was_refused(cache):
         return
@@ -155,7 +159,7 @@ _DEAD = (
 
 
 def _try_to_mend(cache: CacheState) -> None:
-    """Mend, several times if need be. Raises what the last failed attempt raised, also if a later one succeeded."""
+    """Try to mend several times. Raises the error of the last failed attempt, also if a later attempt succeeded."""
     try:
         _mend(cache)
         _whole(cache)
@@ -182,7 +186,7 @@ def _whole(cache: CacheState) -> None:
 
 
 def _was_refused(cache: CacheState) -> bool:
-    """Whether the call was refused before it changed anything. Then there is nothing to mend."""
+    """Whether the call was refused before it changed anything. Then there is nothing to repair."""
     if not isinstance(cache._damage.error, REFUSALS):
         return False
     cache._lock.broken = None
@@ -220,18 +224,20 @@ def _close(cache: CacheState, sequence: SequenceState) -> None:
 
 
 class _Books:
-    """What is certain of a cache, and all that follows from it."""
+    """What is certain of a cache, and everything that follows from it."""
 
     def __init__(self, cache: CacheState) -> None:
         self.cache = cache
         self.tenants = list(cache._tenants.values())
         self.nodes: list[Node] = []  # of all trees, parents before children
-        self.home = np.full(cache._pool.num_blocks, -1, np.int64)  # which of them has the block
-        self.private_to = np.full(cache._pool.num_blocks, -1, np.int64)  # which of the tenants
+        self.home = np.full(cache._pool.num_blocks, -1, np.int64)  # index of the node that has the block
+        self.private_to = np.full(
+            cache._pool.num_blocks, -1, np.int64
+        )  # index of the tenant that has the block
         self.num_private: Counter[TenantState] = Counter()
 
     def rebuild(self) -> None:
-        """Set right whatever follows from what is certain."""
+        """Rebuild everything that follows from what is certain."""
         self._settle_bases()
         trees = self._trees()
         for tree in trees:
@@ -250,7 +256,9 @@ class _Books:
     # --- bases
 
     def _settle_bases(self) -> None:
-        """Who may read what follows from the published ones; what stands behind others is cleared, and holds them."""
+        """Rebuild the bases' readers from the published bases. Trees behind other bases are cleared, and hold their
+        base.
+        """
         bases = self.cache._bases
         for tenant in self.tenants:
             tenant.settle_trees()
@@ -273,7 +281,7 @@ class _Books:
             tenant.bases = bases.readable_by(tenant.tenant_id)
 
     def _lease_bases(self) -> None:
-        """A base holds its blocks while it is published, or somebody runs behind it."""
+        """Lease the blocks of each base that is published or has running sequences behind it."""
         used = {sequence._tree for sequence in self.cache._sequences}
         used |= {cast(NamespaceTree, lease._node.tree) for lease in self.cache._leases if lease._node}
         for base in self.cache._bases.held():
@@ -283,7 +291,7 @@ class _Books:
     # --- trees
 
     def _trees(self) -> list[NamespaceTree]:
-        """All trees, also one that is on its way from being reachable to being detached."""
+        """Return all trees, including one that was being detached."""
         cache = self.cache
         found = [tree for tenant in self.tenants for tree in (*tenant.trees.values(), *tenant.detached)]
         found += [sequence._tree for sequence in cache._sequences]
@@ -302,12 +310,12 @@ class _Books:
                 self.home[unpack(node.block_ids)] = len(self.nodes)
                 self.nodes.append(node)
                 pending.append(node)
-        tree._trimmed = None  # all labels fit
+        tree._trimmed = None  # every label is complete
         tree.num_nodes = len(self.nodes) - first
         tree.num_blocks = sum(node.num_blocks for node in self.nodes[first:])
 
     def _forget_what_was_cleared(self, trees: list[NamespaceTree]) -> None:
-        """A cleared tree keeps what is in use; a tree with nothing in it goes."""
+        """Reduce cleared trees to what is in use, and forget empty trees."""
         for tree in trees:
             tree.detached = tree.tenant.trees.get(tree.place) is not tree
         for node in reversed(self.nodes):
@@ -324,7 +332,10 @@ class _Books:
     # --- who holds what
 
     def _close_what_lost_its_node(self) -> None:
-        """Close whose leased path isn't what it was. No step of any call makes that happen; if it did, it ends here."""
+        """Close sequences and leases whose leased path has changed.
+
+        No step of any call causes this; it is a safeguard.
+        """
         cache, linked = self.cache, set(self.nodes)
         linked.update(sequence._tree.root for sequence in cache._sequences)
         linked.update(lease._node.tree.root for lease in cache._leases if lease._node is not None)
@@ -338,7 +349,7 @@ class _Books:
                 cache._leases.discard(lease)
 
     def _keep_lent(self) -> None:
-        """Blocks lent to the device stay their tenant's while all sequences are there for which they were lent."""
+        """Keep blocks that are lent to the device charged to the tenant, if all sequences of the lending are there."""
         cache = self.cache
         for beams in list(cache._lendings):
             if cache._sequences.issuperset(beams.sequences):
@@ -351,7 +362,7 @@ class _Books:
             beams.end()
 
     def _share_blocks(self) -> None:
-        """Make the runs of all sequences anew: the edges of the tree that their sorted tables are."""
+        """Rebuild the runs of all sequences. They are the edges of the tree that the sorted tables form."""
         number: dict[NamespaceTree, int] = {}
         for sequence in self.cache._sequences:
             number.setdefault(sequence._tree, len(number))
@@ -374,7 +385,9 @@ class _Books:
             pending += [(begin, end, stop, run) for begin, end in pairwise(bounds)]
 
     def _settle(self, sequence: SequenceState, at: int, run: Run | None) -> None:
-        """What a sequence shares with nobody, from position ``at`` on: its own blocks at the end, runs before."""
+        """Set a sequence's blocks from position ``at`` on, which no other shares: own blocks at the end, runs before
+        them.
+        """
         own = size = sequence.num_blocks
         for start, stop in self._stretches([sequence], at, size):
             block_ids = sequence._table[start * ID_BYTES : stop * ID_BYTES]
@@ -388,7 +401,10 @@ class _Books:
         sequence._run, sequence._own = run, own
 
     def _stretches(self, family: list[SequenceState], at: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Positions ``[at, stop)`` less those on everybody's leased path, cut where residency begins or ends."""
+        """Yield the ranges of ``[at, stop)`` that aren't on the leased path of the whole family.
+
+        A range ends where residency begins or ends.
+        """
         table = unpack(family[0]._table)[at:stop]
         is_resident = self.home[table] >= 0
         depth = min(sequence._node.depth for sequence in family)
@@ -412,7 +428,7 @@ class _Books:
         return run
 
     def _node_of(self, block_ids: bytearray) -> Node | None:
-        """The node that has the last of these blocks; None if they are private."""
+        """Return the node that has the last of these blocks; None if they are private."""
         index = int(self.home[unpack(block_ids)[-1]])
         return self.nodes[index] if index >= 0 else None
 
@@ -421,7 +437,7 @@ class _Books:
         self.num_private[sequence._tree.tenant] += len(block_ids) // ID_BYTES
 
     def _count_uses(self) -> None:
-        """Leases of runs are counted already."""
+        """Count the uses of nodes. Leases of runs are counted already."""
         for sequence in self.cache._sequences:
             sequence._node.uses += 1
         for lease in self.cache._leases:
@@ -436,7 +452,7 @@ class _Books:
     # --- copies that wait
 
     def _hold_for_copies(self) -> None:
-        """A copy that waits is not made if nobody owns its target; its source is held if nobody owns that."""
+        """Drop waiting copies whose target has no owner. If only the source has no owner, hold the source."""
         pool, is_owned = self.cache._pool, (self.home >= 0) | (self.private_to >= 0)
         targets = list(pool.copies.targets)
         pool.copies = pool.copies.without({target for target in targets if not is_owned[target]})
@@ -469,7 +485,7 @@ class _Books:
     # --- the pool and the journal
 
     def _refill_pool(self) -> None:
-        """What nobody owns, and no copy that waits needs, is free."""
+        """Free all blocks that have no owner and that no waiting copy needs."""
         pool = self.cache._pool
         is_owned = (self.private_to >= 0) | (self.home >= 0)
         is_owned[unpack(pool.held)] = True
@@ -491,10 +507,10 @@ class _Books:
 
 
 def _finish(node: Node, above: Node, block_bytes: int) -> None:
-    """Finish what a split or a growth may have left half done, and make all that follows from the node's place.
+    """Finish a split or a growth that was interrupted, and rebuild what follows from the node's place.
 
-    A split links the upper half before it cuts the lower: then both begin with the same blocks. A growth changes the
-    label and the block ids one after the other: the shorter one counts.
+    A split links the upper half before it cuts the lower half. So both may begin with the same blocks. A growth changes
+    the label and the block ids one after the other. So the shorter of the two counts.
     """
     label, block_ids = node.label, node.block_ids
     if above.block_ids and block_ids.startswith(above.block_ids):
@@ -507,7 +523,7 @@ def _finish(node: Node, above: Node, block_bytes: int) -> None:
 
 
 def taken_over(policy: Policy, old: Policy, nodes: list[Node], evictable: list[Node], most: int) -> Policy:
-    """``policy``, new, with a tenant's nodes, parents first, in the order that the old one had, ``most`` of them."""
+    """Fill the new ``policy`` with a tenant's nodes (given parents first), ``most`` of them, in the old order."""
     for node in nodes:
         parent = node.parent if node.parent is not None and node.parent.parent is not None else None
         policy.inserted(node, node.num_blocks, node.depth, parent=parent)
@@ -517,7 +533,10 @@ def taken_over(policy: Policy, old: Policy, nodes: list[Node], evictable: list[N
 
 
 def _in_order(nodes: list[Node], order: list[Node]) -> list[Node]:
-    """Evictable nodes, given parents first, in the order that they had, the missing last, a child before its parent."""
+    """Sort evictable nodes, given parents first, by their old order.
+
+    Missing nodes are last, children before parents.
+    """
     place = dict.fromkeys(nodes, len(order))
     place.update((node, at) for at, node in enumerate(order) if node in place)
     children_first = nodes[::-1]
@@ -528,7 +547,7 @@ def _in_order(nodes: list[Node], order: list[Node]) -> list[Node]:
 
 
 def _drained(policy: Policy, most: int) -> list[Node]:
-    """Its victims, one after the other, as far as it can still tell them."""
+    """Return the policy's victims in order, until the policy fails."""
     found: list[Node] = []
     try:
         while len(found) < most and (node := policy.victim()) is not None:
@@ -540,8 +559,8 @@ def _drained(policy: Policy, most: int) -> list[Node]:
 
 
 def _num_common(one: SequenceState, other: SequenceState) -> int:
-    """In how many blocks two tables agree before they differ or one ends; none in different trees."""
-    if one._tree is not other._tree:  # they may begin with the same base, and share nothing of their own
+    """Return in how many leading blocks two tables agree; 0 if the sequences are in different trees."""
+    if one._tree is not other._tree:  # they may share a base, but no blocks of their own
         return 0
     size = min(one.num_blocks, other.num_blocks)
     differs = unpack(one._table)[:size] != unpack(other._table)[:size]
@@ -549,5 +568,5 @@ def _num_common(one: SequenceState, other: SequenceState) -> int:
 
 
 def _packed(mask: NDArray[np.bool_]) -> bytearray:
-    """The block ids of a mask."""
+    """Return the packed ids of the blocks in a mask."""
     return bytearray(np.flatnonzero(mask).astype(np.int32).tobytes())

@@ -44,7 +44,7 @@ MAX_VICTIMS_AT_ONCE = 512
 """Approximate number of leaves that one call may evict at once. An eviction costs per victim, not per block."""
 
 MAX_WAIT_S = 1.0
-"""Longest single wait for a pending block. A forgotten sequence wakes no waiter, but the next call releases it."""
+"""Longest single wait for a pending block. A forgotten sequence wakes no waiter; the waiter releases it afterwards."""
 
 
 # --- where a request belongs, and whether it is admitted
