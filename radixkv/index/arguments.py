@@ -1,7 +1,7 @@
-"""Types of arguments that the cache checks itself, to say what is allowed.
+"""Types of arguments that the cache checks itself, so that its errors say what is allowed.
 
-Type checkers read them, the compiler of index and publisher doesn't: what it has read, it would check first, with
-a TypeError. ``radixkv.config`` is left out for the same reason.
+Only type checkers read this module. The compiler of index and publisher doesn't, because it would check the types it
+reads first and raise a TypeError. It doesn't read ``radixkv.config`` for the same reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OnPending: TypeAlias = Literal["compute", "raise", "wait"]
 
 Seconds: TypeAlias = float | None
-"""Seconds, None for as long as it takes."""
+"""Seconds; None for no limit."""
 
 BaseId: TypeAlias = str
 """1 to 256 bytes."""
@@ -26,7 +26,7 @@ TenantId: TypeAlias = str
 MatchLike: TypeAlias = "Match"
 
 Hints: TypeAlias = "RequestHints | None"
-"""What policies may use of a request."""
+"""Facts about a request that policies may use."""
 
 StorageLike: TypeAlias = "BlockStorage | None"
-"""Where an engine that owns its KV keeps its blocks; None where the cache makes a storage, or needs none."""
+"""The blocks of an engine that owns its KV; None if the cache makes a storage or needs none."""
