@@ -1,15 +1,17 @@
-"""BlockPool: which block ids are free, which are lent to the engine, and which copies wait for it.
+"""BlockPool: which block ids are free, which are lent to the engine, and which copies wait for the engine.
 
-Free ids are a stack of packed int32: taking and giving back n ids are one slice each, whatever n is. Owners
-are kept where the owning happens (a tree's nodes, a sequence's runs), because an array of owners would cost
-more than the rest of a request; the conservation law is that
+Free ids are a stack of packed int32. Taking or giving back n ids is one slice, whatever n is. The owners of blocks are
+recorded where they are used (a tree's nodes, a sequence's runs). An array of owners would cost more than the rest of a
+request. The conservation law is
 
     free + owned by trees + owned by sequences + held + lent == num_blocks
 
-with every id in exactly one place. The audit counts it. A block that a copy reads which waits for its engine is, once
-freed, *held* until the engine fetches the plan (``settle``): otherwise it could be handed out, and overwritten,
-before it was read. Held blocks are on nobody's account: when a plan is fetched depends on the requests of all tenants,
-and what one tenant uses must depend on its own alone. A copy into a block that is freed is not made at all.
+with every id in exactly one place. The audit checks it.
+
+A waiting copy may read a block that is then freed. This block is *held* until the engine fetches the plan (``settle``).
+Otherwise another owner could overwrite it before the copy reads it. Held blocks count for no tenant: the moment when a
+plan is fetched depends on the requests of all tenants, and one tenant's usage must not. A copy into a freed block is
+cancelled.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from radixkv.storage.plan import BlockIds
 
 
 def unpack(block_ids: bytes | bytearray | memoryview) -> BlockIds:
-    """Packed ids as int32 ``[n]``, read-only: a view of bytes, a copy of what may change."""
+    """Return packed ids as int32 ``[n]``, read-only: a view of bytes, a copy of a mutable buffer."""
     return np.frombuffer(bytes(block_ids), np.int32)
 
 
 class WaitingCopies:
-    """The copies decided since the last plan was fetched, kept independent of each other.
+    """The copies decided since the last plan was fetched. None of them depends on another.
 
-    ``readers``: by source, how many of them read it.
+    ``readers``: how many copies read each source.
     """
 
     __slots__ = ("_copies", "readers")
@@ -42,7 +44,7 @@ class WaitingCopies:
         self.readers: dict[int, int] = {}
 
     def add(self, source: int, target: int, num_rows: int) -> None:
-        """One more copy. If ``source`` is itself a waiting target, the copy reads where that one reads. O(1)."""
+        """Add a copy. If ``source`` is itself a waiting target, the copy reads that target's source instead. O(1)."""
         first = self._copies.get(source)
         if first is not None:
             source, num_rows = first[0], min(first[1], num_rows)
@@ -50,7 +52,7 @@ class WaitingCopies:
         self.readers[source] = self.readers.get(source, 0) + 1
 
     def cancel(self, target: int) -> int | None:
-        """Make no copy into ``target``, if one waits. Returns its source if no other copy reads that. O(1)."""
+        """Cancel the copy into ``target``, if one waits. Returns its source if no other copy reads that. O(1)."""
         copy = self._copies.pop(target, None)
         if copy is None:
             return None
@@ -63,7 +65,7 @@ class WaitingCopies:
         return source
 
     def without(self, targets: Container[int]) -> WaitingCopies:
-        """Those whose target isn't among these, made anew. O(copies)."""
+        """Return a new object without the copies into these targets. O(copies)."""
         left = WaitingCopies()
         for source, target, num_rows in self.triples():
             if target not in targets:
@@ -72,15 +74,15 @@ class WaitingCopies:
 
     @property
     def targets(self) -> Collection[int]:
-        """What they write."""
+        """The blocks that the copies write."""
         return self._copies.keys()
 
     def named_among(self, block_ids: set[int]) -> set[int]:
-        """Those that one of them reads or writes. O(copies)."""
+        """Return those of the blocks that a copy reads or writes. O(copies)."""
         return block_ids.intersection(self._copies) | block_ids.intersection(self.readers)
 
     def triples(self) -> list[tuple[int, int, int]]:
-        """All of them as (source, target, rows). O(copies)."""
+        """Return all copies as (source, target, rows). O(copies)."""
         return [(source, target, num_rows) for target, (source, num_rows) in self._copies.items()]
 
     def __len__(self) -> int:
@@ -90,8 +92,9 @@ class WaitingCopies:
 class BlockPool:
     """The free list of ``num_blocks`` blocks, and the blocks lent to the engine or to the device.
 
-    ``copies``: decided and not executed yet. ``is_deferred``: the engine executes them, some time later; otherwise none
-    is left when a call ends. ``exposed``: blocks that such a copy names and a tree has, where eviction may find them.
+    - ``copies``: decided and not executed yet.
+    - ``is_deferred``: the engine executes copies later. Otherwise none is left when a call ends.
+    - ``exposed``: blocks that such a copy names and that a tree has, so that eviction may free them.
     """
 
     __slots__ = ("_free", "copies", "exposed", "held", "is_deferred", "lent", "num_blocks", "scrubber")
@@ -110,11 +113,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken at once."""
+        """Blocks that can be taken immediately."""
         return len(self._free) // ID_BYTES
 
     def take(self, size: int, table: bytearray) -> int:
-        """Move up to ``size`` bytes of packed ids from the free stack to ``table``; returns how many. O(size) copy."""
+        """Move up to ``size`` bytes of packed ids from the free stack to ``table``. Returns how many. O(size) copy."""
         free = self._free
         at = len(free) - size
         if at > 0:
@@ -126,7 +129,7 @@ class BlockPool:
         return at + size
 
     def give(self, block_ids: bytes | bytearray | memoryview) -> None:
-        """Put packed ids on the free stack, or hold what a waiting copy reads. O(n) copy."""
+        """Put packed ids on the free stack, or hold those that a waiting copy reads. O(n) copy."""
         if self.is_deferred and len(self.copies):
             block_ids = self._hold(bytes(block_ids))
         if self.scrubber is not None:
@@ -134,19 +137,22 @@ class BlockPool:
         self._free += block_ids
 
     def reuse(self, table: bytearray, start: int) -> None:
-        """``table[start:]`` go from victims to their next owner, not by the free stack: zero what has to be zeroed."""
+        """Pass ``table[start:]`` from victims to their next owner without the free stack.
+
+        Zeroes what must be zeroed.
+        """
         if self.scrubber is not None:
             self.scrubber.free(table[start:])
 
     def hand_out(self, table: bytearray, start: int, label: int) -> None:
-        """``table[start:]`` are taken for the owner of a label: zero what it may not read."""
+        """Zero those of ``table[start:]`` that the owner with this label may not read."""
         if self.scrubber is not None:
             self.scrubber.hand_out(table[start:], label)
 
     def _hold(self, freed: bytes) -> bytes:
-        """Hold those of the packed ids that waiting copies read; make no copy into any of them. Returns what is free.
+        """Hold those packed ids that waiting copies read, and cancel copies into any of them. Returns the free ones.
 
-        O(ids) at C speed, and O(copies) in Python where one names one of them.
+        O(ids) at C speed, plus O(copies) in Python if a copy names one of them.
         """
         copies, ids = self.copies, set(unpack(freed).tolist())
         if not copies.named_among(ids):
@@ -164,18 +170,19 @@ class BlockPool:
         return np.array(list(ids - kept), np.int32).tobytes()
 
     def expose(self, block_ids: bytes | bytearray) -> None:
-        """A tree has these packed ids now: note those that a waiting copy names. O(ids)."""
+        """Note those of the packed ids that a waiting copy names, because a tree has them now. O(ids)."""
         self.exposed |= self.copies.named_among(set(unpack(block_ids).tolist()))
 
     @property
     def is_loose(self) -> bool:
-        """Whether a waiting copy names blocks that no sequence keeps: held ones, or a tree's."""
+        """Whether a waiting copy names blocks that no sequence keeps: held blocks, or a tree's."""
         return len(self.held) > 0 or len(self.exposed) > 0
 
     def settle(self) -> None:
-        """The plan is fetched: no copy waits any more, and what was held is free.
+        """Free all held blocks, because the plan was fetched and no copy waits any more.
 
-        Not zeroed now, whoever had it: the engine has yet to execute the plan. It is when it is handed out.
+        They are zeroed later, when they are handed out. Zeroing them now would be too early, because the engine still
+        has to execute the plan.
         """
         self.copies = WaitingCopies()
         self.exposed.clear()
@@ -183,11 +190,11 @@ class BlockPool:
         self.held = bytearray()
 
     def free_ids(self) -> BlockIds:
-        """The free ids, int32, a copy. O(free)."""
+        """Return the free ids, int32, a copy. O(free)."""
         return unpack(self._free)
 
     def lend(self, block_ids: bytearray) -> BlockIds:
-        """Note that the engine owns these packed ids, which were taken, until ``give_back`` or ``claim``."""
+        """Record that the engine owns these packed ids, which were taken, until ``give_back`` or ``claim``."""
         taken = unpack(block_ids)
         self.lent.update(taken.tolist())
         return taken
@@ -212,7 +219,7 @@ class BlockPool:
                 )
 
     def claim(self, block_ids: BlockIds, label: int) -> None:
-        """Take ids that passed ``check_claim`` out of the lent and the free ones, for the owner of a label. O(free)."""
+        """Take ids that passed ``check_claim`` from the lent and free ones, for the owner with this label. O(free)."""
         if self.scrubber is not None:
             self.scrubber.filled(block_ids, label)
         self.lent.difference_update(block_ids.tolist())
