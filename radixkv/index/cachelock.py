@@ -1,14 +1,14 @@
-"""CacheLock: the one lock of a cache. It knows when the thread that holds it calls the cache again.
+"""CacheLock: the one lock of a cache. It detects when the thread that holds it calls the cache again.
 
-The lock is an RLock inside, whose owner is known at no cost. A second entry by the owner is a call from a callback or
-from a finaliser: it raises ReentrantCall at once, where a plain lock would wait for ever.
+Inside it is an RLock, whose owner is known at no cost. If the owner enters again, the call comes from a callback or a
+finaliser. It gets ReentrantCall at once. With a plain lock it would wait for ever.
 
 Every entry looks at two fields, and calls ``locking.take_care`` if one is set:
 
     broken      an exception left the cache in the middle of a change, and repairing it has not succeeded yet
-    forgotten   what finalisers gave up: it is released by the next call
+    forgotten   handles that finalisers gave up: the next call releases them
 
-This class is for the compiled build. The pure build uses ``locking.SourceLock``, whose interface is the same.
+This class is for the compiled build. The pure build uses ``locking.SourceLock`` with the same interface.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 class CacheLock:
-    """Held with ``with``.
+    """The lock, held with ``with``.
 
-    ``death``: why the cache can't be used any more, None while it can. ``forgotten``: pairs of a cache and what a
-    finaliser gave up; ``given_up`` has the latter. ``progress``: a condition on this lock; wait for it with ``wait``.
+    - ``death``: why the cache can't be used any more, None while it can.
+    - ``forgotten``: pairs of a cache and a state that a finaliser gave up. ``given_up`` has only the states.
+    - ``progress``: a condition on this lock. Wait for it with ``wait``.
     """
 
     __slots__ = ("_acquire", "_is_inside", "_release", "broken", "death", "forgotten", "given_up", "progress")
@@ -78,7 +79,9 @@ class CacheLock:
         return self._is_inside
 
     def wait(self, timeout_s: float) -> None:
-        """Give it up until ``progress`` is notified, or for so many seconds; then do what the next call would."""
+        """Release the lock until ``progress`` is notified, for at most this many seconds. Then repair as the next call
+        would.
+        """
         self._is_inside = False
         try:
             self.progress.wait(timeout_s)
