@@ -1,31 +1,31 @@
-"""Lending: beam steps on the device, without the host, and the books that come back from it.
+"""Lending: beam steps on the device, without the host, and the way back to the host.
 
-    lend         the beams' books go to the device, with blocks that it may take, charged to the tenant
-    step         beam i goes on from beam parents[i] and has one row more: on the device alone, nobody waits
-    lend_more    further blocks, if it ran out of them
-    reconcile    the host's books are what the same steps by ``reorder`` and ``append`` would have made of them
+    lend         the beams' tables go to the device, with blocks that it may take, charged to the tenant
+    step         beam i continues beam parents[i] and has one row more: only on the device, without waiting
+    lend_more    lend further blocks, if the device has run out
+    reconcile    the host's state becomes what the same steps by ``reorder`` and ``append`` would have made
 
-Meanwhile the sequences are *lent*: beam i is ``sequences[i]``, and what the host knows of it is as it was before the
-first step. Nothing but ``release``, which reconciles first, can be called on it: the device permutes the beams' tables,
-writes into their blocks, frees them and takes them again.
+Meanwhile the sequences are *lent*: beam i is ``sequences[i]``, and the host knows its state before the first step. Only
+``release``, which reconciles first, can be called on it. The device permutes the beams' tables, writes into their
+blocks, frees blocks and takes them again.
 
     leased, or shared with others        private to the beams            lent besides
     [ the group's prefix ][ held ]       [ counted on the device ]       [ the device's free stack ]
       never counted         counted       private before, or taken since
                             once more
 
-So a block is in the same place of the host's books all the time: in a tree, in a run, at the end of a sequence, or
-among the ``block_ids`` of a lending. What the device does among the last two kinds changes no count of the tenant, and
-whatever happens to other sequences changes nothing on the device: who shares a block with a beam, shares it until
-the beams are taken back.
+So the host records a block in the same place all the time: in a tree, in a run, at the end of a sequence, or among the
+``block_ids`` of a lending. What the device does with the last two kinds changes no count of the tenant. What happens to
+other sequences changes nothing on the device. A sequence that shares a block with a beam shares it until the beams are
+taken back.
 
-**Reconcile** asks the device where each beam comes from, which ids it appended and which blocks it has. A beam keeps
-its ancestor's whole blocks, as a child of it would; the blocks behind those are a tree of common beginnings, whose
-edges become runs. What nobody holds then is free. Reading is O(beams × (steps + columns)), outside the lock; under it,
-with 64 steps to take back: 0.25 ms for 4 beams, 0.7 to 1 ms for 64, one core, compiled.
+**Reconcile** asks the device for each beam's origin, the ids that it appended and the blocks that it has. A beam keeps
+its ancestor's whole blocks, as a child of it would. The blocks behind them form a tree of common prefixes, whose edges
+become runs. Blocks that no beam holds are free. Reading is O(beams × (steps + columns)), outside the lock. The time
+under the lock, with 64 steps to take back: 0.25 ms for 4 beams, 0.7 to 1 ms for 64 (one core, compiled).
 
-An interruption of a call that works on one of the sequences costs all that were lent together, since nobody knows
-any more what their blocks hold.
+If a call that works on one of the sequences is interrupted, all that were lent together are lost, because the contents
+of their blocks are then unknown.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from radixkv.storage.beams import BeamsReading, DeviceBeams
 
 MAX_NUM_BEAMS = 1_024
-"""Beams of one lending."""
+"""The most beams of one lending."""
 
 MAX_STEPS = 2**20
-"""Steps of one lending."""
+"""The most steps of one lending."""
 
 
 def lend(
@@ -96,7 +96,7 @@ def lend(
 
 
 def take_back(cache: CacheState, lending: Lending) -> None:
-    """Bring the host's books up to date and end the lending; nothing if it is over."""
+    """Update the host's state from the device and end the lending. Does nothing if it is over."""
     reading = None if lending.device is None else lending.device.read()
     with cache._lock:
         try:
@@ -109,7 +109,7 @@ def take_back(cache: CacheState, lending: Lending) -> None:
 
 
 def take_back_now(cache: CacheState, lending: Lending) -> None:
-    """The same under the lock, of beams that were forgotten: waits for the device."""
+    """Take back forgotten beams under the lock. Waits for the device."""
     if not lending.is_over:
         _take_back(cache, lending, None if lending.device is None else lending.device.read())
 
@@ -120,7 +120,7 @@ def take_back_now(cache: CacheState, lending: Lending) -> None:
 def _begin(
     cache: CacheState, sequences: list[SequenceState], max_steps: int, num_blocks: SupportsIndex | None
 ) -> tuple[Lending, NDArray[np.int32]]:
-    """Take the blocks and note who is lent: the host's side of it; and the blocks that are the sequences' alone."""
+    """Take the blocks and mark the sequences as lent, on the host. Also returns the blocks private to the sequences."""
     _check(cache, sequences)
     tenant = sequences[0]._tree.tenant
     if num_blocks is None:
@@ -151,7 +151,10 @@ def _check(cache: CacheState, sequences: list[SequenceState]) -> None:
 
 
 def _most_blocks(sequences: list[SequenceState], max_steps: int, block_size: int) -> int:
-    """Blocks that no steps can exceed: each beam's own from its partial tail on, and one more while it is copied."""
+    """Return how many blocks no steps can exceed.
+
+    These are each beam's own blocks from its partial tail on, plus one during a copy.
+    """
     rows = max(sequence.num_tokens % block_size for sequence in sequences) + max_steps
     return len(sequences) * (-(-rows // block_size) + 1)
 
@@ -159,9 +162,10 @@ def _most_blocks(sequences: list[SequenceState], max_steps: int, block_size: int
 def _on_device(
     cache: CacheState, beams: Lending, private: NDArray[np.int32], max_steps: int, groups: list[int]
 ) -> DeviceBeams:
-    """The books on the device. Sizes are powers of two, so that few kernels are compiled for beams of all lengths.
+    """Make the tables and counts on the device.
 
-    Not under the lock: tables of lent sequences don't change.
+    Sizes are powers of two, so that few kernels are compiled for beams of all lengths. Runs without the lock, because
+    tables of lent sequences don't change.
     """
     from radixkv.storage.beams import DeviceBeams
 
@@ -189,7 +193,7 @@ def _on_device(
 def _prefixes(
     tables: list[NDArray[np.int32]], lengths: list[int], groups: list[int], block_size: int
 ) -> list[int]:
-    """How many whole blocks at the front of its table each beam shares with all of its group."""
+    """Return for each beam how many whole blocks at the front of its table all of its group share."""
     shared: dict[int, NDArray[np.int32]] = {}
     for table, length, group in zip(tables, lengths, groups, strict=True):
         whole = table[: length // block_size]
@@ -201,7 +205,7 @@ def _prefixes(
 
 
 def _in_several(tables: list[NDArray[np.int32]], groups: list[int]) -> NDArray[np.int32]:
-    """Ids of the blocks that beams of more than one group have."""
+    """Return ids of the blocks that beams of more than one group have."""
     members: dict[int, list[NDArray[np.int32]]] = {}
     for table, group in zip(tables, groups, strict=True):
         members.setdefault(group, []).append(table)
@@ -214,7 +218,7 @@ def _in_several(tables: list[NDArray[np.int32]], groups: list[int]) -> NDArray[n
 
 
 def _private_blocks(sequences: tuple[SequenceState, ...]) -> NDArray[np.int32]:
-    """Ids of the blocks that nobody but these sequences holds."""
+    """Return ids of the blocks that only these sequences hold."""
     owners = Counter(sequence._run for sequence in sequences if sequence._run is not None)
     packed = bytearray()
     for sequence in sequences:
@@ -238,7 +242,7 @@ def _private_blocks(sequences: tuple[SequenceState, ...]) -> NDArray[np.int32]:
 
 
 def _take_back(cache: CacheState, beams: Lending, reading: BeamsReading | None) -> None:
-    """Make the sequences what their beams are, give back what nobody holds, and end the lending."""
+    """Give the sequences the state of their beams, free blocks without holders, and end the lending."""
     blocks, taken = beams.block_ids[:], np.zeros(0, np.int32)
     if reading is not None and reading.num_steps:
         heirs, taken = _heirs(cache, beams.sequences, reading)
@@ -264,7 +268,7 @@ def _take_back(cache: CacheState, beams: Lending, reading: BeamsReading | None) 
 def _is_sound(
     ids: NDArray[np.int32], is_taken: NDArray[np.bool_], taken: NDArray[np.int32], free: NDArray[np.int32]
 ) -> bool:
-    """Whether what the device took, and has free, are blocks that it was lent, each once."""
+    """Whether the taken and free blocks of the device are exactly blocks that it was lent, each once."""
     has_one_place = len(np.unique(ids)) == len(ids) and len(np.unique(free)) == len(free)
     return bool(has_one_place and is_taken.sum() == len(taken) and np.isin(free, ids[~is_taken]).all())
 
@@ -272,7 +276,7 @@ def _is_sound(
 def _heirs(
     cache: CacheState, sequences: tuple[SequenceState, ...], reading: BeamsReading
 ) -> tuple[list[SequenceState], NDArray[np.int32]]:
-    """What each beam is now, as a sequence that nobody knows of yet; and the blocks that they have of the device."""
+    """Return each beam's state as an unregistered sequence, and the blocks of the device that they have."""
     families: dict[int, list[int]] = {}
     for beam, origin in enumerate(reading.origins):
         families.setdefault(origin, []).append(beam)
@@ -302,7 +306,7 @@ def _check_reading(ancestor: SequenceState, members: list[int], whole: int, read
 
 
 def _children(cache: CacheState, ancestor: SequenceState, whole: int, number: int) -> list[SequenceState]:
-    """So many sequences that share the first ``whole`` blocks of ``ancestor``, and have nothing behind them."""
+    """Return ``number`` sequences that share the first ``whole`` blocks of ``ancestor`` and have no further blocks."""
     first = requests.fork(cache, ancestor)
     cache._runs.cut(first, whole)
     del first._table[whole * ID_BYTES :]
@@ -310,9 +314,9 @@ def _children(cache: CacheState, ancestor: SequenceState, whole: int, number: in
 
 
 def _share(family: list[SequenceState], rows: NDArray[np.int32], at: int) -> None:
-    """Give each of a family its blocks ``rows[i]``, from position ``at`` on: common beginnings as runs, ends alone.
+    """Give each of a family its blocks ``rows[i]``, from position ``at`` on. Common prefixes become runs.
 
-    All of the family own the same run.
+    The ends belong to one sequence each. All of the family own the same run.
     """
     pending = [(list(range(len(family))), 0)]
     while pending:
@@ -342,7 +346,7 @@ def _share(family: list[SequenceState], rows: NDArray[np.int32], at: int) -> Non
 
 
 def _let_go(cache: CacheState, sequence: SequenceState) -> bytearray:
-    """Give up what a sequence holds, as a release would; the blocks that nobody holds any more are the caller's."""
+    """Release what a sequence holds. Returns the blocks without another holder, which the caller must free."""
     freed, run = sequence._table[sequence._own * ID_BYTES :], sequence._run
     while run is not None:
         run.owners -= 1
@@ -361,7 +365,7 @@ def _let_go(cache: CacheState, sequence: SequenceState) -> bytearray:
 
 
 def require_lent(cache: CacheState, beams: Lending) -> None:
-    """Raise unless the beams are lent, and the cache alive."""
+    """Raise unless the beams are lent and the cache is alive."""
     if cache.is_dead:
         cache.require_alive()
     if beams.is_over:
@@ -371,7 +375,7 @@ def require_lent(cache: CacheState, beams: Lending) -> None:
 
 
 def _groups(groups: Any, num_beams: int) -> list[int]:
-    """A number for each beam, from 0 on, the same for those of one group."""
+    """Return a number for each beam, from 0 on, equal within a group."""
     if groups is None:
         return [0] * num_beams
     try:
