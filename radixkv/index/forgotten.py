@@ -1,4 +1,4 @@
-"""What users forgot: the next call of the cache releases it."""
+"""Release of forgotten handles by the next call of the cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.index.state import CacheState
 
 
 def give_up(cache: CacheState, held: Held) -> None:
-    """Release what a finaliser gave up, unless it is released already. Under the lock."""
+    """Release what a finaliser gave up, unless it is released already. Call it under the lock."""
     if isinstance(held, SequenceState):
         _give_up_sequence(cache, held)
     elif isinstance(held, LeaseState):
