@@ -1,9 +1,9 @@
 """Ghost keys: opaque 64-bit names of prefixes at a coarse grain, for policies that remember what was evicted.
 
-A segment is ``segment_tokens`` of a prompt; its key is the xxh3 of the namespace and of everything up to its end, so
-equal prefixes of a namespace have equal keys, and other prefixes others. Only blocks that became resident are named,
-and only when a segment ends within them. Each byte of a prefix is hashed once, at memory speed: a sequence keeps the
-``SegmentKeys`` of its prefix from one commit to the next.
+A segment is ``segment_tokens`` of a prompt. Its key is the xxh3 of the namespace and of everything up to its end. So
+equal prefixes of a namespace have equal keys, and different prefixes have different keys. Only blocks that became
+resident get keys, and only when a segment ends within them. Each byte of a prefix is hashed once, at memory speed: a
+sequence keeps the ``SegmentKeys`` of its prefix from one commit to the next.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def _seed(namespace: Namespace) -> int:
 
 
 class SegmentKeys:
-    """Names the segments of one prefix of a namespace, in the order in which they end."""
+    """Computes the keys of the segments of one prefix of a namespace, in the order of their ends."""
 
     __slots__ = ("_at", "_segment_bytes", "_state")
 
     def __init__(self, namespace: Namespace, segment_bytes: int) -> None:
         self._segment_bytes = segment_bytes
         self._state: Any = xxh3_64(seed=_seed(namespace))
-        self._at = 0  # so many bytes are hashed
+        self._at = 0  # number of bytes hashed so far
 
     def between(self, start: int, stop: int, base: bytes, base_size: int, tail: bytearray) -> tuple[int, ...]:
-        """Keys of the segments that end within bytes ``(start, stop]`` of ``base[:base_size] + tail``, in order.
+        """Return keys of the segments that end within bytes ``(start, stop]`` of ``base[:base_size] + tail``, in order.
 
-        ``start``: not before the last ``stop``. O(bytes since the last time).
+        ``start`` must not be before the last ``stop``. O(bytes since the last call).
         """
         size, at, keys = self._segment_bytes, self._at, []
         update, digest = self._state.update, self._state.intdigest
@@ -45,7 +45,7 @@ class SegmentKeys:
             update(memoryview(base)[at:end])
             keys.append(digest())
             at, end = end, end + size
-        if end <= last:  # most of a long prompt, by way of one buffer: it costs less than a slice for each
+        if end <= last:  # most of a long prompt, through one buffer: cheaper than a slice for each segment
             read, segment = BytesIO(base), bytearray(size)
             read.seek(at)
             fill = read.readinto
