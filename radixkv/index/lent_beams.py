@@ -1,4 +1,4 @@
-"""LentBeams: sequences whose beam steps the device makes. The user's handle of a ``Lending`` (``holders``)."""
+"""LentBeams: sequences that the device moves on by beam steps. The user's handle of a ``Lending`` (``holders``)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 
 class LentBeams:
-    """Sequences whose beam steps the device makes by itself. Made by ``PrefixCache.lend``; use it in a ``with``.
+    """Sequences that the device moves on by itself. Made by ``PrefixCache.lend``; use it in a ``with``.
 
-    ``tables``: int32 ``[num_beams, columns]``, block ids, and ``lengths``: int32 ``[num_beams]``, rows: on the device,
-    always as of the last step that was enqueued, at the same addresses: what paged attention reads. Columns behind a
-    beam's length hold anything. Used by one thread at a time.
+    - ``tables``: int32 ``[num_beams, columns]``, block ids. Columns behind a beam's length hold arbitrary values.
+    - ``lengths``: int32 ``[num_beams]``, rows.
 
-    Beams that are forgotten (collected before they were taken back) give a ResourceWarning, and the next call of the
-    cache takes them back: it waits for the device, under the lock.
+    Both are on the device, for paged attention to read. They show the last enqueued step, at addresses that don't
+    change. Use one thread at a time.
+
+    If beams are garbage-collected before they were taken back, they give a ResourceWarning. The next call of the cache
+    takes them back; it waits for the device, under the lock.
     """
 
     __slots__ = ("_cache", "_guard", "_lending", "sequences")
@@ -41,23 +43,23 @@ class LentBeams:
         self._cache, self.sequences, self._lending = cache, tuple(sequences), lending
 
     def __del__(self) -> None:
-        lending: Lending | None = getattr(self, "_lending", None)  # None if its making was interrupted
+        lending: Lending | None = getattr(self, "_lending", None)  # None if __init__ was interrupted
         if lending is not None and not lending.is_over:
             self._guard = Guard(self._cache, lending)
 
     @property
     def is_over(self) -> bool:
-        """Whether they are taken back."""
+        """Whether the beams are taken back."""
         return self._lending.is_over
 
     @property
     def block_ids(self) -> bytearray:
-        """Packed int32 ids of the blocks that were lent besides those that the sequences had."""
+        """Packed int32 ids of the blocks that were lent in addition to the sequences' own."""
         return self._lending.block_ids
 
     @property
     def tenant(self) -> TenantState:
-        """Who is charged."""
+        """The tenant that is charged."""
         return self._lending.tenant
 
     @property
@@ -78,32 +80,38 @@ class LentBeams:
         return self._on_device().books.lengths
 
     def step(self, parents: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Beam i goes on from beam ``parents[i]`` and gets a row for ``token_ids[i]``: ``reorder``, then ``append``.
+        """Make a step: beam i continues beam ``parents[i]`` and gets a row for ``token_ids[i]`` (``reorder``, then
+        ``append``).
 
-        ``parents``: int32, ``token_ids``: int32 or int64, ``[num_beams]``, contiguous, on the storage's device.
-        Enqueues three launches on the current stream and waits for nothing, so that a graph may capture it, to be
-        replayed after the tensors were filled anew. Values are checked on the device: a step that can't be made
-        changes nothing, nor do those after it, until ``lend_more`` or ``clear``; ``state`` tells. Raises ArgumentError
-        for tensors of another form, KernelError, LeaseError once taken back, StaleGeneration once purged.
+        ``parents``: int32, ``token_ids``: int32 or int64, both ``[num_beams]``, contiguous, on the storage's device.
+        Enqueues three launches on the current stream and doesn't wait. So a graph may capture the step, and be replayed
+        after the tensors were filled again.
+
+        The device checks the values. A step that can't be made changes nothing. The following steps change nothing
+        either, until ``lend_more`` or ``clear``; ``state`` tells the reason. Raises ArgumentError for tensors of
+        another form, KernelError, LeaseError after the beams were taken back, StaleGeneration after a purge.
         """
         self._on_device().step(parents, token_ids)
 
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the KV of each beam's newest row goes: block ids, and rows in them, int64 ``[num_beams]``; enqueued."""
+        """Return the place of each beam's newest KV row: block ids, and rows in them, int64 ``[num_beams]``.
+
+        Enqueued.
+        """
         return self._on_device().slots()
 
     def state(self) -> BeamsState:
-        """How far the beams are, and what stopped them, if something did. Waits for the device."""
+        """Return how far the beams are, and what stopped them, if anything did. Waits for the device."""
         return self._on_device().state()
 
     def clear(self) -> None:
-        """Let steps go on after one that couldn't be made, as ``lend_more`` does."""
+        """Allow steps again after one that couldn't be made. ``lend_more`` does this too."""
         self._on_device().clear()
 
     def lend_more(self, num_blocks: SupportsIndex) -> None:
-        """Lend further blocks to the device, charged to the tenant, and let steps go on. Enqueued.
+        """Lend further blocks to the device, charged to the tenant, and allow steps again. Enqueued.
 
-        Raises QuotaExceeded and OutOfBlocks, and changes nothing.
+        Raises QuotaExceeded and OutOfBlocks, and then changes nothing.
         """
         device, num_blocks, taken = (
             self._on_device(),
@@ -124,11 +132,11 @@ class LentBeams:
         device.lend(unpack(taken))
 
     def reconcile(self) -> BeamsState:
-        """Take the books back: each sequence is what its beam is, with the ids that the steps were told.
+        """Take the beams back: each sequence gets the state of its beam, with the token ids of the steps.
 
-        Returns how far the device came: steps that it couldn't make are in nobody's books. Blocks that no beam holds
-        are free again. From then on no step is made, nor by a graph that was captured. Waits for the device, not
-        under the lock. Raises LeaseError if they are taken back already. O(beams × (steps + blocks)).
+        Returns how far the device came. Steps that it couldn't make are not included. Blocks that no beam holds are
+        free again. No step is made after this, not even by a captured graph. Waits for the device without the lock.
+        Raises LeaseError if the beams are taken back already. O(beams × (steps + blocks)).
         """
         if self.is_over:
             raise LeaseError("these beams are taken back already")
@@ -152,7 +160,7 @@ class LentBeams:
                 defer(self._cache, self._lending, reentrant)
             except IntegrityError:
                 if error is None or not self._cache.is_dead:
-                    raise  # else the error that ends the block goes on
+                    raise  # otherwise the error that ended the block propagates
 
     def _on_device(self) -> DeviceBeams:
         device_beams.require_lent(self._cache, self._lending)
