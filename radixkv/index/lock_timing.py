@@ -1,4 +1,4 @@
-"""How long a cache's lock is held each time: for benchmarks."""
+"""Measurement of lock holds, for benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixkv.index.state import CacheState
 
 
 def time_holds(cache: CacheState) -> array[int]:
-    """From now on, add to the result how long each hold of the cache's lock took, in ns. For one thread alone."""
+    """From now on, append the duration of each hold of the cache's lock to the result, in ns. For one thread only."""
     holds = _Holds()
     if _compiled.is_compiled:
         lock: Any = cache._lock
