@@ -1,4 +1,4 @@
-"""What both builds need around the cache's lock: the lock of the pure build, and what waits for the next call."""
+"""Parts of the cache's lock for both builds: the lock of the pure build, and work that waits for the next call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixkv.errors import IntegrityError, ReentrantCall
 if TYPE_CHECKING:
 
     class RLock:
-        """What ``threading.RLock`` makes, with what ``threading.Condition`` uses of it."""
+        """The type of a ``threading.RLock``, with the methods that ``threading.Condition`` uses."""
 
         def acquire(self, blocking: bool = True) -> bool: ...
         def release(self) -> None: ...
@@ -34,28 +34,28 @@ class Held(Protocol):
 
     @property
     def description(self) -> str:
-        """What it is and whose, without token ids."""
+        """A description with its tenant, without token ids."""
 
 
 class Owner(Protocol):
-    """The cache that a lock guards, as far as the lock and maintenance call it."""
+    """The cache that a lock guards, with the methods that the lock and maintenance call."""
 
     @property
     def _lock(self) -> Lock:
         """Its lock."""
 
     def _repair(self) -> None:
-        """Make the state whole before a call. Raises IntegrityError."""
+        """Repair the state before a call. Raises IntegrityError."""
 
     def _give_up(self, held: Held) -> None:
         """Release what a finaliser gave up, unless it is released already."""
 
     def _end_due_pins(self) -> None:
-        """End the pins whose time is over."""
+        """End expired pins."""
 
 
 class Lock(Protocol):
-    """What the locks of both builds have. See ``cachelock.CacheLock``."""
+    """The interface of the locks of both builds. See ``cachelock.CacheLock``."""
 
     broken: Owner | None
     death: str | None
@@ -70,9 +70,9 @@ class Lock(Protocol):
 class SourceLock(RLock):
     """The lock of the pure build: see ``cachelock.CacheLock``.
 
-    Its ``__exit__`` is RLock's own, in C: as a Python function it could be interrupted by a signal before it releases.
-    Without any memory the interpreter can't call it, and the lock stays held after the call. The next call of the same
-    thread notices that and goes on.
+    Its ``__exit__`` is RLock's own, in C. A signal could interrupt a Python function before it releases. If there is no
+    memory at all, the interpreter can't call ``__exit__``, and the lock stays held after the call. The next call of the
+    same thread notices that and continues.
     """
 
     __slots__ = ("broken", "death", "forgotten", "given_up", "progress")
@@ -135,11 +135,11 @@ _UNDER_THE_LOCK = frozenset(
         "tenants",
     )
 )
-"""Modules that run under the lock only."""
+"""Modules that run only under the lock."""
 
 
 def _is_in_a_call() -> bool:
-    """Whether this thread runs a call of a cache, and in it the call that asks. O(frames)."""
+    """Whether this thread is in another call of a cache than the call that asks. O(frames)."""
     frame: FrameType | None = sys._getframe(2)
     has_left = False  # the frames of the call that asks
     while frame is not None:
@@ -153,9 +153,9 @@ def _is_in_a_call() -> bool:
 
 
 def take_care(lock: Lock) -> None:
-    """Do what has to be done before the next call: repair the cache, release what finalisers gave up.
+    """Do the waiting work before a call: repair the cache, release what finalisers gave up.
 
-    Under the lock. Raises IntegrityError if the cache is dead, or dies because it can't be repaired.
+    Runs under the lock. Raises IntegrityError if the cache is dead, or dies because it can't be repaired.
     """
     if lock.death is not None:
         raise IntegrityError(lock.death)
@@ -187,11 +187,11 @@ def is_finalising(error: ReentrantCall) -> bool:
 
 
 class Guard:
-    """Reports a handle that was collected before it was released. Its finaliser runs when the handle is freed.
+    """Reports a handle that was garbage-collected before its release. Its finaliser runs when the handle is freed.
 
-    The handle's own finaliser makes it, and is too early to report: in a cycle the collector runs all finalisers before
-    it frees anything, and another one may release the handle. The guard never takes the lock: the collector may have
-    started it while this thread holds any lock.
+    The handle's own finaliser makes the guard. It can't report itself, because it runs too early: in a cycle the
+    collector runs all finalisers before it frees anything, and another finaliser may release the handle. The guard
+    never takes the lock: the collector may have started it while this thread holds any lock.
     """
 
     __slots__ = ("_cache", "_held")
@@ -201,7 +201,7 @@ class Guard:
 
     def __del__(self) -> None:
         cache, held = getattr(self, "_cache", None), getattr(self, "_held", None)
-        if cache is None or held is None:  # its making was interrupted
+        if cache is None or held is None:  # __init__ was interrupted
             return
         lock = cache._lock
         if sys.is_finalizing() or lock.death is not None or not held.is_held or held in lock.given_up:
@@ -221,7 +221,9 @@ def later(cache: Owner, held: Held) -> None:
 
 
 def defer(cache: Owner, held: Held, error: ReentrantCall) -> None:
-    """For a release that met ``error``: the next call does it for a finaliser. A callback gets ``error``."""
+    """Handle a release that raised ``error``. A finaliser's release is left to the next call. A callback gets
+    ``error``.
+    """
     if not cache._lock.is_mine or not is_finalising(error):
         raise error
     later(cache, held)
