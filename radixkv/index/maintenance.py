@@ -1,8 +1,8 @@
-"""Maintenance: pins end and policies learn, in a thread apart from those that call the cache.
+"""Maintenance: a separate thread that ends pins and lets policies learn.
 
-The cache holds its ``Maintenance``. The thread calls ``maintain`` about once a second and rests nine times as long as
-that took, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache is gone.
-A failure stops nothing else: ``threading.excepthook`` reports it, and the thread goes on.
+The cache holds its ``Maintenance``. The thread calls ``maintain`` about once a second. It rests at least nine times as
+long as it worked, so it takes at most a tenth of a core. It holds no reference while it rests, and ends when the cache
+is gone. An error doesn't end the thread: ``threading.excepthook`` reports it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 PERIOD_S: Final = 1.0
 REST: Final = 9.0
-"""Rests so many times as long as it worked."""
+"""The thread rests this many times as long as it worked."""
 
 
 class Maintenance:
-    """Lets the policies of ``tenants`` learn; ``lock`` is the cache's, and is held to look who they are."""
+    """Lets the policies of ``tenants`` learn. ``lock`` is the cache's, held only to read the list of tenants."""
 
     def __init__(self, lock: CacheLock, tenants: Mapping[str, TenantState], pins: Pins) -> None:
         self._lock, self._tenants, self._pins = lock, tenants, pins
         self._has_started = False
 
     def maintain(self) -> None:
-        """End the pins whose time is over; let policies learn, without the lock. What failed first is raised last."""
+        """End expired pins, then let policies learn without the lock. Raises the first error at the end."""
         with self._lock:
             duties = [tenant.policy.maintain for tenant in self._tenants.values()]
             cache = self._pins.cache
@@ -48,10 +48,10 @@ class Maintenance:
         if failures:
             raise failures.pop(
                 0
-            )  # no name for it here: it knows this frame, and a cycle would keep the cache
+            )  # not in a variable: the exception refers to this frame, and the cycle would keep the cache alive
 
     def start(self) -> None:
-        """Keep up for as long as this object lives, from the first call on."""
+        """Maintain the cache from the first call on, for as long as this object lives."""
         if self._has_started:
             return
         self._has_started = True
