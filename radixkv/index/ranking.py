@@ -1,4 +1,4 @@
-"""Ranking: whose blocks are evicted next."""
+"""Ranking: the choice of the tenant whose blocks are evicted next."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from radixkv.index.tenants import NEVER_OUTGROWN, UNRANKED, TenantState
 
 
 class Ranking:
-    """Whose blocks go: the tenant furthest above its share of those that have something evictable.
+    """Chooses the tenant to evict from: the one furthest above its share among those that have evictable blocks.
 
-    A share is ``guarantee + weight ÷ Σ weights × what nobody is guaranteed``. The last factor is the same for
-    all, so the order of ``(used − share) ÷ weight`` is that of ``(used − guarantee) ÷ weight``, the *overuse*, in
-    which no other tenant occurs. On ties it is the requester; and nobody within its guarantee, but the requester.
+    A share is ``guarantee + weight ÷ Σ weights × unguaranteed blocks``. The last factor is the same for all tenants. So
+    ``(used − share) ÷ weight`` gives the same order as the *overuse* ``(used − guarantee) ÷ weight``, in which no other
+    tenant occurs. On ties the requester is chosen. A tenant within its guarantee is never chosen, except the requester.
 
-    A heap of tenants by the overuse that they had when they were last ranked, which is never less than what it is
-    now: a tenant that outgrows its rank (``ranked_blocks``) is ranked anew at once, one that shrank when it comes to
-    the top. So a turn costs O(log tenants), where a scan of 64 tenants took 5 µs; until something is evicted nobody
-    is ranked.
+    The heap holds each tenant's overuse from when it was last ranked. This is never less than its overuse now. A tenant
+    that outgrows its rank (``ranked_blocks``) is ranked again at once. A tenant that shrank is ranked again when it
+    comes to the top. So a turn costs O(log tenants); a scan of 64 tenants took 5 µs. No tenant is ranked until
+    something is evicted.
     """
 
     __slots__ = ("_entries", "_heap", "_tenants")
@@ -31,11 +31,11 @@ class Ranking:
 
     @property
     def tenants(self) -> Iterable[TenantState]:
-        """All of them."""
+        """All tenants."""
         return self._tenants.values()
 
     def rank(self, tenant: TenantState) -> None:
-        """Note what the tenant uses now. O(log tenants), amortised."""
+        """Record the tenant's current use. O(log tenants), amortised."""
         heap = self._heap
         if heap is None:
             tenant.ranked_blocks = NEVER_OUTGROWN
@@ -48,9 +48,9 @@ class Ranking:
         heappush(heap, (-tenant.overuse, self._entries, tenant))
 
     def next(self, requester: TenantState | None) -> tuple[TenantState, int]:
-        """Whose blocks go next, and how many until it is another's turn. Something must be evictable.
+        """Return the tenant to evict from, and how many blocks until the next turn. Some block must be evictable.
 
-        The tenant has no rank from then on: ``rank`` it once they are gone.
+        The tenant has no rank afterwards. Call ``rank`` once the blocks are evicted.
         """
         heap = self._heap
         if heap is None:
@@ -78,7 +78,10 @@ class Ranking:
         return first, most
 
     def _top(self, heap: list[tuple[float, int, TenantState]]) -> TenantState | None:
-        """The tenant with the greatest overuse among those that have something evictable; its entry stays."""
+        """Return the tenant with the greatest overuse among those with evictable blocks.
+
+        Its entry stays in the heap.
+        """
         while heap:
             rank, entry, tenant = heap[0]
             if entry != tenant.rank_entry:
