@@ -139,7 +139,7 @@ _UNDER_THE_LOCK = frozenset(
 
 
 def _is_in_a_call() -> bool:
-    """Whether this thread is in another call of a cache than the call that asks. O(frames)."""
+    """Whether the call that asks is nested in another call of a cache, in this thread. O(frames)."""
     frame: FrameType | None = sys._getframe(2)
     has_left = False  # the frames of the call that asks
     while frame is not None:
