@@ -1,7 +1,7 @@
-"""Registry: who is known to a cache, with which settings, policy and trees; and where a request belongs.
+"""Registry: the tenants of a cache with their settings, policies and trees; and the tree to which a request belongs.
 
-A tenant's state and a tree are made before anybody knows whether there is room for what they are to hold, and
-registered once that is certain: so a refusal leaves nothing behind.
+A tenant's state and a tree are made before the cache knows whether there are enough blocks. They are registered once
+that is certain. So a refusal leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """The tenants of one cache, ``tenants`` by id. Under its lock.
+    """The tenants of one cache, ``tenants`` by id. Used under the cache's lock.
 
-    ``maintenance``: is started for policies that learn.
+    ``maintenance`` is started for policies that learn.
     """
 
     __slots__ = (
@@ -58,12 +58,13 @@ class Registry:
     # --- trees
 
     def tree(self, namespace: Namespace) -> NamespaceTree | None:
-        """The tree of a namespace, if it has one."""
+        """Return the tree of a namespace, or None."""
         tenant = self.tenants.get(namespace.tenant)
         return None if tenant is None else tenant.trees.get(namespace)
 
     def resident_tree(self, namespace: Namespace, key: bytes, stop: int) -> NamespaceTree | None:
-        """Where most of ``key[:stop]`` is resident; None if nothing is, or its tenant has had no request yet.
+        """Return the tree where most of ``key[:stop]`` is resident. None if nothing is, or the tenant has had no
+        request yet.
 
         The tree may not be registered.
         """
@@ -75,17 +76,20 @@ class Registry:
     def tree_for(
         self, namespace: Namespace, own: NamespaceTree | None, key: bytes, stop: int
     ) -> NamespaceTree:
-        """Where a request for ``key`` belongs: most of ``key[:stop]`` is resident there. It may not be registered."""
+        """Return the tree to which a request for ``key`` belongs: most of ``key[:stop]`` is resident there.
+
+        The tree may not be registered.
+        """
         tenant = self.tenants.get(namespace.tenant) if own is None else own.tenant
         if tenant is None or not self.admits(namespace.tenant):
-            own = self.new_tree(namespace)  # or a refusal
+            own = self.new_tree(namespace)  # may refuse the tenant
             tenant = own.tenant
         if tenant.bases is not None:
             own = longest(tenant, namespace, own, key, stop, self._block_bytes)
         return own or NamespaceTree(namespace, tenant, self._block_bytes)
 
     def new_tree(self, namespace: Namespace) -> NamespaceTree:
-        """An empty tree that is not registered yet, so that a refusal leaves nothing behind."""
+        """Make an empty tree that isn't registered, so that a refusal leaves nothing behind."""
         tenant, default = self.tenants.get(namespace.tenant), self._config.default_tenant
         if not self.admits(namespace.tenant):
             raise NamespaceError(
@@ -97,7 +101,7 @@ class Registry:
         return NamespaceTree(namespace, tenant, self._block_bytes)
 
     def register(self, tree: NamespaceTree) -> None:
-        """Make a tree reachable, for it is about to hold something."""
+        """Make a tree reachable, because it is about to hold something."""
         self.tenants.setdefault(tree.namespace.tenant, tree.tenant)
         if tree.base is not None:
             tree.base.trees.add(tree)
@@ -106,13 +110,14 @@ class Registry:
     # --- tenants
 
     def admits(self, tenant_id: str) -> bool:
-        """Whether a tenant may have requests: it was added, or those that weren't may."""
+        """Whether a tenant may have requests: it was added, or tenants that weren't added are allowed."""
         tenant = self.tenants.get(tenant_id)
         return self._config.default_tenant is not None or (tenant is not None and tenant.is_added)
 
     def pin_budget(self, tenant_id: str) -> int:
-        """Blocks that a tenant may pin: what it is promised; of tenants that nobody added, unless told otherwise, half
-        of what each may use.
+        """Return how many blocks a tenant may pin.
+
+        By default this is its guarantee. For a tenant that wasn't added it is half of what it may use.
         """
         tenant = self.tenants.get(tenant_id)
         if tenant is None:
@@ -123,25 +128,27 @@ class Registry:
         return (settings.limit or self._config.num_blocks) // 2
 
     def pin_limit(self, tenant_id: str) -> int:
-        """How many pins a tenant may have."""
+        """Return how many pins a tenant may have."""
         tenant = self.tenants.get(tenant_id)
         return 0 if tenant is None else tenant.settings.max_pins
 
     def new_state(self, settings: Tenant, *, is_added: bool = False) -> TenantState:
-        """What a tenant is to have, with nothing in it yet. Raises like ``new_policy``."""
+        """Make an empty state for a tenant. Raises like ``new_policy``."""
         owner_tag = self.new_owner_tag(settings)
         state = TenantState(settings, self.new_policy(settings), is_added=is_added, owner_tag=owner_tag)
         state.bases = self._bases.readable_by(settings.id)
         return state
 
     def new_owner_tag(self, settings: Tenant) -> int:
-        """Whose the blocks of a tenant are from now on: what it had before is not its own any more."""
+        """Return a new label for the blocks of a tenant. Blocks that it had before aren't its own any more."""
         return (
             0 if self._scrubber is None else self._scrubber.new_owner_tag(is_strict=settings.mode == "strict")
         )
 
     def new_policy(self, settings: Tenant) -> Policy:
-        """A policy for a tenant, of its own kind or of the cache's. Raises ArgumentError for what makes none."""
+        """Make a policy for a tenant, by its own setting or the cache's. Raises ArgumentError if the result is no
+        policy.
+        """
         config, wanted = self._config, settings.policy
         named = wanted is None or isinstance(wanted, str)
         factory: Any = resolve("policy", wanted or config.policy) if named else wanted
@@ -161,7 +168,10 @@ class Registry:
         return policy
 
     def require_promise(self, tenant: Tenant, state: TenantState) -> None:
-        """Raise ArgumentError unless a guarantee can be met beside all others, and its limit kept. O(tenants)."""
+        """Raise ArgumentError unless a guarantee can be met besides all others, and the limit can be kept.
+
+        O(tenants).
+        """
         others = [each for each in self.tenants.values() if each is not state]
         left = self._config.num_blocks - sum(each.guaranteed_blocks for each in others)
         wanted = tenant.guaranteed_blocks
