@@ -1,14 +1,14 @@
-"""Scrubber: whose bytes a block still holds, and which blocks are zeroed before somebody else can read them.
+"""Scrubber: records whose bytes a block holds, and zeroes blocks before another tenant can read them.
 
-    hand_out    zeroes what the block's new owner may not read, then notes the new owner
-    free        zeroes at once what its last owner wants zeroed: strict tenants, and everybody under ``scrub="always"``
+    hand_out    zeroes what the block's new owner may not read, then records the new owner
+    free        zeroes at once the blocks of strict tenants, and all blocks under ``scrub="always"``
 
-Every block has a *label*, an int32: 0 is clean, otherwise who it was last handed out to. It changes where blocks
-are handed out and nowhere else, so it is right however they come back, and after any interruption: a block is
-zeroed first and labelled afterwards. Labels are odd for owners that have their blocks zeroed as they are freed. A
-tenant gets another label when it is purged or its mode changes: what it had before is no longer its own.
+Every block has a *label*, an int32: 0 is clean, otherwise it names the last owner. The label changes only where blocks
+are handed out. So it is correct however blocks come back, and after any interruption: a block is zeroed first and
+labelled afterwards. Labels are odd for owners whose blocks are zeroed when freed. A tenant gets a new label when it is
+purged or its mode changes. Blocks from before are then no longer its own.
 
-One call of ``zero`` for all blocks of a call that need it; none if none do.
+A call of the cache makes at most one call of ``zero`` for all its blocks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 from radixkv.storage.plan import BlockIds
 
 ScrubBlocks: TypeAlias = Callable[[BlockIds], Any] | None
-"""Zeroes blocks, distinct int32 ids. None where no blocks need zeroing."""
+"""A function that zeroes blocks, given distinct int32 ids. None if no blocks need zeroing."""
 
 _CLEAN = 0
 ENGINE = 2
-"""The label of blocks that are lent to the engine, which may fill them for anybody."""
+"""The label of blocks that are lent to the engine. The engine may fill them for any tenant."""
 
 
 class Scrubber:
-    """Labels of ``num_blocks`` blocks, all clean at first. Under the cache's lock.
+    """Labels of ``num_blocks`` blocks, all clean at first. Used under the cache's lock.
 
-    zero: zeroes blocks, given as distinct int32 ids; what it raises goes on, and the blocks stay unclean.
+    ``zero``: zeroes blocks, given as distinct int32 ids. Its errors propagate, and the blocks then stay unclean.
     """
 
     __slots__ = ("_has_eager", "_is_always", "_labels", "_last", "_zero", "num_scrubbed")
@@ -44,17 +44,14 @@ class Scrubber:
         self.num_scrubbed = 0
 
     def new_owner_tag(self, *, is_strict: bool) -> int:
-        """A label that nobody has."""
+        """Return a label that no owner has."""
         self._last += 2
         is_eager = is_strict or self._is_always
         self._has_eager |= is_eager
         return self._last + is_eager
 
     def hand_out(self, block_ids: bytes | bytearray, label: int) -> None:
-        """These packed ids are somebody's from now on, or the engine's; zeroes those that held others' bytes.
-
-        O(blocks).
-        """
+        """Give these packed ids to an owner or to the engine. Zeroes those that hold bytes of others. O(blocks)."""
         ids = np.frombuffer(block_ids, np.int32)
         labels = self._labels[ids]
         is_foreign = labels != label
@@ -67,11 +64,11 @@ class Scrubber:
         self._labels[ids] = label
 
     def filled(self, block_ids: BlockIds, label: int) -> None:
-        """The engine has filled these blocks for somebody."""
+        """Record that the engine has filled these blocks for an owner."""
         self._labels[block_ids] = label
 
     def free(self, block_ids: bytes | bytearray | memoryview) -> None:
-        """These packed ids are nobody's now; zeroes those whose last owner wants that. O(blocks)."""
+        """Record that these packed ids have no owner. Zeroes those whose last owner requires it. O(blocks)."""
         if not self._has_eager:
             return
         ids = np.frombuffer(block_ids, np.int32)
