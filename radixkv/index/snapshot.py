@@ -1,24 +1,25 @@
-"""Snapshots of a live cache, read in slices: nobody waits for longer than one takes, and all is of one moment.
+"""Snapshots of a live cache: read in slices, but consistent at one moment. Other threads wait for at most one slice.
 
 Reading 50,000 nodes under the lock takes tens of milliseconds. So a ``Gathering`` reads some hundred nodes at a time
-and lets requests go on between. What they change meanwhile it is *told*, and reads again:
+and lets requests run between slices. It is *told* what they change, and reads that again:
 
     visit      every tree is walked from its root, a slice of nodes under each hold of the lock
     catch up   nodes that changed since they were read are read again, then those that changed during that, and so on
-    last hold  what little is left, and sequences, leases, counts and the free list: all as of this moment
+    last hold  the remaining nodes, and sequences, leases, counts and the free list: all as of this moment
 
-What comes out is what one long hold at the last moment would have found, so no law has to be weakened for it. A
-cache that fits into one slice is read under one hold.
+The result is what one long hold at the last moment would have found. So the audit checks the same laws. A cache that
+fits into one slice is read under one hold.
 
-**What tells.** The hooks by which a tenant's policy hears of its nodes. ``Recorder`` puts itself before them while
-somebody gathers and takes itself away afterwards, so requests pay nothing while nobody does. The hooks tell of every
-node that comes, goes, is cut, grows, or turns from used to unused or back; its parent is read again with it. They
-don't tell of a further lease on a node in use: so a node that was held when it was read, or is in the end, is read
-in the last hold. After an interrupted call (``recovery``), which rewrites everything, a gathering begins anew.
+**How changes are told.** A gathering uses the hooks that tell a tenant's policy of its nodes. ``Recorder`` puts itself
+before these hooks while there is a gathering, and removes itself afterwards. So requests pay nothing otherwise. The
+hooks tell of every node that comes, goes, is cut, grows, or changes between used and unused. The node's parent is read
+again with it. The hooks don't tell of a further lease on a used node. So a node that was leased when it was read, or is
+leased at the end, is read in the last hold. After an interrupted call (``recovery``), everything is rewritten and a
+gathering starts again.
 
-Cost: O(nodes + changes). A hold: O(SLICE_NODES + running sequences), 0.1 ms, and 15 ns for each child of a visited
-node, which makes 3 ms of a node with 200,000; the last one O(SLICE_NODES + running sequences + trees + tenants), about
-1 µs for each of these, and a copy of the free list.
+Cost: O(nodes + changes). A hold is O(SLICE_NODES + running sequences), 0.1 ms, plus 15 ns for each child of a visited
+node: 3 ms for a node with 200,000 children. The last hold is O(SLICE_NODES + running sequences + trees + tenants),
+about 1 µs for each of these, plus a copy of the free list.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """A node: ``parent`` is its index in the tree's list (None below the root), ``depth`` in blocks to its end."""
+    """A node. ``parent`` is its index in the tree's list (None below the root). ``depth`` counts blocks to its end."""
 
     parent: int | None
     label: bytes
@@ -56,7 +57,7 @@ class NodeSnapshot:
     child_key: bytes
     """The key under which the parent's children hold it."""
     num_children: int
-    """How many children it holds."""
+    """The number of its children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class TreeSnapshot:
     root_children: int
     nodes: tuple[NodeSnapshot, ...]
     base: int | None = None
-    """The base that it stands behind, an index into the snapshot's bases."""
+    """The base that the tree continues, an index into the snapshot's bases."""
     head_ids: bytes = b""
     """The blocks of that base that it continues."""
 
@@ -79,7 +80,7 @@ class TreeSnapshot:
 class RunSnapshot:
     """Blocks ``[start, start + n)`` of some sequences. ``parent`` is an index into the snapshot's runs.
 
-    ``node`` is the (tree, node) whose lease it holds once a tree owns its blocks; None while they are private.
+    ``node`` is the (tree, node) that it leases once a tree owns its blocks; None while they are private.
     """
 
     parent: int | None
@@ -91,7 +92,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSnapshot:
-    """A running sequence. ``node`` is the leased (tree, node), node None being the root; ``run`` its last run."""
+    """A running sequence. ``node`` is the leased (tree, node); node None is the root. ``run`` is its last run."""
 
     namespace: Namespace
     node: tuple[int, int | None]
@@ -102,7 +103,7 @@ class SequenceSnapshot:
     num_committed_tokens: int
     key: bytes
     is_lent: bool = False
-    """To the device: the sequence is as it was when it was lent."""
+    """Whether it is lent to the device. The snapshot then shows the state before it was lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class LeaseSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PinSnapshot:
-    """A pin: the node whose lease it holds, among the snapshot's leases. ``until``: on the cache's clock."""
+    """A pin: the node that it leases, which is among the snapshot's leases. ``until``: on the cache's clock."""
 
     tenant: str
     node: tuple[int, int | None]
@@ -125,7 +126,7 @@ class PinSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class TenantSnapshot:
-    """A tenant's counts as the cache keeps them; ``policy_nodes`` is how many nodes its policy calls evictable.
+    """A tenant's counts as the cache keeps them. ``policy_nodes``: how many nodes its policy calls evictable.
 
     ``max_blocks`` is None for a tenant that may use the whole pool.
     """
@@ -141,7 +142,7 @@ class TenantSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BaseSnapshot:
-    """A base that holds blocks; ``node`` is the (tree, node) that it leases. ``is_over`` once it is unpublished."""
+    """A base that holds blocks. ``node`` is the (tree, node) that it leases. ``is_over``: it is unpublished."""
 
     base_id: str
     node: tuple[int, int | None]
@@ -153,7 +154,7 @@ class BaseSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class LendingSnapshot:
-    """Sequences that are lent to the device, as indices, their tenant, and the blocks that were lent besides."""
+    """Sequences that are lent to the device, as indices, their tenant, and the blocks lent in addition to their own."""
 
     tenant: str
     sequences: tuple[int, ...]
@@ -162,7 +163,7 @@ class LendingSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything the audit needs, taken at one moment. In-process only: labels are token ids.
+    """Everything the audit needs, taken at one moment. Keep it in the process: labels are token ids.
 
     (tree, node) pairs index ``trees`` and the tree's ``nodes``.
     """
@@ -183,22 +184,23 @@ class Snapshot:
 
 
 SLICE_NODES = 256
-"""Nodes that are read under one hold of the lock, about."""
+"""Approximate number of nodes to read under one hold of the lock."""
 
 PATIENCE = 64
-"""Slices of catching up after which the last hold may take twice as much; only a flood of changes gets there."""
+"""After this many slices of catching up, the last hold may take twice as much. Only very many changes cause this."""
 
 NodeIndex = tuple[int, int | None]
 
 NOWHERE: NodeIndex = (-1, None)
-"""Where a node is that no tree reaches: only in a cache with a broken law, which the audit then names."""
+"""The index of a node that no tree reaches. Only in a cache with a broken law; the audit then reports it."""
 
 NO_BASE = -1
-"""What a tree stands behind if that has let go of its blocks: a broken law too."""
+"""The base of a tree whose base has released its blocks. This is a broken law too."""
 
 _NodeState = tuple[Node | None, bytes, bytes, int, int, bool, int]
-"""A node as it was read: parent, label, block ids, depth, uses; whether its parent holds it under its first block; how
-many children it holds."""
+"""A node as it was read: parent, label, block ids, depth, uses; whether its parent holds it under its first block; its
+number of children.
+"""
 
 
 class _SequenceState(NamedTuple):
@@ -225,7 +227,7 @@ class _RunState(NamedTuple):
 
 
 class _End(NamedTuple):
-    """What is read in the last hold alone."""
+    """What is read only in the last hold."""
 
     free_ids: BlockIds
     lent_ids: tuple[int, ...]
@@ -242,7 +244,10 @@ class _End(NamedTuple):
 
 
 class Gathering:
-    """One snapshot in the making: ``at_once``, or ``step`` until it says so, then ``close``; then ``snapshot``."""
+    """One snapshot in progress.
+
+    Call ``at_once``, or ``step`` until it returns True, then ``close``, then ``snapshot``.
+    """
 
     def __init__(self, cache: CacheState) -> None:
         self._cache = cache
@@ -252,21 +257,21 @@ class Gathering:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._num_tenants = 0  # whose trees are visited, and changes told
+        self._num_tenants = 0  # tenants whose trees are visited and whose changes are told
         self._new_tenants: list[TenantState] = []
         self._to_visit: dict[Node, None] = {}
         self._to_reread: set[Node] = set()
-        self._held: set[Node] = set()  # when they were read
+        self._held: set[Node] = set()  # leased when they were read
         self._states: dict[Node, _NodeState] = {}
         self._tree_blocks: dict[NamespaceTree, int] = {}
-        self._found: list[Node] = []  # what the visited have below them; not in ``_to_visit`` yet
+        self._found: list[Node] = []  # children of visited nodes, not in ``_to_visit`` yet
         self._read_now: list[tuple[list[Node], Iterable[_NodeState]]] = []  # not in ``_states`` yet
         self._held_now: set[Node] = set()
         self._num_found = 0
 
     @property
     def is_visiting(self) -> bool:
-        """Whether nodes are left that were never read; otherwise it is catching up."""
+        """Whether some nodes were never read. Otherwise it is catching up."""
         return bool(self._to_visit)
 
     # --- under the lock: no large table grows there
@@ -277,12 +282,12 @@ class Gathering:
             self._find_new_trees(None)
             self._visit_found(
                 len(self._found) + self._cache._config.num_blocks
-            )  # a sound cache has no more nodes
+            )  # a correct cache has no more nodes
             self._finish(set(), set())
         self._sort([], [], set(), set())
 
     def step(self) -> bool:
-        """Read a slice under one hold; whether it was the last."""
+        """Read a slice under one hold. Returns whether it was the last."""
         changes = self._changes
         visited = list(islice(reversed(self._to_visit), SLICE_NODES))
         reread = [] if visited else list(islice(self._to_reread, SLICE_NODES))
@@ -310,7 +315,7 @@ class Gathering:
         return is_last
 
     def close(self) -> None:
-        """Nothing has to be told any more."""
+        """Stop being told of changes."""
         while True:
             with self._cache._lock:
                 if self._cache._recorder.end(self._changes):
@@ -318,7 +323,10 @@ class Gathering:
             time.sleep(0)
 
     def _find_new_trees(self, most: int | None) -> bool:
-        """Begin with the trees of the next tenants, at most so many; whether these were all. Tenants never go."""
+        """Begin with the trees of the next tenants, at most ``most``. Returns whether all have begun.
+
+        Tenants never go.
+        """
         tenants, begin = self._cache._tenants, self._num_tenants
         self._new_tenants = list(islice(tenants.values(), begin, None if most is None else begin + most))
         for tenant in self._new_tenants:
@@ -327,7 +335,7 @@ class Gathering:
         return self._num_tenants == len(tenants)
 
     def _visit_found(self, most: int) -> None:
-        """Visit what was found, level by level, as far as it is no more than ``most`` nodes."""
+        """Visit the nodes that were found, level by level, at most ``most`` nodes."""
         while self._found and len(self._found) <= most:
             nodes, self._found = self._found, []
             self._visit(nodes)
@@ -345,7 +353,10 @@ class Gathering:
         self._read(list((nodes | parents) - removed))
 
     def _read(self, nodes: list[Node]) -> None:
-        """Note what nodes are now, in columns: 0.4 µs each, and nothing that the garbage collector has to look at."""
+        """Record the state of nodes in columns.
+
+        This takes 0.4 µs per node and adds nothing for the garbage collector.
+        """
         states = zip(
             [node.parent for node in nodes],
             [node.label for node in nodes],
@@ -361,7 +372,7 @@ class Gathering:
             self._tree_blocks[tree] = tree.num_blocks
 
     def _holders(self) -> set[Node]:
-        """The nodes on which leases end: whatever leases a node has to be looked for here."""
+        """Return the nodes on which leases end. Every object that leases a node must be included here."""
         cache = self._cache
         held = {sequence._node for sequence in cache._sequences}
         held.update([lease._node for lease in cache._leases if lease._node is not None])
@@ -370,7 +381,7 @@ class Gathering:
         return held
 
     def _finish(self, changed: set[Node], removed: set[Node]) -> None:
-        """Read what changed, what is held, and everything that isn't a node."""
+        """Read changed and leased nodes, and everything that isn't a node."""
         cache = self._cache
         tenants, pool = list(cache._tenants.values()), cache._pool
         trees = [tree for tenant in tenants for tree in (*tenant.trees.values(), *tenant.detached)]
@@ -413,7 +424,7 @@ class Gathering:
     # --- without it
 
     def _sort(self, visited: list[Node], reread: list[Node], told: set[Node], removed: set[Node]) -> None:
-        """Put away what a hold brought."""
+        """Store the results of a hold."""
         for nodes, states in self._read_now:
             self._states.update(zip(nodes, states, strict=True))
             self._held.difference_update(nodes)
@@ -431,11 +442,11 @@ class Gathering:
         self._to_visit.update(dict.fromkeys(self._found))
         self._num_found += len(self._found)
         if self._num_found > 4 * self._cache._config.num_blocks + len(self._tree_blocks):
-            self._to_visit = {}  # a tree that has become a circle: the laws will say so
+            self._to_visit = {}  # the tree has a cycle: the audit will report it
         self._found, self._read_now, self._held_now = [], [], set()
 
     def snapshot(self, pause: Callable[[], None] = lambda: None) -> Snapshot:
-        """What was read. ``pause`` is called after every SLICE_NODES nodes."""
+        """Return the snapshot. ``pause`` is called after every SLICE_NODES nodes."""
         end, cache = self._end, self._cache
         assert end is not None
         nodes: defaultdict[object, list[Node]] = defaultdict(list)
@@ -490,7 +501,7 @@ class Gathering:
         at_base: dict[Base, int],
         pause: Callable[[], None],
     ) -> TreeSnapshot:
-        """One tree; a parent is less deep than its children, so it comes before them."""
+        """Return one tree. A parent is less deep than its children, so it comes before them."""
         states, found = self._states, []
         nodes.sort(key=lambda node: states[node][3])
         where.update({node: (at, index) for index, node in enumerate(nodes)})
@@ -533,7 +544,7 @@ def in_slices(cache: CacheState, pause: Callable[[], None]) -> Snapshot:
         while not gathering.step():
             if gathering.is_visiting:
                 pause()
-            time.sleep(0)  # an unlocked lock is taken again before the thread that waits for it wakes up
+            time.sleep(0)  # otherwise this thread takes the lock again before a waiting thread wakes up
     finally:
         gathering.close()
     return gathering.snapshot(pause)
@@ -581,7 +592,7 @@ def _tenant_snapshot(tenant: TenantState, pinned_blocks: int) -> TenantSnapshot:
 def _sequence_snapshot(
     state: _SequenceState, at_run: dict[Run, int], runs: list[RunSnapshot], where: dict[Node, NodeIndex]
 ) -> SequenceSnapshot:
-    """A sequence; the blocks that are its own alone are added to ``runs`` as one more run."""
+    """Return a sequence. The blocks that belong to it alone are added to ``runs`` as one more run."""
     last = None if state.run is None else at_run[state.run]
     own = state.table[state.own * ID_BYTES :]
     if own:
