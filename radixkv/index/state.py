@@ -1,8 +1,8 @@
-"""CacheState: all that the lock of a cache guards.
+"""CacheState: everything that the lock of a cache guards.
 
 ``PrefixCache`` is this class with the methods that users call. The modules of the index work on the state under its
-lock: ``requests``, ``purge``, ``recovery``, ``snapshot``, ``device_beams``, ``tenant_settings``. Nothing outside the
-index writes an attribute of it.
+lock: ``requests``, ``purge``, ``recovery``, ``snapshot``, ``device_beams``, ``tenant_settings``. Code outside the index
+never writes its attributes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Damage:
     """What an interrupted call worked on. Filled by plain assignments, which need no memory.
 
     ``error`` interrupted the call. If it is a refusal, the call changed nothing. ``is_known`` is false if a second
-    interruption came before the rest was filled: then every sequence and lease may be affected.
+    interruption came before the other fields were filled. Then every sequence and lease may be affected.
     """
 
     __slots__ = ("error", "is_known", "lease", "lent", "num_failed", "others", "sequences")
@@ -52,7 +52,7 @@ class Damage:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is damaged."""
+        """Reset to no damage."""
         self.error: BaseException | None = None
         self.is_known = False
         self.sequences: SequenceState | Iterable[SequenceState] | None = None
@@ -114,22 +114,22 @@ class CacheState(ABC):
 
     @property
     def is_dead(self) -> bool:
-        """Whether the cache's state could not be repaired after an error: every call raises IntegrityError."""
+        """Whether the cache's state couldn't be repaired after an error. Then every call raises IntegrityError."""
         return self._lock.death is not None
 
     @property
     def is_broken(self) -> bool:
-        """Whether the next call has to repair the cache's state before it does anything, or the cache is dead."""
+        """Whether the cache is dead, or the next call must repair its state before it does anything."""
         return self._lock.broken is not None
 
     def require_alive(self) -> None:
-        """Raise IntegrityError if the cache is dead, ReentrantCall in one of its callbacks."""
+        """Raise IntegrityError if the cache is dead, and ReentrantCall in one of its callbacks."""
         with self._lock:
             pass
 
     @abstractmethod
     def _repair(self) -> None:
-        """For the lock: make the state whole before a call. Raises IntegrityError."""
+        """For the lock: repair the state before a call. Raises IntegrityError."""
 
     @abstractmethod
     def _give_up(self, held: Held) -> None:
@@ -137,18 +137,18 @@ class CacheState(ABC):
 
     @abstractmethod
     def _end_due_pins(self) -> None:
-        """For maintenance: end the pins whose time is over, in slices. O(what is due)."""
+        """For maintenance: end expired pins, in slices. O(expired pins)."""
 
 
 def _make_lock() -> CacheLock:
-    """A lock for a cache, of the build that runs."""
+    """Make a lock for a cache, for the running build."""
     return CacheLock() if _compiled.is_compiled else cast(CacheLock, SourceLock())
 
 
 def _make_scrubber(
     config: CacheConfig, storage: BlockStorage | None, scrub_blocks: ScrubBlocks | None
 ) -> Scrubber | None:
-    """The scrubber of a cache; None if nobody can zero its blocks, or nobody wants it. Raises ConfigError."""
+    """Make the scrubber of a cache. None if nothing can zero its blocks, or no zeroing is set. Raises ConfigError."""
     if scrub_blocks is not None and not callable(scrub_blocks):
         raise ConfigError("scrub_blocks", scrub_blocks, "a function of int32 block ids, or None")
     if scrub_blocks is not None and storage is not None:
@@ -164,6 +164,6 @@ def _make_scrubber(
     if zero is None or config.scrub == "never":
         return None
     scrubber = Scrubber(config.num_blocks, zero, config.scrub)
-    if storage is not None and config.layout is None:  # an engine's tensors: who knows what is in them
+    if storage is not None and config.layout is None:  # an engine's tensors may contain any data
         scrubber.filled(np.arange(config.num_blocks, dtype=np.int32), ENGINE)
     return scrubber
