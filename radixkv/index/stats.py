@@ -1,7 +1,7 @@
-"""What the cache says of itself: counts for people and metrics. Snapshots for the audit: ``snapshot``.
+"""Counts of the cache, for people and metrics. Snapshots for the audit are in ``snapshot``.
 
-Functions over the cache's parts, called under its lock. Counts are summed here, when somebody asks, so that
-requests don't pay for them.
+Functions over the cache's parts, called under its lock. They sum counts only when called, so that requests don't pay
+for them.
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ class CacheStats:
     num_blocks: int
     free_blocks: int
     resident_blocks: int
-    """Owned by trees and matchable."""
+    """Blocks that trees own and that can be matched."""
     sequence_blocks: int
-    """Private to running sequences."""
+    """Blocks private to running sequences."""
     quarantined_blocks: int
-    """Of cleared namespaces, held by running sequences; or freed and read by a copy that waits for ``flush``, on no
-    tenant's account."""
+    """Blocks of cleared namespaces that running sequences hold. Also freed blocks that a copy waiting for ``flush``
+    reads; these count for no tenant.
+    """
     lent_blocks: int
-    """Lent to the engine."""
+    """Blocks lent to the engine."""
     evictable_blocks: int
-    """Owned by trees and protected by no lease."""
+    """Blocks that trees own and no lease protects."""
     num_nodes: int
     num_sequences: int
     num_namespaces: int
     num_tenants: int
-    """Added or seen since the start; one that was removed counts on."""
+    """Tenants added or seen since the start, including removed ones."""
     requests: int
     hit_tokens: int
     missed_tokens: int
     evicted_blocks: int
     copied_blocks: int
-    """Copies that copy-on-write decided on; one that waits, for a block that is given up meanwhile, is not made."""
+    """Copies that copy-on-write decided. A waiting copy is not made if its block is given up meanwhile."""
     scrubbed_blocks: int
-    """Zeroed, because they changed tenant or a strict tenant freed them."""
+    """Blocks zeroed because they changed tenant or a strict tenant freed them."""
     declined_blocks: int
-    """Given up as soon as nobody used them, since the policy didn't admit them."""
+    """Blocks given up as soon as they were unused, because the policy didn't admit them."""
     pinned_blocks: int
-    """Kept by pins, each counted once. A pin whose time is over counts until maintenance comes by, about a second."""
+    """Blocks kept by pins, each counted once. An expired pin counts until maintenance ends it, about a second later."""
     num_pins: int
     num_bases: int
-    """Published, computed or not."""
+    """Bases that are published, computed or not."""
     device_blocks: int
-    """Lent to the device for beam steps, besides those that the sequences had; part of ``sequence_blocks``."""
+    """Blocks lent to the device for beam steps, in addition to the sequences' own. Part of ``sequence_blocks``."""
     base_blocks: int
-    """Held by bases that are published, or were and are still read; resident ones, charged to who publishes."""
+    """Resident blocks held by bases that are published, or unpublished and still read. Charged to the publisher."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """Counts of one tenant; says nothing of others or of the pool."""
+    """Counts of one tenant. They reveal nothing of other tenants or of the pool."""
 
     tenant: str
     used_blocks: int
