@@ -1,4 +1,4 @@
-"""What tenants are promised and held to, and how that changes. Each function runs under the cache's lock."""
+"""Guarantees and limits of tenants, and their changes. Each function runs under the cache's lock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add(cache: CacheState, tenant: Tenant) -> None:
 
 
 def remove(cache: CacheState, tenant: str) -> list[Namespace]:
-    """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which are to be cleared."""
+    """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which the caller must clear."""
     state = cache._tenants.get(tenant)
     if state is None or not state.is_added:
         raise ArgumentError("tenant", tenant, "a tenant that was added")
@@ -42,7 +42,7 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
             f"one whose sequences and pins hold at most {settings.limit} blocks, the limit of those not added"
         )
         raise ArgumentError("tenant", tenant, allowed)
-    _renew_policy(cache, state, settings)  # what the old one learned of the tenant goes with it
+    _renew_policy(cache, state, settings)  # also forgets what the old policy learned of the tenant
     state.forget_counts()
     state.is_added = False
     if state.settings.mode != settings.mode:
@@ -54,10 +54,10 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
 
 
 def _follow_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> None:
-    """Give a tenant the policy that it is to have; a new one takes over its nodes, in the order of the old one.
+    """Give a tenant the policy of its settings. A new policy takes over its nodes in the order of the old one.
 
-    Uses that the old one counted are forgotten, ghosts too. O(nodes), under the lock: the rare act of an
-    operator, and a policy that knew half of the nodes would name the wrong victims.
+    Counts of uses and ghosts of the old policy are forgotten. O(nodes), under the lock. This is rare, and a policy that
+    knew only half of the nodes would name wrong victims.
     """
     config = cache._config
     if (settings.policy or config.policy) != (tenant.settings.policy or config.policy):
@@ -65,7 +65,7 @@ def _follow_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> 
 
 
 def _renew_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> None:
-    """Give a tenant a new policy, which takes over its nodes."""
+    """Give a tenant a new policy that takes over its nodes."""
     policy = cache._registry.new_policy(settings)
     nodes = [node for tree in (*tenant.trees.values(), *tenant.detached) for node in tree.nodes()]
     evictable = [node for node in nodes if not node.uses]
@@ -73,4 +73,4 @@ def _renew_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> N
     cache._recorder.follow(tenant)
     for sequence in cache._sequences:
         if sequence._tree.tenant is tenant:
-            sequence._hints = None  # what the old one made of them
+            sequence._hints = None  # made by the old policy
