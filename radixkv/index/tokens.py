@@ -1,13 +1,13 @@
-"""Token ids in, canonical key out: the only place that knows the encoding.
+"""Conversion of token ids to canonical keys. Only this module knows the encoding.
 
-A key is the little-endian uint32 bytes of the ids, 4 bytes a token, from position 0. Keys of equal prefixes
-are equal bytes, so the tree compares them with memcmp. Vocabulary ids lie below 2³¹; content that is not
-text enters as ids from 2³¹ up to 2³² − 1.
+A key is the little-endian uint32 bytes of the ids, 4 bytes per token, from position 0. Keys of equal prefixes are equal
+bytes, so the tree compares them with memcmp. Vocabulary ids lie below 2³¹. Content that is not text uses ids from 2³¹
+to 2³² − 1.
 
-An engine that holds a buffer (``array``, NumPy, a torch CPU tensor) pays no Python loop: one range check by
-an unsigned maximum (negative ids turn huge; ``argmax`` and ``item`` cost 0.24 µs for 80 ids where
-``maximum.reduce`` costs 0.68) and one conversion. A list costs a conversion of each item, in
-C. ``bytes`` are taken as a key that is canonical already, at no cost.
+A buffer (``array``, NumPy, a torch CPU tensor) needs no Python loop: one range check by an unsigned maximum and one
+conversion. As unsigned numbers, negative ids are huge. ``argmax`` and ``item`` cost 0.24 µs for 80 ids;
+``maximum.reduce`` costs 0.68 µs. A list costs a conversion of each item, in C. ``bytes`` are used as a key directly, at
+no cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from radixkv.errors import TokenError, shown
 
 Key: TypeAlias = bytes | tuple[bytes, ...]
-"""Key bytes, whole or in pieces that follow each other."""
+"""Key bytes, whole or as consecutive pieces."""
 
 ID_BYTES: Final = 4
 """Bytes of a packed block id."""
@@ -38,7 +38,7 @@ TokenIds = Any
 
 MIN_BUFFERED: Final = 2_048
 MAX_BUFFERED: Final = 131_072
-"""Prompts of so many ids are converted in a buffer that is kept for the next, 4 bytes for each of these at most."""
+"""Prompts of up to this many ids are converted in a buffer that is kept for the next, at most 4 bytes per id."""
 
 _MAX_SPARE: Final = 4
 
@@ -52,12 +52,11 @@ _WIDE = "".join(code for code in "lLqQ" if array(code).itemsize == 8)
 
 
 def encode(ids: TokenIds) -> bytes:
-    """The key of ``ids``: bytes ``[4 × len(ids)]``.
+    """Return the key of ``ids``: bytes ``[4 × len(ids)]``.
 
-    Takes list, tuple, range, ``array``, one-dimensional NumPy arrays and torch CPU tensors of any integer
-    type, and ``bytes`` that are a key already. Raises TokenError for floats, arrays of booleans, negatives, ids
-    ≥ 2³² (naming the index), more than one dimension, and bytes whose length is no multiple of 4.
-    O(len(ids)), without a Python loop.
+    Takes list, tuple, range, ``array``, one-dimensional NumPy arrays and torch CPU tensors of any integer type, and
+    ``bytes`` that are a key already. Raises TokenError for floats, arrays of booleans, negatives, ids ≥ 2³² (naming the
+    index), more than one dimension, and bytes whose length is no multiple of 4. O(len(ids)), without a Python loop.
     """
     kind = type(ids)
     if kind is array:
@@ -84,13 +83,13 @@ def encode(ids: TokenIds) -> bytes:
 
 
 def _narrowed(wide: NDArray[np.uint64]) -> bytes:
-    """The key of ids that fit in 4 bytes: of many, by way of a buffer that stays where it is, in the CPU's cache."""
+    """Return the key of ids that fit in 4 bytes. Many ids go through a fixed buffer that stays in the CPU's cache."""
     size = len(wide)
     if size < MIN_BUFFERED or size > MAX_BUFFERED:
         return wide.astype(_U32).tobytes()
     try:
         buffer = _spare.pop()
-    except IndexError:  # the first, or others are converting too
+    except IndexError:  # the first call, or other threads are converting too
         buffer = _NOTHING
     if len(buffer) < size:
         buffer = np.empty(1 << (size - 1).bit_length(), _U32)
@@ -103,7 +102,7 @@ def _narrowed(wide: NDArray[np.uint64]) -> bytes:
 
 
 def encode_one(token_id: SupportsIndex) -> bytes:
-    """The 4 key bytes of one id. Raises TokenError like ``encode``."""
+    """Return the 4 key bytes of one id. Raises TokenError like ``encode``."""
     try:
         return operator.index(token_id).to_bytes(TOKEN_BYTES, "little")
     except (TypeError, OverflowError):
@@ -111,7 +110,7 @@ def encode_one(token_id: SupportsIndex) -> bytes:
 
 
 def decode(key: bytes) -> NDArray[np.uint32]:
-    """The ids of a key: uint32 ``[len(key) ÷ 4]``, a read-only view. O(1)."""
+    """Return the ids of a key: uint32 ``[len(key) ÷ 4]``, a read-only view. O(1)."""
     return np.frombuffer(key, dtype="<u4")
 
 
