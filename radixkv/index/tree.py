@@ -1,26 +1,26 @@
-"""RadixTree: the prefixes of ONE namespace. Pure structure: it knows no tenant, pool, clock or I/O.
+"""RadixTree: the prefixes of ONE namespace. A pure data structure: it knows no tenant, pool, clock or I/O.
 
-A node is a run of whole blocks: its ``label`` (the key bytes of their token ids) and their ``block_ids``
-(packed int32). One of several children is found by the bytes of its first block, a label is compared in one memcmp,
-so the Python work of a walk is per node on the path and never per block or token.
+A node is a run of whole blocks: its ``label`` (the key bytes of their token ids) and their ``block_ids`` (packed
+int32). A child is found by the bytes of its first block, and a label is compared in one memcmp. So the Python work of a
+walk is per node on the path and never per block or token.
 
     root ──"[0 … 1024)"──▶ system prompt ──"[1024 … 1312)"──▶ a conversation
                                         └──"[1024 … 1600)"──▶ another one
 
 Invariants
-- ``len(block_ids) == 4 × blocks`` and ``len(label) == block_bytes × blocks``, at least one block, except for
-  the root, which has none; ``depth`` is the number of blocks from position 0 to the *end* of the node.
-- A tree may continue a prefix that others own (``head_key``, ``head_ids``): its root stands at the end of that, and
-  what is asked of it begins with that.
-- The label of the leaf that was trimmed last (``_trimmed``) may be longer, up to four times, until a walk comes by:
-  evicting a few blocks then copies no label.
-- Siblings differ in their first block; ``children`` is keyed by it, an only child stands there itself.
-- ``uses`` = leases that end here + children with ``uses`` > 0. So one lease touches one node and protects
-  all its ancestors, and only the change 0 ↔ 1 travels upward.
-- A split keeps the *lower* half's identity: whoever holds the node still ends where it ended.
+- ``len(block_ids) == 4 × blocks`` and ``len(label) == block_bytes × blocks``, at least one block. Only the root has
+  none. ``depth`` is the number of blocks from position 0 to the *end* of the node.
+- A tree may continue a prefix that others own (``head_key``, ``head_ids``). Its root is then at the end of that
+  prefix, and keys for the tree begin with that prefix.
+- The label of the leaf that was trimmed last (``_trimmed``) may be longer, up to four times, until the next walk.
+  So evicting a few blocks copies no label.
+- Siblings differ in their first block. ``children`` is keyed by it; an only child is stored there directly.
+- ``uses`` = leases that end here + children with ``uses`` > 0. So one lease touches one node and protects all its
+  ancestors. Only the change 0 ↔ 1 is passed upward.
+- A split keeps the *lower* half's identity. So a node that is leased still has the same end.
 
-Labels are at most ``MAX_LABEL_BYTES`` (or one block): so a split or a growth, which re-slice the label, cost
-a bounded copy however long the prompt is.
+Labels are at most ``MAX_LABEL_BYTES`` (or one block). A split or a growth slices the label again, so this bounds its
+copy however long the prompt is.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import numpy as np
 from radixkv.index.tokens import ID_BYTES
 
 MAX_LABEL_BYTES: Final = 122_880
-"""Longest label that a new node gets, 30,720 tokens: a million-token prompt is a path of 33 nodes.
+"""Longest label of a new node, 30,720 tokens: a million-token prompt is a path of 33 nodes.
 
-A little less than what an allocator maps pages for at each allocation (glibc: 128 KiB).
+A little less than the size from which an allocator maps pages for each allocation (glibc: 128 KiB).
 """
 
 MAX_GROWN_LABEL_BYTES: Final = 8_192
-"""Longest label that a leaf is grown to in place: an append then copies at most this much."""
+"""Longest label of a leaf that is grown in place. An append then copies at most this much."""
 
 
 class Node:
@@ -62,7 +62,7 @@ class Node:
         self.depth = depth
         self.uses = uses
         self.children: Node | dict[bytes, Node] | None = (
-            None  # dicts are made late: most nodes have one child or none
+            None  # a dict is made only when needed: most nodes have one child or none
         )
 
     @property
@@ -79,7 +79,7 @@ class Node:
 
     @property
     def num_children(self) -> int:
-        """How many it has. O(1)."""
+        """The number of its children. O(1)."""
         below = self.children
         if below is None:
             return 0
@@ -114,13 +114,14 @@ class RadixTree:
     def walk(
         self, key: bytes, stop: int, table: bytearray, node: Node | None = None, at: int = 0
     ) -> tuple[Node, int, Node | None, int]:
-        """The longest resident prefix of ``key[at:stop]`` below ``node`` (the root by default). Moves nothing.
+        """Find the longest resident prefix of ``key[at:stop]`` below ``node`` (the root by default). Changes nothing.
 
-        ``at`` is a position in the key, in bytes, that the end of ``node`` stands for; a ``stop`` inside a block
-        is rounded down. Appends the packed ids of the matched blocks to ``table``. Returns ``(node, at, child,
-        common)``: the last whole node of the path, the position of its end, and, if the match goes on into
-        a child, the child and how many bytes of its label; else None and 0. The match ends at ``at + common``.
-        O(nodes on the path), each one dict lookup and one memcmp.
+        ``at`` is the position in the key, in bytes, of the end of ``node``. A ``stop`` inside a block is rounded down.
+        Appends the packed ids of the matched blocks to ``table``.
+
+        Returns ``(node, at, child, common)``: the last whole node of the path and the position of its end. If the match
+        continues into a child, also the child and the number of matched bytes of its label; otherwise None and 0. The
+        match ends at ``at + common``. O(nodes on the path), each one dict lookup and one memcmp.
         """
         step = self.block_bytes
         stop -= (stop - at) % step
@@ -154,7 +155,7 @@ class RadixTree:
         return node, at, None, 0
 
     def split(self, lower: Node, at: int) -> Node:
-        """Cut a node after ``at`` label bytes; returns the new upper half, the lower keeps its identity.
+        """Cut a node after ``at`` label bytes. Returns the new upper half; the lower half keeps its identity.
 
         ``0 < at < len(label)``, whole blocks. O(label).
         """
@@ -177,8 +178,8 @@ class RadixTree:
     def attach(self, parent: Node, key: bytes, start: int, stop: int, block_ids: bytes) -> Node:
         """Add ``key[start:stop]`` below ``parent``, as a path of as few nodes as ``MAX_LABEL_BYTES`` allows.
 
-        The new nodes have one use each, as if a lease ended at the last; the caller accounts for it in ``parent``,
-        and knows that no child of ``parent`` begins with the first block. Returns the deepest. O(bytes).
+        The new nodes have one use each, as if a lease ended at the last. The caller counts this use in ``parent``. No
+        child of ``parent`` may begin with the first block. Returns the deepest node. O(bytes).
         """
         longest = self._longest_label
         while stop - start > longest:
@@ -201,7 +202,7 @@ class RadixTree:
     def trim(self, leaf: Node, size: int) -> bytes:
         """Cut the last ``size`` bytes of packed ids off an unused leaf, fewer than it has, and return them.
 
-        O(blocks of the leaf) bytes copied; the label is cut when three quarters of it are surplus, or by the next walk.
+        Copies O(blocks of the leaf) bytes. The label is cut when three quarters of it are surplus, or by the next walk.
         """
         ids = leaf.block_ids
         keep = len(ids) - size
@@ -218,15 +219,15 @@ class RadixTree:
         return ids[keep:]
 
     def _cut_label(self, leaf: Node) -> int:
-        """Drop from the trimmed leaf's label what its blocks don't have any more; returns how many bytes."""
+        """Drop the surplus from the trimmed leaf's label. Returns how many bytes."""
         surplus = len(leaf.label) - len(leaf.block_ids) * self._key_bytes_per_id_byte
         if surplus:
             leaf.label = leaf.label[:-surplus]
-        self._trimmed = None  # last, for nobody mends what a match leaves half done
+        self._trimmed = None  # last, because an interrupted match is not repaired
         return surplus
 
     def remove(self, leaf: Node) -> None:
-        """Take a leaf out of the tree. O(1)."""
+        """Remove a leaf from the tree. O(1)."""
         parent = leaf.parent
         assert parent is not None and leaf.children is None
         beside = parent.children
@@ -241,11 +242,11 @@ class RadixTree:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is resident and nothing leased."""
+        """Whether nothing is resident or leased."""
         return self.root.children is None and not self.root.uses
 
     def child_of(self, node: Node, first: bytes) -> Node | None:
-        """The child that begins with the block ``first``, its key bytes. O(1)."""
+        """Return the child whose first block has the key bytes ``first``. O(1)."""
         below = node.children
         if isinstance(below, dict):
             return below.get(first)
@@ -259,7 +260,7 @@ class RadixTree:
         return beside is node
 
     def key_of(self, node: Node) -> bytes:
-        """The whole key from position 0 to the node's end. O(bytes)."""
+        """Return the whole key from position 0 to the node's end. O(bytes)."""
         size = node.depth * self.block_bytes
         labels: list[bytes] = []
         at: Node | None = node
@@ -270,7 +271,7 @@ class RadixTree:
         return b"".join(reversed(labels))[:size]
 
     def labels_to(self, node: Node) -> tuple[bytes, ...]:
-        """The same in pieces, one a node on the way. O(nodes), and a copy of the last label if it has a surplus."""
+        """Return the same key in pieces, one per node. O(nodes), and a copy of the last label if it has a surplus."""
         labels = [node.label[: node.num_blocks * self.block_bytes]]
         at = node.parent
         while at is not None:
@@ -280,7 +281,7 @@ class RadixTree:
         return tuple(labels)
 
     def nodes(self) -> list[Node]:
-        """All nodes except the root, parents before children. O(nodes)."""
+        """Return all nodes except the root, parents before children. O(nodes)."""
         found: list[Node] = []
         pending = self.root.child_nodes()
         while pending:
@@ -291,7 +292,9 @@ class RadixTree:
 
 
 def num_common_bytes(label: bytes, key: bytes, at: int, stop: int, step: int) -> int:
-    """Bytes, in whole blocks of ``step``, that a label shares with ``key[at:stop]``. O(label), without a copy."""
+    """Return how many bytes, in whole blocks of ``step``, a label shares with ``key[at:stop]``. O(label), without a
+    copy.
+    """
     size = min(len(label), stop - at)
     ours = np.frombuffer(label, np.uint32, size // 4)
     theirs = np.frombuffer(key, np.uint32, size // 4, at)
@@ -303,7 +306,7 @@ def num_common_bytes(label: bytes, key: bytes, at: int, stop: int, step: int) ->
 
 
 def path_between(above: Node, node: Node) -> list[Node]:
-    """The nodes below ``above`` down to ``node``, in this order. O(nodes)."""
+    """Return the nodes below ``above`` down to ``node``, in this order. O(nodes)."""
     path: list[Node] = []
     at = node
     while at is not above:
