@@ -1,6 +1,6 @@
-"""Checks of arguments off a request's path. Each raises ArgumentError, if nothing else is said.
+"""Checks of arguments that aren't on a request's path. Each raises ArgumentError unless its docstring says otherwise.
 
-Their types, as those see them who call: ``arguments``.
+The types of these arguments, as callers see them, are in ``arguments``.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from radixkv.index.bases import MAX_BASE_ID_BYTES
 from radixkv.storage.plan import BlockIds
 
 _MAX_TIMEOUT_S: Final = 366 * 86_400.0
-"""Who would wait longer waits as long as it takes: no system's clock takes any number of seconds."""
+"""Timeouts above the maximum mean no timeout, because system clocks don't accept arbitrarily long times."""
 
 
 def require_namespace(namespace: object) -> None:
-    """Refuse what is no Namespace."""
+    """Raise unless this is a Namespace."""
     if not isinstance(namespace, Namespace):
         raise ArgumentError("namespace", namespace, "a Namespace")
 
 
 def require_tenant_id(tenant: object) -> None:
-    """Refuse what can't be a tenant's id. A tenant of that id need not exist."""
+    """Raise unless this is a valid tenant id. The tenant need not exist."""
     if not is_tenant_id(tenant):
         raise ArgumentError("tenant", tenant, TENANT_ID_ALLOWED)
 
 
 def require_parts(config: object, clock: object, journal: Any) -> None:
-    """Refuse what a cache can't be made of. Raises ConfigError for the configuration."""
+    """Raise unless a cache can be made with these. Raises ConfigError for the configuration."""
     if not isinstance(config, CacheConfig):
         raise ConfigError("config", config, "a CacheConfig")
     if not callable(clock):
@@ -48,7 +48,7 @@ def require_parts(config: object, clock: object, journal: Any) -> None:
 
 
 def require_policy(policy: object) -> None:
-    """Refuse a name that no policy has; import the policy of one that isn't built in, before any lock is taken."""
+    """Raise for an unknown policy name. Imports a policy that isn't built in, before any lock is taken."""
     if isinstance(policy, str):
         try:
             resolve("policy", policy)
@@ -57,7 +57,7 @@ def require_policy(policy: object) -> None:
 
 
 def deadline_of(on_pending: Any, timeout_s: Any) -> float | None:
-    """When a wait for a pending block ends, on the monotonic clock; None for never."""
+    """Return when a wait for a pending block ends, on the monotonic clock; None for never."""
     if not isinstance(on_pending, str) or on_pending not in ("raise", "wait"):
         raise ArgumentError("on_pending", on_pending, "'compute', 'raise' or 'wait'")
     if timeout_s is None:
@@ -68,14 +68,14 @@ def deadline_of(on_pending: Any, timeout_s: Any) -> float | None:
 
 
 def require_base_id(base_id: Any) -> str:
-    """The id of a base, as it was given."""
+    """Return the id of a base unchanged, after a check."""
     if not isinstance(base_id, str) or not 0 < _num_utf8_bytes(base_id) <= MAX_BASE_ID_BYTES:
         raise ArgumentError("base_id", base_id, f"a string of 1 to {MAX_BASE_ID_BYTES} bytes of UTF-8")
     return base_id
 
 
 def _num_utf8_bytes(text: str) -> int:
-    """0 for what has no UTF-8 form."""
+    """Return the length in UTF-8; 0 for a string without a UTF-8 form."""
     try:
         return len(text.encode())
     except UnicodeEncodeError:
@@ -83,7 +83,7 @@ def _num_utf8_bytes(text: str) -> int:
 
 
 def require_between(argument: str, value: Any, low: int, high: int | None) -> int:
-    """An integer of any type but bool, from ``low`` to ``high``; None for no end."""
+    """Return an integer of any type but bool, from ``low`` to ``high``. None means no upper end."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -95,7 +95,7 @@ def require_between(argument: str, value: Any, low: int, high: int | None) -> in
 
 
 def list_of(argument: str, values: Any) -> list[Any]:
-    """A list of Python values, from any iterable or from an array or tensor with ``tolist``."""
+    """Return a list of Python values, from any iterable or from an array or tensor with ``tolist``."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(plain, Iterable):
         raise ArgumentError(argument, values, "an iterable")
@@ -103,10 +103,10 @@ def list_of(argument: str, values: Any) -> list[Any]:
 
 
 def block_ids_of(values: Any) -> BlockIds:
-    """Block ids, int32 ``[n]``, of any one-dimensional integers."""
+    """Return block ids, int32 ``[n]``, from any one-dimensional integers."""
     try:
         ids = np.asarray(values)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # nested lists of different lengths
         raise ArgumentError("block_ids", values, "a one-dimensional array of integers") from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ArgumentError("block_ids", values, "a one-dimensional array of integers")
@@ -116,7 +116,7 @@ def block_ids_of(values: Any) -> BlockIds:
 
 
 def readers_of(readers: Any, namespace: Namespace) -> frozenset[str]:
-    """Ids of tenants other than the publisher. Raises NamespaceError for one that can't be."""
+    """Return the ids of tenants other than the publisher. Raises NamespaceError for an invalid id."""
     if isinstance(readers, (str, bytes)):
         raise ArgumentError("readers", readers, "ids of tenants, in an iterable")
     named = [Namespace(reader, namespace.model).tenant for reader in list_of("readers", readers)]
