@@ -55,7 +55,7 @@ class CacheStats:
     """Blocks kept by pins, each counted once. An expired pin counts until maintenance ends it, about a second later."""
     num_pins: int
     num_bases: int
-    """Bases that are published, computed or not."""
+    """Published bases, including those still being computed."""
     device_blocks: int
     """Blocks lent to the device for beam steps, in addition to the sequences' own. Part of ``sequence_blocks``."""
     base_blocks: int
