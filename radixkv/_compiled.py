@@ -1,10 +1,12 @@
-"""Which build of index, policies and publisher is used: the one compiled by mypyc, or the source in pure Python.
+"""Choice of the build of index, policies and publisher: compiled by mypyc, or the source in pure Python.
 
-Both are the same modules. Where a compiler is there, ``hatch_build.py`` compiles each of ``BUILDS`` into one library in
-the ``_native/`` of its package, with one extension module each that stands for the source of the same name. The
-library's name ends with a digest of every source that the compiler read, made with the interpreter's own key, so the
-question whether there is a build of exactly these sources for this interpreter is whether a file exists: after an edit
-there is none, and the sources of both are what runs, until ``make compile``. ``RADIXKV_PURE=1`` asks for the sources.
+Both builds are the same modules. If there is a compiler, ``hatch_build.py`` compiles each of ``BUILDS`` into one
+library in the ``_native/`` folder of its package. Each module gets an extension module that replaces the source of the
+same name.
+
+The library's name ends with a digest of every source that the compiler read, made with the interpreter's own key. So if
+this file exists, it is a build of exactly these sources for this interpreter. After an edit the file doesn't exist, and
+the sources of all builds run until ``make compile``. ``RADIXKV_PURE=1`` selects the sources.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 else:
 
     def mypyc_attr(**_):
-        """What a class is to be when it is compiled; nothing as pure Python."""
+        """Set how a class is compiled. Does nothing in pure Python."""
         return lambda cls: cls
 
 
@@ -31,8 +33,8 @@ FOLDER = "_native"
 class Build(NamedTuple):
     """Modules of a package that are compiled into one library.
 
-    ``compiled``: what a request costs. ``read``: modules whose types and constants the compiler reads; it reads no
-    others. Both are paths from the package's folder, without ``.py``.
+    ``compiled``: the modules on a request's path. ``read``: modules whose types and constants the compiler reads; it
+    reads no others. Both are paths from the package's folder, without ``.py``.
     """
 
     package: str
@@ -41,12 +43,12 @@ class Build(NamedTuple):
     read: tuple[str, ...]
 
     def library_name(self, package: Path) -> str:
-        """The name, in the package, of the library that its sources make as they are now. 0.3 ms."""
+        """Return the name, in the package, of the library for its current sources. 0.3 ms."""
         sources = b"\0".join((package / f"{name}.py").read_bytes() for name in (*self.compiled, *self.read))
         return f"{self.name}_{source_hash(sources).hex()}__mypyc"
 
     def library(self, package: Path) -> Path:
-        """The file that the library of the package's sources lies in, once they are compiled for this interpreter."""
+        """Return the file of the library for the package's sources, compiled for this interpreter. It may not exist."""
         return package / FOLDER / (self.library_name(package) + EXTENSION_SUFFIXES[0])
 
 
@@ -133,14 +135,14 @@ PUBLISHER = Build(
 BUILDS = (INDEX, POLICIES, PUBLISHER)
 
 is_compiled = False
-"""What ``prefer_compiled`` has found."""
+"""The result of ``prefer_compiled``."""
 
 
 def prefer_compiled(path: list[str]) -> bool:
-    """Put the compiled policies before their sources, if all builds say the same as their sources; whether so.
+    """Put the compiled policies before their sources, if all builds match their sources. Returns whether they do.
 
     ``path`` is the search path of radixkv. Packages below it ``follow`` when they are imported. Policies that were
-    imported before are what they are.
+    imported before don't change.
     """
     global is_compiled
     policies = find_spec(POLICIES.package)
@@ -160,7 +162,7 @@ def prefer_compiled(path: list[str]) -> bool:
 
 
 def follow(path: list[str], below: str = "") -> None:
-    """Let a package use what radixkv uses: compiled modules, or the sources.
+    """Let a package use the same build as radixkv: compiled modules, or the sources.
 
     ``below``: its name, if its modules are compiled with those of the package above it.
     """
@@ -170,7 +172,7 @@ def follow(path: list[str], below: str = "") -> None:
 
 
 def _load(spec: ModuleSpec) -> None:
-    """Import a package as its spec says, which an import statement would look up anew."""
+    """Import a package from its spec. An import statement would search for it again."""
     assert spec.loader is not None
     module = sys.modules[spec.name] = module_from_spec(spec)
     try:
