@@ -1,7 +1,7 @@
-"""Where KV bytes live: KVLayout (their shape, pure), DeviceStorage (the block pool's memory, torch) and BlockStorage
-(over an engine's own tensors, torch).
+"""The memory of KV blocks. KVLayout is the shape of the KV (pure Python). DeviceStorage is the block pool's memory
+(torch). BlockStorage works on an engine's own tensors (torch).
 
-Importing this package needs no torch; asking it for a storage does.
+Importing this package needs no torch. Accessing a storage class does.
 """
 
 from __future__ import annotations
