@@ -1,7 +1,7 @@
-"""DeviceBeams: the books of lent beams, on the device of a storage (``radixkv.index.device_beams`` is the host's side).
+"""DeviceBeams: the state of lent beams on a storage's device. The host's side is ``radixkv.index.device_beams``.
 
-Storage moves and counts on the device what the index has lent to it, and tells the index what became of it when it is
-asked. Nothing here waits for the device but ``state`` and ``read``.
+Storage moves and counts on the device what the index has lent to it, and reports the result when the index asks. Only
+``state`` and ``read`` wait for the device.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from radixkv_kernels import (
 
 
 class BeamsReading(NamedTuple):
-    """What became of the beams: the books, and of each beam the one it was at first and the ids that it appended.
+    """The state of the beams, with each beam's first ancestor and the ids that it appended.
 
-    ``tables``: int32 ``[num_beams, columns]``, anything behind a beam's rows; ``lengths``: its rows; ``free``: int32
-    ids that no beam holds; ``token_ids``: uint32 ``[num_beams, num_steps]``.
+    - ``tables``: int32 ``[num_beams, columns]``. Values behind a beam's rows are arbitrary.
+    - ``lengths``: each beam's rows.
+    - ``free``: int32 ids that no beam holds.
+    - ``token_ids``: uint32 ``[num_beams, num_steps]``.
     """
 
     tables: NDArray[np.int32]
@@ -50,7 +52,7 @@ class BeamsReading(NamedTuple):
 
 
 class DeviceBeams:
-    """Beams over the blocks of ``pool``; arguments as of ``radixkv_kernels.Beams``."""
+    """Beams over the blocks of ``pool``. The arguments are those of ``radixkv_kernels.Beams``."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class DeviceBeams:
         max_steps: int,
     ) -> None:
         self._pool, self.block_size = pool, pool.geometry.block_size
-        with torch.inference_mode(False):  # even if lent inside somebody's, steps go on outside it too
+        with torch.inference_mode(False):  # steps must also work outside the caller's inference_mode
             self.books = Beams(
                 tables,
                 lengths,
@@ -82,7 +84,7 @@ class DeviceBeams:
             )
 
     def step(self, parents: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Enqueues one step. Raises ArgumentError for tensors of another form, KernelError if the launch failed."""
+        """Enqueue one step. Raises ArgumentError for tensors of another form, KernelError if the launch failed."""
         try:
             with self._working():
                 reorder(self._pool, self.books, parents, token_ids)
@@ -90,26 +92,28 @@ class DeviceBeams:
             raise ArgumentError(error.argument, error.value, error.allowed) from None
 
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each beam's newest row goes: block ids and rows in them, int64 ``[num_beams]``; enqueued."""
+        """Return the place of each beam's newest row: block ids and rows in them, int64 ``[num_beams]``. Enqueued."""
         last = (self.books.lengths - 1).long()
         blocks = self.books.tables.gather(1, (last // self.block_size)[:, None])[:, 0]
         return blocks.long(), last % self.block_size
 
     def lend(self, block_ids: NDArray[np.int32]) -> None:
-        """More free blocks, and steps go on; enqueued."""
+        """Add free blocks and allow steps again. Enqueued."""
         self.books.lend(block_ids)
         self.books.clear_status()
 
     def clear(self) -> None:
-        """Steps go on after one that couldn't be made; enqueued."""
+        """Allow steps again after one that couldn't be made. Enqueued."""
         self.books.clear_status()
 
     def close(self) -> None:
-        """No step is made any more; enqueued."""
+        """End all steps. Enqueued."""
         self.books.close()
 
     def state(self) -> BeamsState:
-        """How far the beams are, and what stopped them. Waits for the device. Raises KernelError if that failed."""
+        """Return how far the beams are, and what stopped them. Waits for the device. Raises KernelError if a launch
+        failed.
+        """
         with self._working():
             num_free, status, _, _, num_steps, *_ = self.books.counters.tolist()
         return BeamsState(
@@ -122,7 +126,7 @@ class DeviceBeams:
         )
 
     def read(self) -> BeamsReading:
-        """All of the books. Waits for the device. Raises KernelError if that failed."""
+        """Return the whole state. Waits for the device. Raises KernelError if a launch failed."""
         with self._working():
             num_free, _, _, _, num_steps, num_copied, _ = self.books.counters.tolist()
             tables, free = self.books.tables.cpu().numpy(), self.books.free[:num_free].cpu().numpy()
