@@ -1,19 +1,19 @@
-"""Where a block pool's bytes are, and what executes step plans on them.
+"""The memory of a block pool, and the execution of step plans on it.
 
-    BlockStorage     blocks where a Pool of radixkv_kernels says that they are: an engine's own tensors
+    BlockStorage     blocks in the tensors of a Pool of radixkv_kernels: an engine's own tensors
     DeviceStorage    blocks in one contiguous tensor of its own:
 
     data    [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    2: keys, values
 
-Block-major: block ``b`` is the contiguous run ``data[b]``, so a fork, a demotion or a scrub of it is one
-straight copy. Storage moves bytes and decides nothing: which blocks are copied, when, and who owns them is
-the index's business. Its memory is there from the start and never grows; an index that is out of blocks evicts.
+The layout is block-major: block ``b`` is the contiguous run ``data[b]``. So a fork, a demotion or a scrub of a block is
+one straight copy. Storage moves bytes and decides nothing. The index decides which blocks are copied and when, and
+which sequences own them. The memory is allocated at the start and never grows. An index without free blocks evicts.
 
-``execute`` turns a whole StepPlan into one call of fork_blocks: one launch on a GPU, a batch of torch copies
-elsewhere. It enqueues on the current stream. ``scrub`` zeroes on a side stream, and ``join`` makes the current stream
-go on after that, and after the engine's other streams: the cache calls it whenever it hands out blocks (``fences``).
-So an engine orders its streams itself only where one reads what another writes of the same sequence. Nothing ever
-waits for the device. Not locked: the cache calls it under its own lock.
+``execute`` turns a whole StepPlan into one call of fork_blocks: one launch on a GPU, a batch of torch copies elsewhere.
+It enqueues on the current stream. ``scrub`` zeroes on a side stream. ``join`` makes the current stream wait for the
+side stream and for the engine's other streams. The cache calls ``join`` whenever it hands out blocks (``fences``). So
+an engine orders its streams itself only if one stream reads what another writes of the same sequence. The host never
+waits for the device. There is no lock here: the cache calls storage under its own lock.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ MAX_NUM_BLOCKS = 2**31 - 1
 
 
 class BlockStorage:
-    """The blocks of ``pool``, whoever allocated them.
+    """The blocks of ``pool``, allocated by the cache or by an engine.
 
-    For an engine that keeps its KV in tensors of its own, a layer each or in one, keys and values apart or together,
-    NHD or HND, or MLA's latent: ``PrefixCache(config, storage=BlockStorage(Pool(keys, values)))`` copies and zeroes
-    blocks there, each before it is handed out first. Raises ConfigError for anything but a Pool.
+    For an engine that keeps its KV in its own tensors: one tensor or one per layer, keys and values apart or together,
+    NHD or HND, or MLA's latent. ``PrefixCache(config, storage=BlockStorage(Pool(keys, values)))`` copies and zeroes
+    blocks there. Each block is zeroed before it is handed out first. Raises ConfigError for anything but a Pool.
 
-    ``num_launches`` counts the plans executed that had copies, ``num_copied_blocks`` their copies. ``fences`` orders
-    work on several streams; None on a CPU.
+    ``num_launches`` counts executed plans that had copies, ``num_copied_blocks`` their copies. ``fences`` orders work
+    on several streams; None on a CPU.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -60,19 +60,19 @@ class BlockStorage:
 
     @property
     def device(self) -> torch.device:
-        """Where the blocks are."""
+        """The device of the blocks."""
         return self.pool.device
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks together."""
         return self.num_blocks * self.pool.block_bytes
 
     def execute(self, plan: StepPlan) -> None:
-        """Enqueues all copies of the plan in one fork_blocks call; an empty plan does nothing.
+        """Enqueue all copies of the plan in one fork_blocks call. An empty plan does nothing.
 
-        Raises KernelError for a plan that can't be executed, with nothing changed, and for a launch that
-        failed. Cost: the bytes of the copied rows, read and written, and one launch.
+        Raises KernelError for a plan that can't be executed, with nothing changed, and for a launch that failed. Cost:
+        the bytes of the copied rows, read and written, and one launch.
         """
         if not plan:
             return
@@ -88,10 +88,10 @@ class BlockStorage:
         self.num_copied_blocks += plan.num_copies
 
     def scrub(self, block_ids: NDArray[np.int32]) -> None:
-        """Enqueues the zeroing of blocks, distinct ids, in one launch; on a GPU aside: see ``join``.
+        """Enqueue the zeroing of blocks, distinct ids, in one launch. On a GPU it runs on a side stream: see ``join``.
 
-        It starts after all that the engine's streams were given until now. Raises KernelError for a launch that
-        failed. Cost: their bytes, written, and an event for each stream.
+        It starts after all work enqueued on the engine's streams so far. Raises KernelError for a launch that failed.
+        Cost: the blocks' bytes, written, and an event for each stream.
         """
         try:
             with self.fences.aside() if self.fences is not None else nullcontext():
@@ -100,9 +100,10 @@ class BlockStorage:
             raise KernelError(f"zeroing {len(block_ids)} blocks on {self.device} failed: {error}") from error
 
     def join(self) -> None:
-        """What the current stream is given from now on may use any block that is handed out; see ``Fences.join``.
+        """Allow work that is enqueued on the current stream from now on to use any block that is handed out.
 
-        The cache calls it when it hands out blocks or leases a match. Raises KernelError if the device fails.
+        See ``Fences.join``. The cache calls this when it hands out blocks or leases a match. Raises KernelError if the
+        device fails.
         """
         if self.fences is None:
             return
@@ -112,9 +113,10 @@ class BlockStorage:
             raise KernelError(f"ordering the streams of {self.device} failed: {error}") from error
 
     def add_stream(self, stream: Any) -> None:
-        """The engine computes on this ``torch.cuda.Stream`` too, though it isn't current when it calls the cache.
+        """Register a ``torch.cuda.Stream`` on which the engine computes too, but that isn't current when it calls the
+        cache.
 
-        Streams that are current at such calls needn't be named. Does nothing on a CPU.
+        Streams that are current at such calls needn't be registered. Does nothing on a CPU.
         """
         if self.fences is not None:
             self.fences.add(stream)
@@ -126,7 +128,7 @@ class BlockStorage:
 class DeviceStorage(BlockStorage):
     """KV of ``num_blocks`` blocks of ``block_size`` tokens on one torch device, zeros at first.
 
-    Raises ConfigError for counts below 1, a device that this machine hasn't, and bytes that it can't give.
+    Raises ConfigError for counts below 1, for a device that this machine doesn't have, and if the memory is too small.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: str = "cpu") -> None:
@@ -137,7 +139,8 @@ class DeviceStorage(BlockStorage):
         super().__init__(Pool.of(self.data))
 
     def layer(self, index: int) -> torch.Tensor:
-        """A view of one layer: ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``; writes go through.
+        """Return a view of one layer: ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``. Writes change the
+        storage.
 
         Raises ArgumentError for an index outside ``[0, num_layers)``.
         """
@@ -161,7 +164,10 @@ def _usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch raises AssertionError if it was built without CUDA
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError("device", name, f"a torch device of this machine ({reason})") from error
     return device
@@ -172,11 +178,11 @@ def _allocate(layout: KVLayout, num_blocks: int, block_size: int, device: torch.
     wanted = num_blocks * block_bytes
     allowed = f"blocks that {device} has memory for: these want {wanted:,} bytes ({block_bytes:,} a block)"
     if device.type == "cpu" and wanted > (physical := _physical_bytes()):
-        # The system may promise such memory and kill the process when it is touched.
+        # The system may promise too much memory, and kill the process at the first access.
         raise ConfigError("num_blocks", num_blocks, f"{allowed}, the machine has {physical:,}")
     shape = (num_blocks, *layout.block_shape(block_size))
     try:
-        # Even if made inside somebody's inference_mode, the pool is written outside it too.
+        # The pool must also be writable outside the caller's inference_mode.
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
     except (RuntimeError, TypeError) as error:  # TypeError: a size beyond 64 bits
