@@ -1,18 +1,18 @@
-"""StepPlan: what the index decided and storage has to execute, in order.
+"""StepPlan: copies that the index decided and that storage must execute, in order.
 
-The index hands out block ids and never touches bytes; storage moves bytes and never decides. Between them
-stands this plan. Its copies come from copy-on-write: the first write into a shared tail block copies that
-block's valid rows into a fresh one.
+The index hands out block ids and never touches bytes. Storage moves bytes and never decides. A plan connects the two.
+Its copies come from copy-on-write: the first write into a shared tail block copies that block's valid rows into a fresh
+block.
 
     sources[i] ──num_rows[i] rows──▶ targets[i]        for every layer, keys and values
 
-Invariants: every target is a fresh block that appears once; no source is a target of the same plan. So the
-copies of a plan don't depend on each other and go in one launch. Plans are executed in the order in which
-the index made them, each before the engine writes into any of its blocks.
+Invariants: every target is a fresh block that appears once. No source is a target of the same plan. So the copies of a
+plan don't depend on each other and go in one launch. Plans are executed in the order in which the index made them, each
+before the engine writes into any of its blocks.
 
-A plan that waits for its engine keeps these invariants over several steps: a copy of a copy reads the first
-source, one whose target is given up is not made, and a source is not handed out again before the plan is
-fetched (``blocks.WaitingCopies``, ``blocks.BlockPool``).
+A plan that waits for its engine keeps these invariants over several steps. A copy of a copy reads the first source. A
+copy whose target is given up is not made. A source is not handed out again before the plan is fetched
+(``blocks.WaitingCopies``, ``blocks.BlockPool``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ BlockIds: TypeAlias = NDArray[np.int32]
 
 
 class BeamsState(NamedTuple):
-    """How far lent beams are, and what keeps their steps from being made, if something does.
+    """How far lent beams are, and what prevents further steps, if anything does.
 
-    ``out_of_blocks``: a step needed more free blocks than there were (``lend_more``); ``table_full``: there is no
-    column for a further one, or no memory of it; ``bad_parent``: a parent that is no beam of the group; ``bad_token``:
-    an id that is none.
+    - ``out_of_blocks``: a step needed more free blocks than there were (``lend_more``).
+    - ``table_full``: a step needed one more column of the table or more memory for steps.
+    - ``bad_parent``: a parent is no beam of the group.
+    - ``bad_token``: a token id is invalid.
     """
 
     num_steps: int
@@ -48,8 +49,8 @@ Int32Array: TypeAlias = NDArray[np.int32]
 class StepPlan:
     """The copies of one step: three int32 arrays of equal length ``[num_copies]``.
 
-    ``sources`` and ``targets`` are block ids; ``num_rows`` says how many leading tokens of the source
-    block are valid, ``1 ≤ num_rows < block_size``.
+    ``sources`` and ``targets`` are block ids. ``num_rows`` is the number of valid leading tokens of the source block,
+    ``1 ≤ num_rows < block_size``.
     """
 
     __slots__ = ("num_rows", "sources", "targets")
@@ -61,13 +62,13 @@ class StepPlan:
 
     @classmethod
     def of(cls, copies: list[tuple[int, int, int]]) -> StepPlan:
-        """A plan of ``(source, target, num_rows)`` triples. O(copies)."""
+        """Make a plan of ``(source, target, num_rows)`` triples. O(copies)."""
         table = np.array(copies, dtype=np.int32).reshape(len(copies), 3)
         return cls(*(np.ascontiguousarray(table[:, column]) for column in range(3)))
 
     @property
     def num_copies(self) -> int:
-        """How many blocks the plan copies."""
+        """The number of blocks that the plan copies."""
         return len(self.sources)
 
     def __bool__(self) -> bool:
