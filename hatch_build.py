@@ -1,9 +1,9 @@
 """Compiles index, policies and publisher with mypyc, for wheels and editable installs; see ``radixkv/_compiled.py``.
 
-    RADIXKV_COMPILE   unset: compile where it can be done, otherwise leave the pure build and say why in a line
-                      1: fail if it can't be done     0: don't
+    RADIXKV_COMPILE   unset: compile if possible, otherwise leave the pure build and print the reason in a line
+                      1: fail if compiling isn't possible     0: don't compile
 
-As a script (``make compile``) it brings the ``_native/`` of the packages up to date with the sources.
+As a script (``make compile``) it updates the ``_native/`` folders of the packages to the current sources.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).parent
 SOURCES = {"radixkv": ROOT, "radixkv_policies": ROOT / "policies"}
-"""Where the import path of each top-level package is."""
+"""The import path of each top-level package."""
 REQUIRES = ["mypy>=2.4,<3", "setuptools>=77"]
 WISH = os.environ.get("RADIXKV_COMPILE", "")
 
-# What isn't among the modules of a build is not read: NumPy's types would take a minute and make no faster code, and
-# what is known of an argument's type is checked before radixkv can say what is wrong with it.
+# Modules outside a build are not read. NumPy's types would take a minute and make no faster code. The compiled code
+# would check known argument types before radixkv can report the error.
 MYPY = "[mypy]\nno_site_packages = True\nignore_missing_imports = True\nfollow_imports = skip\n"
 READ = "[mypy-{}]\nfollow_imports = silent\n"
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Adds what is compiled to a wheel, or puts it into the tree that an editable install uses."""
+    """Adds the compiled modules to a wheel, or puts them into the tree that an editable install uses."""
 
     def dependencies(self) -> list[str]:
-        """What compiling needs, if it is to be tried."""
+        """Return the packages needed to compile, if compiling is to be tried."""
         return [] if self.target_name != "wheel" or obstacle() else REQUIRES
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before a wheel is put together; ``version`` is "editable" for one that points to the tree."""
+        """Prepare the wheel. ``version`` is "editable" for a wheel that points to the tree."""
         if self.target_name != "wheel":
             return
         if version == "editable":
             bring_up_to_date()
             return
-        self._folder = tempfile.TemporaryDirectory()  # goes with the hook
+        self._folder = tempfile.TemporaryDirectory()  # deleted with the hook
         made = bring_up_to_date(Path(self._folder.name))
         for package, folder in made.items():
             build_data["force_include"][str(folder)] = f"{_path(package)}/{folder.name}"
@@ -59,7 +59,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
 
 def obstacle() -> str | None:
-    """Why the index can't, or shall not, be compiled here; None if nothing is known to stand in the way."""
+    """Return why the index can't or must not be compiled here; None if no reason is known."""
     if WISH == "0":
         return "RADIXKV_COMPILE=0"
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -71,7 +71,7 @@ def obstacle() -> str | None:
 def bring_up_to_date(target: Path | None = None) -> dict[str, Path]:
     """Compile what isn't compiled yet, beside its sources or into ``target``.
 
-    Returns the folders, by package; none if it can't be done.
+    Returns the folders, by package; none if compiling isn't possible.
     """
     plan = _plan()
     folders = {
@@ -106,17 +106,17 @@ def _path(package: str) -> str:
 
 
 def _dotted(path: str) -> str:
-    """The module of a path without ``.py``; ``package/__init__`` is the package."""
+    """Return the module of a path without ``.py``. ``package/__init__`` is the package."""
     return os.path.normpath(path).replace("/", ".").removesuffix(".__init__")
 
 
 def _place(package: str) -> Path:
-    """The folder of a package's sources."""
+    """Return the folder of a package's sources."""
     return SOURCES[package.partition(".")[0]] / _path(package)
 
 
 def _plan() -> ModuleType:
-    """``radixkv._compiled``, without the package around it."""
+    """Load ``radixkv._compiled`` without importing the package around it."""
     spec = importlib.util.spec_from_file_location("_compiled", ROOT / "radixkv" / "_compiled.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -125,7 +125,7 @@ def _plan() -> ModuleType:
 
 
 def _compile(build: Any, folder: Path) -> str | None:
-    """Compile in a process of its own, as mypyc ends the one that it fails in; what that said, if it failed."""
+    """Compile in a separate process, because mypyc ends the process if it fails. Returns its output in that case."""
     package = _place(build.package)
     name = f"{build.package}.{build.library_name(package)}".removesuffix("__mypyc")
     sources = [f"{_path(build.package)}/{module}.py" for module in build.compiled]
@@ -147,7 +147,7 @@ def _compile(build: Any, folder: Path) -> str | None:
 
 
 def _replace(made: Path, folder: Path) -> None:
-    """Put what was made in the place of what was made for this interpreter before, the library last."""
+    """Replace earlier files for this interpreter by the new ones, the library last."""
     files = sorted(made.rglob(f"*{EXTENSION_SUFFIXES[0]}"), key=lambda file: "__mypyc" in file.name)
     for old in folder.rglob(f"*{EXTENSION_SUFFIXES[0]}"):
         old.unlink()
