@@ -1,10 +1,10 @@
-"""Writes docstrings and signatures into the C code that mypyc makes: a compiled build then has the help of its sources.
+"""Writes docstrings and signatures into the C code that mypyc makes. A compiled build then has the help of its sources.
 
-mypyc drops all docstrings, and it drops a signature that has a default which is no literal. CPython reads both from
-strings in C: ``ml_doc`` of a method, ``tp_doc`` of a class, ``doc`` of a property, ``m_doc`` of a module. It reads them
-only when ``__doc__`` or ``__text_signature__`` is asked for, so calls cost the same as before. The libraries grow by a
-few percent. Such a string can't hold annotations: editors and type checkers read them in the ``.py`` files, which are
-installed too.
+mypyc drops all docstrings. It also drops a signature with a default that is no literal. CPython reads both from strings
+in C: ``ml_doc`` of a method, ``tp_doc`` of a class, ``doc`` of a property, ``m_doc`` of a module. It reads them only
+when ``__doc__`` or ``__text_signature__`` is accessed, so calls cost the same as before. The libraries grow by a few
+percent. Such a string can't hold annotations. Editors and type checkers read annotations in the ``.py`` files, which
+are installed too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ FILLER = re.compile(
     r'((?:(?!mypyc filler).)*?CPy_AddTraceback\("([^"]+)", "<module>", (\d+),)',
     re.DOTALL,
 )
-"""The docstring of a class that stays a Python class, as a NamedTuple does; its line follows, for tracebacks."""
+"""The docstring of a class that stays a Python class, for example a NamedTuple. Its line number follows, for
+tracebacks.
+"""
 INFINITE = {"inf", "math.inf", "np.inf", "numpy.inf"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -46,14 +48,16 @@ def document(generated: Path, root: Path, sources: list[str]) -> None:
 
 
 class Documentation:
-    """Docstrings and signatures of the modules of one library, as C strings by the C names of what they describe."""
+    """Docstrings and signatures of the modules of one library, as C strings. Keys are the C names of the described
+    objects.
+    """
 
     def __init__(self, root: Path, sources: list[str]) -> None:
         modules = {source: source.removesuffix(".py").replace("/", ".") for source in sources}
         self._names = NameGenerator([list(modules.values())])
         self._callables: dict[str, str] = {}
         self._classes: dict[str, tuple[str | None, str]] = {}
-        """Signature, if the class has an ``__init__`` of its own, and docstring."""
+        """Signature, if the class has its own ``__init__``, and docstring."""
         self._properties: dict[str, str] = {}
         self._modules: dict[str, str] = {}
         self._lines: dict[tuple[str, int], str] = {}
@@ -62,7 +66,7 @@ class Documentation:
             self._read(source, module, ast.parse((root / source).read_text()))
 
     def written_into(self, code: str) -> str:
-        """The C code with the strings in it."""
+        """Return the C code with the strings inserted."""
         code = CALLABLE.sub(self._callable, code)
         code = CLASS.sub(self._class, code)
         code = PROPERTY.sub(lambda found: _filled(found, self._properties), code)
@@ -78,7 +82,7 @@ class Documentation:
         signature, doc = self._classes.get(name, (None, '""'))
         before = signature or (
             "" if old == "NULL" else old
-        )  # without one of its own, mypyc has found the inherited
+        )  # without its own signature, mypyc has used the inherited one
         return f"{start}{before} {doc}{end}"
 
     def _python_class(self, found: re.Match[str]) -> str:
@@ -132,8 +136,9 @@ def _without_first(given: ast.arguments) -> ast.arguments:
 
 
 def _signature(name: str, given: ast.arguments, prefix: str = "") -> str:
-    """The signature, in the form that CPython splits from a docstring. ``prefix``: of the first name; ``$`` where a
-    method that is bound has that argument already.
+    """Return the signature, in the form that CPython splits from a docstring.
+
+    ``prefix`` is put before the first name. It is ``$`` where a bound method has that argument already.
     """
     shown = copy.deepcopy(given)
     named = [*shown.posonlyargs, *shown.args, shown.vararg, *shown.kwonlyargs, shown.kwarg]
@@ -147,7 +152,9 @@ def _signature(name: str, given: ast.arguments, prefix: str = "") -> str:
 
 
 def _default(value: ast.expr) -> ast.expr:
-    """The default where it is a literal or infinity, else ``...`` as in a stub: ``inspect`` evaluates no other."""
+    """Return the default if it is a literal or infinity, otherwise ``...`` as in a stub. ``inspect`` evaluates no
+    other.
+    """
     if ast.unparse(value) in INFINITE:
         return ast.Attribute(ast.Name("math"), "inf")
     try:
