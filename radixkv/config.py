@@ -386,7 +386,7 @@ def _imported(setting: str, name: str) -> type[Policy]:
     module_name, _, path = name.partition(":")
     try:
         found: object = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 the module is anybody's: what is wrong with it is told as such
+    except Exception as error:  # noqa: BLE001 any error of a foreign module becomes a ConfigError
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(
             setting, name, f"a module that can be imported; {module_name} can't ({why})"

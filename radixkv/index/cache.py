@@ -14,7 +14,7 @@ The index decides, the storage executes. ``append`` and ``extend`` decide copies
 which the storage launches under the lock. So plans run in the order in which they were made. A launch never waits for
 the device. Without storage (``layout=None``) the engine fetches the plan with ``flush``.
 
-Every public method validates all arguments before it changes anything. So a call that raises an error of its own has
+Every public method validates all arguments before it changes anything. So a refused call has
 changed nothing. If a call is interrupted while it changes something, the sequences that it works on are lost
 (``recovery.mend``). New sequences and leases are registered last, and ``CacheLock.broken`` is set first. So no call
 runs on a cache that needs repair.
@@ -78,7 +78,7 @@ class PrefixCache(CacheState):
 
     - ``config``: see CacheConfig.
     - ``clock``: returns seconds, for policies and timeouts.
-    - ``journal``: is told which blocks become resident and which leave (see ``changes.Journal``).
+    - ``journal``: receives which blocks become resident and which leave (see ``changes.Journal``).
     - ``storage``: only for an engine that owns its KV (``layout=None``). A BlockStorage over the engine's tensors.
       The cache then copies and zeroes blocks in it.
     - ``scrub_blocks``: only for an engine that executes ``flush`` itself. A function that zeroes the blocks of an
@@ -480,10 +480,13 @@ class PrefixCache(CacheState):
         Blocks above a new limit are evicted; running sequences keep theirs. A new policy takes over the resident blocks
         in the order of the old policy.
 
-        Raises ConfigError for a strict tenant if the cache can't zero its blocks. Raises ArgumentError in three cases:
-        the guarantees of all tenants would exceed the pool, running sequences and pins hold too much of the pool to
-        meet this guarantee, or the tenant's own sequences and pins hold more than the limit. After an error nothing has
-        changed. O(tenants + blocks evicted), and O(its nodes) for a new policy.
+        Raises ConfigError for a strict tenant if the cache can't zero its blocks. Raises ArgumentError in these cases:
+
+        - The guarantees of all tenants would exceed the pool.
+        - Running sequences and pins hold too much of the pool to meet this guarantee.
+        - The tenant's own sequences and pins hold more than the limit.
+
+        After an error nothing has changed. O(tenants + blocks evicted), and O(its nodes) for a new policy.
         """
         if not isinstance(tenant, Tenant):
             raise ArgumentError("tenant", tenant, "a Tenant")

@@ -28,7 +28,7 @@ _TELLING = ("leased", "unleased", "removed", "inserted", "extended", "split", "t
 
 
 class Journal(Protocol):
-    """An object that is told what becomes resident and what leaves, at a coarse grain.
+    """Receives which prefixes become resident and which leave, at a coarse grain.
 
     It is called under the cache's lock. So an implementation must not wait, and should take about a microsecond: an
     append to a queue and at most a pass over a short key.

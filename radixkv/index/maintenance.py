@@ -43,7 +43,7 @@ class Maintenance:
         for duty in duties:
             try:
                 duty()
-            except Exception as error:  # noqa: BLE001 a policy is anybody's, and its tenant's alone
+            except Exception as error:  # noqa: BLE001 any code, whose failure concerns only its tenant
                 failures.append(error)
         if failures:
             raise failures.pop(
@@ -72,7 +72,7 @@ def _run(reference: weakref.ref[Maintenance], gone: threading.Event) -> None:
         began_s = time.thread_time()
         try:
             maintenance.maintain()
-        except Exception:  # noqa: BLE001 told as if it had ended the thread, which is needed still
+        except Exception:  # noqa: BLE001 reported like an uncaught error, but the thread continues
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         rest_s = max(PERIOD_S, REST * (time.thread_time() - began_s))
         del maintenance

@@ -329,7 +329,7 @@ class _Books:
                 tree.tenant.detached.add(tree)
             tree.tenant.drop_if_empty(tree)
 
-    # --- who holds what
+    # --- holders of blocks
 
     def _close_what_lost_its_node(self) -> None:
         """Close sequences and leases whose leased path has changed.
@@ -553,7 +553,7 @@ def _drained(policy: Policy, most: int) -> list[Node]:
         while len(found) < most and (node := policy.victim()) is not None:
             found.append(cast(Node, node))
             policy.removed(node)
-    except Exception:  # noqa: BLE001 - it was interrupted too: what it can't tell is missing
+    except Exception:  # noqa: BLE001 - it was interrupted too: the rest is missing
         return found
     return found
 

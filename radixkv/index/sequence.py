@@ -85,7 +85,7 @@ class Sequence:
         known = f"{self.num_cached_tokens} cached, {self.num_committed_tokens} committed"
         return f"<Sequence of tenant {tenant!r}, {status}: {tokens} in {self.num_blocks} blocks, {known}>"
 
-    # --- what it is
+    # --- properties
 
     @property
     def namespace(self) -> Namespace:
@@ -145,7 +145,7 @@ class Sequence:
             key = state.key_between(0, state._size)
         return decode(key)
 
-    # --- what it does
+    # --- changes
 
     def commit(self, num_tokens: SupportsIndex) -> None:
         """Declare that the KV of the first ``num_tokens`` tokens exist. Their whole blocks become matchable.

@@ -10,12 +10,7 @@ and lets requests run between slices. It is *told* what they change, and reads t
 The result is what one long hold at the last moment would have found. So the audit checks the same laws. A cache that
 fits into one slice is read under one hold.
 
-**How changes are told.** A gathering uses the hooks that tell a tenant's policy of its nodes. ``Recorder`` puts itself
-before these hooks while there is a gathering, and removes itself afterwards. So requests pay nothing otherwise. The
-hooks tell of every node that comes, goes, is cut, grows, or changes between used and unused. The node's parent is read
-again with it. The hooks don't tell of a further lease on a used node. So a node that was leased when it was read, or is
-leased at the end, is read in the last hold. After an interrupted call (``recovery``), everything is rewritten and a
-gathering starts again.
+The module ``changes`` explains how a gathering is told of changes. Requests pay nothing while there is none.
 
 Cost: O(nodes + changes). A hold is O(SLICE_NODES + running sequences), 0.1 ms, plus 15 ns for each child of a visited
 node: 3 ms for a node with 200,000 children. The last hold is O(SLICE_NODES + running sequences + trees + tenants),
