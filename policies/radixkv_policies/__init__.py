@@ -1,6 +1,6 @@
-"""Eviction policies: one algorithm a file, its paper and its departures in the docstring.
+"""Eviction policies: one algorithm a file. Each docstring names the paper and the differences from it.
 
-``POLICIES`` maps the name that a configuration gives to the class. To add one, see ``policies/README.md``.
+``POLICIES`` maps the name in a configuration to the class. To add a policy, see ``policies/README.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What classes say to the compiler, where the policies are compiled; nothing as pure Python."""
+"""Declarations for the compiler, where the policies are compiled. They have no effect in pure Python."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 else:
 
     def mypyc_attr(**_):
-        """What a class is to be when it is compiled.
+        """Declare properties of a compiled class.
 
-        ``allow_interpreted_subclasses``: as it says. ``acyclic``: it is in no cycle of references, so that the
-        garbage collector need not look at its objects.
+        ``allow_interpreted_subclasses``: uncompiled classes may subclass it. ``acyclic``: it is in no reference cycle,
+        so the garbage collector can skip its objects.
         """
         return lambda cls: cls

@@ -1,13 +1,12 @@
-"""ARC: blocks used once and blocks used again, two LRU lists whose sizes follow what was evicted too early.
+"""ARC: two LRU lists, for blocks used once and for blocks used again. Early evictions adapt the sizes of the lists.
 
-Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003). ``T1`` holds what was used
-once, ``T2`` the rest; a ghost remembers which one a segment was evicted from. A ghost of T1 that returns raises
-T1's target size, one of T2 lowers it. The victim is the least recently used leaf of T1 if that exceeds its target,
-else of T2; if the one has no evictable leaf, of the other.
+Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003). ``T1`` holds blocks that were used
+once, ``T2`` the rest. A ghost remembers the list from which a segment was evicted. When a ghost of T1 returns, T1's
+target size grows; when one of T2 returns, it shrinks. The victim is the least recently used leaf of T1 if T1 exceeds
+its target, else of T2. If that list has no evictable leaf, the victim is from the other one.
 
-Departs from it in that the unit is a run of blocks of a tree, only leaves go, sizes are in blocks, leased ones
-included; and the ghosts of either list are bounded by the capacity on their own, where ARC bounds the lists
-together.
+Differences from the paper: the unit is a run of blocks of a tree. Only leaves are evicted. Sizes are in blocks, leased
+ones included. The ghosts of each list are bounded by the capacity separately; ARC bounds the lists together.
 
 State a node: two numbers a piece, an entry of a queue. Cost: O(log n); ghosts as in ``leaves``.
 """
@@ -37,7 +36,7 @@ class Aged(Piece):
 
 
 class TwoGhosts(Ghosts):
-    """Ghosts of T1 (their memory is False) and of T2 (True), each with a bound of its own."""
+    """Ghosts of T1 (memory False) and of T2 (memory True). Each list has its own bound."""
 
     __slots__ = ("frequent",)
 

@@ -1,28 +1,28 @@
-"""Auto: lets ``lru``, ``lrfu`` and ``learned`` run side by side and evicts by the one whose shadow cache hits most.
+"""Auto: runs ``lru``, ``lrfu`` and ``learned`` side by side, and evicts by the one whose shadow cache hits most.
 
-No policy wins everywhere, so each tenant's traffic chooses. All candidates hear of everything and keep their
-orders; the one in charge names the victims, so a change of hands costs nothing. Three, because each
-one more costs every request; the figures in policies/README.md say what the others do.
+No policy is the best for all traffic, so each tenant's traffic selects one. All candidates receive all events and keep
+their orders. The selected one names the victims, so switching is free. There are only three candidates, because each
+one adds a cost to every request; policies/README.md compares the other policies.
 
-A *shadow* of each candidate holds the sampled segments that a cache under that candidate would hold: a segment is
-sampled by its ghost key, so the same ones in all shadows and at each return, and their capacity is that share of
-the tenant's blocks. What a segment is worth to a candidate is read off its live piece when a use ends, for scores
-outlive eviction. Shadows ignore that only leaves can go.
+A *shadow* of each candidate holds the sampled segments that a cache under that candidate would hold. The ghost key
+decides whether a segment is sampled, so all shadows sample the same segments, at each return. The capacity of a shadow
+is the same share of the tenant's blocks. When a use ends, a candidate's score of a segment is read from its live piece,
+because scores survive eviction. Shadows ignore that only leaves can be evicted.
 
-The best takes over if, among the samples that only one of the two hit, lately (decayed with ``HALF_LIFE_S``), it
-has more than its share by ``MARGIN`` standard deviations and by ``MIN_GAIN`` of all hits, or of all misses where those
-are fewer. Segments of a request return together or not at all, so what a request hits in a row is one chance, not many.
-To relieve whom ``lru`` would relieve too, it has to be ahead of ``lru`` by ``MIN_GAIN`` as well.
+The best candidate takes over if it leads among the samples that only one of the two hit, decayed with
+``HALF_LIFE_S``. The lead must exceed ``MARGIN`` standard deviations, and ``MIN_GAIN`` of all hits, or of all misses if
+those are fewer. Segments of a request return together or not at all, so consecutive hits of a request count as one
+event. To replace a policy that LRU also beats, the candidate must beat LRU by ``MIN_GAIN`` too.
 
-An adversary can feed one policy and then starve it. What that costs is bounded by a *debt*: the hits that the shadow of
-``lru`` had more, over the whole run, than those of whoever was in charge. Once it exceeds ``MAX_LOSS`` of all uses
-(and ``FREE_LOSS`` hits), ``lru`` is in charge until the debt is below ``RELEASE`` of that and another one wins again.
-So in shadow hits nobody can press it further below LRU than that and what one interval between two decisions costs.
-The bound is the shadows': they ignore that only leaves can go, and that a cache under a new policy first has to fill
-with what that one keeps.
+An adversary can feed one policy and then starve it. A *debt* bounds the cost: the number of hits by which the ``lru``
+shadow leads the shadows of the selected policies, over the whole run. When the debt exceeds ``MAX_LOSS`` of all uses
+(and ``FREE_LOSS`` hits), ``lru`` takes over until the debt is below ``RELEASE`` of that and another policy wins again.
+So the loss against LRU, in shadow hits, is at most this limit plus the cost of one interval between two decisions.
+The bound holds for shadows only: they ignore that only leaves can be evicted, and that a cache first has to fill after
+a switch.
 
-State: that of the three, and ``MAX_SHADOW`` segments a shadow. Cost: those of the three, and an entry of a
-log a sampled segment; the shadows live in ``maintain``.
+State: that of the three candidates, and ``MAX_SHADOW`` segments a shadow. Cost: that of the three, and a log entry for
+each sampled segment. ``maintain`` updates the shadows.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Auto(Policy):
 
 
 class _Shadows:
-    """What each candidate's cache would hold of the sampled segments, and who hit what the others missed."""
+    """The sampled segments that each candidate's cache would hold, and the hits that only one candidate had."""
 
     def __init__(self, learned: Learned) -> None:
         self._learned = learned
@@ -272,7 +272,9 @@ class _Shadows:
                         self._spread[one][other] += 2 * num - 1  # num² for all of the row
 
     def _best(self, current: int) -> int:
-        """Who hit most lately; who isn't in charge has to be ahead of the safe one by MIN_GAIN too."""
+        """The candidate with the most recent hits. To replace the selected one it must also beat the safe one by
+        MIN_GAIN.
+        """
         safe = self._num_hits[_LRU]
         ahead = MIN_GAIN * min(safe, self._num_lately - safe)
         worth = [hits - ahead * (one not in (_LRU, current)) for one, hits in enumerate(self._num_hits)]

@@ -1,24 +1,24 @@
-"""Doorkeeper: LRU that admits only as many newcomers as the cache can keep until they may return.
+"""Doorkeeper: LRU that admits only as many new blocks as the cache can keep until they may return.
 
-For operators whose cache is too small for its traffic: loops, and prompts that mostly never come back.
+It is for caches that are too small for their traffic: loops, and prompts that mostly never return.
 
-Most prompts never come back, and LRU lets each of them push out what would have: a cache that forgets sooner than its
-blocks return finds nothing, however large it is (a loop a little longer than the cache is the classic case). So a part
-of the newcomers is turned away as their use ends, and the rest stays long enough to be worth it.
+Under LRU, prompts that never return push out blocks that would. If a cache forgets sooner than its blocks return, it
+finds nothing, however large it is. The classic case is a loop a little longer than the cache. So this policy declines
+a part of the new blocks when their use ends, and the rest stay long enough to be useful.
 
-- **How many.** At each eviction the age of the victim is compared with PATIENCE half-lives, which are learned from the
-  gaps of reuse (``lrfu.HalfLife``). Younger: fewer newcomers are admitted; older: more. Their share moves by a
-  factor of e^SPEED each time that as many blocks as the cache has were evicted, so it settles where what is kept lives
-  just long enough. A cache that is large enough for its traffic turns nobody away, and is LRU.
-- **Whether at all.** LRU forgets what ended before as many new blocks were made as the cache has. So the door knows
-  what it won (hits on what LRU would have forgotten) and lost (what it turned away, and LRU would have had), and
-  opens while it has lost clearly more.
-- **Who.** Whatever was used before, or is remembered by a ghost, is admitted, and what is too short for a ghost. Of the
-  others every n-th. First those that begin a conversation are turned away; only when 1 in 50 of them is let in, those
-  that continue one too: they begin further down than SHARED_TOKENS.
+- **How many.** At each eviction the age of the victim is compared with PATIENCE half-lives, learned from the gaps of
+  reuse (``lrfu.HalfLife``). If the victim is younger, fewer new blocks are admitted; if it is older, more. The share
+  changes by a factor of e^SPEED for each cache capacity of evicted blocks. It settles where kept blocks live just long
+  enough. A cache that is large enough for its traffic declines nothing, and is LRU.
+- **Whether at all.** LRU forgets a block after as many new blocks as the cache holds. So the policy knows its wins
+  (hits on blocks that LRU would have forgotten) and losses (declined blocks that LRU would have hit). While the losses
+  are clearly greater, it admits everything.
+- **Which.** Blocks that were used before, that a ghost remembers, or that are too short for a ghost are admitted. Of
+  the others every n-th is. Blocks that begin a conversation are declined first. When only 1 in 50 of them is admitted,
+  blocks that continue one (they begin further down than SHARED_TOKENS) are declined too.
 
-Ours; the name is TinyLFU's (ACM ToS 2017), whose door turns away everything that is new, at any size; thinning them at
-random until the rest lives long enough is BIP's idea (ISCA 2007), there with a fixed chance.
+Our own policy. The name is from TinyLFU (ACM ToS 2017), which declines every new block, at any size. Random admission,
+so that the rest lives long enough, is the idea of BIP (ISCA 2007), there with a fixed chance.
 
 State a node: as all ``LeafPolicy``, three values a piece and an entry of a queue. Cost: O(log n).
 """
@@ -54,7 +54,7 @@ FEWEST: Final = log(50)
 
 @mypyc_attr(acyclic=True)
 class Known(Piece):
-    """``is_known``: used again, or remembered. ``ended_s``: when its last use ended, None in its first."""
+    """``is_known``: used again, or remembered. ``ended_s``: when its last use ended, None during its first."""
 
     __slots__ = ("ended_s", "is_known", "stamp")
 
@@ -69,9 +69,9 @@ class Known(Piece):
 
 
 class Record:
-    """What the door won and lost against LRU. O(1), amortised; at most 65 numbers.
+    """Wins and losses of admission against LRU. O(1), amortised; at most 65 numbers.
 
-    ``won``: blocks that were hit and LRU would have forgotten, less those that were turned away and LRU would have hit.
+    ``won``: blocks that were hit and that LRU would have forgotten, minus declined blocks that LRU would have hit.
     """
 
     __slots__ = ("_capacity", "_forgotten_s", "_made_at", "_num_made", "won")
@@ -92,7 +92,7 @@ class Record:
             self._forgotten_s = made_at.popleft()[1]
 
     def is_forgotten(self, ended_s: float) -> bool:
-        """Whether LRU would have forgotten by now what was used last then: it made as many blocks since as fit."""
+        """Whether LRU would have forgotten a block with this last use: as many new blocks as fit were made since."""
         return ended_s < self._forgotten_s
 
     @property

@@ -1,13 +1,11 @@
-"""Facts: what is known of a request, gathered while it runs, for policies that predict from it whether it returns.
+"""Facts: properties of a request, collected while it runs, for policies that predict whether its blocks return.
 
-One object a request, shared by all pieces that it used last. ``opened`` makes it; the pieces that its computed
-blocks become add what ghosts remember (``found``, ``computed``). By the time that anything of it is evictable it is
-complete.
+All pieces that a request used last share one object. ``opened`` creates it. The pieces of its computed blocks add the
+memories of ghosts (``found``, ``computed``). It is complete before any of its blocks are evictable.
 
-A request *continues* an earlier one if the deepest blocks that were seen before, resident or ghosts, are the last of
-that one; then its turn is one more. Otherwise it opens a conversation, whatever it shares with others. Where both are
-labelled with a session, the turn goes by that: an answer that was rewritten doesn't end it, nor does an equal beginning
-make two of them one.
+A request *continues* an earlier one if its deepest known blocks, resident or ghosts, are the last blocks of that one.
+Its turn is then one higher. Otherwise it starts a conversation, whatever it shares with others. If both have a session
+label, the session decides the turn: a rewritten answer doesn't end a session, and an equal beginning doesn't join two.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ _NO_LABELS: Final[dict[str, Label]] = {}
 
 @mypyc_attr(acyclic=True)
 class Facts:
-    """A request. ``end``: blocks so far. ``num_new``: those nobody had sent before. ``turn``: from 1.
-    ``superseded``: the conversation went on, but not from its end. ``groups``: for a policy to note what it makes of
-    them. In no cycle: it holds no node.
+    """A request. ``end``: blocks so far. ``num_new``: blocks that no request had before. ``turn``: from 1.
+    ``superseded``: the conversation continued, but not from its end. ``groups``: for a policy's own classes. It is in
+    no reference cycle: it holds no node.
     """
 
     __slots__ = ("_slack", "end", "gap_s", "groups", "labels", "num_new", "number", "superseded")
@@ -55,11 +53,11 @@ class Facts:
         return is_its_end
 
     def supersedes(self, earlier: Facts, depth: int, num_uses: int) -> bool:
-        """Whether this request goes on where the conversation of ``earlier`` was before it: an answer was asked for
-        again, or a question put in other words. They part at ``depth``, behind blocks that were used ``num_uses``
-        times by then: no oftener than that conversation has turns, so by nobody else.
+        """Whether this request continues the conversation of ``earlier`` from before its end.
 
-        Where a request says its session, that tells better.
+        For example an answer was requested again, or a question rephrased. The two differ after ``depth``, behind
+        blocks that had ``num_uses`` uses by then. If that is no more than the turns of the conversation, no other
+        conversation used them. A session label overrides this.
         """
         if earlier is self or "session" in self.labels:
             return False
@@ -83,7 +81,7 @@ def places_in_blocks(tokens: Sequence[int], block_tokens: float) -> list[int]:
 
 
 def labels_of(hints: object) -> dict[str, Label]:
-    """Those labels of a request's hints that are looked at. Ghosts keep them, so no others."""
+    """The labels of a request's hints that policies use. Ghosts keep them, so all others are left out."""
     if hints is None or not isinstance(hints, RequestHints) or not hints.labels:
         return _NO_LABELS
     labels = hints.labels

@@ -1,7 +1,7 @@
-"""First in, first out: the leaf that was inserted longest ago goes first, however often it was used since.
+"""First in, first out: evicts the leaf that was inserted longest ago, regardless of later uses.
 
-Departs from a plain queue in that only leaves go: a parent was inserted no later than its children, and waits for
-them. What a request adds to its own leaf counts as inserted with it.
+Difference from a plain queue: only leaves are evicted. A parent was inserted no later than its children, and waits for
+them. Blocks that a request adds to its own leaf count as inserted with the leaf.
 
 State a node: a stamp and an entry of a queue. Cost: O(log n).
 """

@@ -1,11 +1,11 @@
-"""GDSF: uses times the seconds of prefill that a block saves, on top of an inflation that ages what isn't used.
+"""GDSF: ranks a block by uses × saved prefill seconds, plus an inflation that ages unused blocks.
 
 Cherkasova, "Improving WWW proxies performance with greedy-dual-size-frequency caching policy" (1998); for prefix
-caches, Jin et al., "RAGCache" (2024). A leaf ranks by ``inflation + uses × cost``; the inflation is the rank of the
-last victim. The cost is that of the leaf's last block, since blocks are equal in size: a block deep in a prompt
-takes longer to compute, for its tokens attend to all before them.
+caches, Jin et al., "RAGCache" (2024). The rank of a leaf is ``inflation + uses × cost``. The inflation is the rank of
+the last victim. The cost is that of the leaf's last block, because blocks have equal size: a deep block takes longer to
+compute, since its tokens attend to all tokens before them.
 
-Departs from it in that uses outlive eviction, with the ghost of the segment, and are counted when a use ends.
+Differences from the papers: uses survive eviction, with the ghost of the segment, and are counted when a use ends.
 
 State a node: four numbers a piece, an entry of a heap. Cost: O(log n); ghosts as in ``leaves``.
 """

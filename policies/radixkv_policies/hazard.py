@@ -1,27 +1,27 @@
-"""HazardModel: when blocks return, learned online by class; and the rank of a class at an age.
+"""HazardModel: learns online, by class, when blocks return. It computes the rank of a class at an age.
 
-Time since the end of a use is cut into ``NUM_BINS`` bins, log-spaced: ``[0, 0.5 s)``, then ``0.5 × 1.45^i``. The
-*hazard* of a bin is the chance to return in it for what has not returned before. Blocks with equal features are a
-class.
+Time since the end of a use is cut into ``NUM_BINS`` log-spaced bins: ``[0, 0.5 s)``, then ``0.5 × 1.45^i``. The
+*hazard* of a bin is the probability that blocks return in it if they have not returned before. Blocks with equal
+features are a class.
 
     counts[class, bin]    at risk, returned       decayed with HALF_LIFE_S
     logit hazard          a[bin] + Σ_k ψ_k(bin) · (w_k · f)       ψ = 1, z, z² − 1 of the log age, up to 315 s
     hazard[class, bin]    (returned + κ × modelled) ÷ (at risk + κ)
 
-The model ties classes together, so that a rare one borrows from its neighbours; the counts correct it where there are
-many. An outcome is counted bin by bin: when a bin has passed for a use, what returned in it and what survived it are
-counted together. To count returns at once and survivors later would make everything young look good.
+The model connects the classes, so a rare class uses the evidence of similar ones. Where a class has many counts, they
+correct the model. Outcomes are counted bin by bin: when a bin has passed for a use, its returns and its survivors are
+counted together. Counting returns at once and survivors later would overrate young blocks.
 
-``rank[class, bin]`` is a Gittins index: hits per block-second from that age on, with the best horizon to wait for
-them, ``max over H of P(return in [age, H)) ÷ E[time until the return or H]``. Before anything is learned the hazard
-falls with age, so the order is that of LRU.
+``rank[class, bin]`` is a Gittins index: expected hits per block-second from that age on, for the best time to wait,
+``max over H of P(return in [age, H)) ÷ E[time until the return or H]``. Before there is evidence, the hazard falls
+with age, so the order is that of LRU.
 
-What was learned may be worse than nothing: of a mix that is over, or of ages that nothing had reached. So the same log
-tells what a cache that ranks by it and an LRU would hold of what waits, and ``Standing`` who of the two hits more.
+A learned model can be worse than none, for example after a change of mix, or at ages without evidence. So the same log
+also simulates a cache that ranks by the model, and an LRU. ``Standing`` compares their hits.
 
-The owner's thread only appends to ``log``; ``update`` does the rest and may run in another thread: it replaces
-``rank`` whole. State: ``MAX_ROWS`` uses that wait for their bins, 2 × MAX_CLASSES × NUM_BINS counts: a few MB.
-Cost of ``update``: O(rows); with ``fit`` a Newton step, O(bins × classes × features²), about 20 ms.
+The owner's thread only appends to ``log``. ``update`` does the rest and may run in another thread: it replaces
+``rank`` as a whole. State: ``MAX_ROWS`` uses that wait for their bins, and 2 × MAX_CLASSES × NUM_BINS counts: a few MB.
+Cost of ``update``: O(rows); with ``fit`` also a Newton step, O(bins × classes × features²), about 20 ms.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class HazardModel:
             self._rank_classes(0 if fit else self._num_ranked)
 
     def _rank_classes(self, start: int) -> None:
-        """Rank the classes from ``start`` on by what is known of them, and those to come by what is known of all."""
+        """Rank the classes from ``start`` on by their own evidence, and later classes by that of all classes."""
         these, rank = slice(start, self._num_described), self.rank.copy()
         modelled = self._modelled(self._features[these])
         rank[these] = _rank(_corrected(modelled, self.at_risk[these], self.returned[these]))
@@ -181,9 +181,9 @@ class HazardModel:
 
 
 class Standing:
-    """Who of what was learned and an LRU has hit more lately. ``leads``: not the LRU.
+    """Compares the recent hits of the model and of an LRU. ``leads``: the model leads.
 
-    What returned at one time is one chance, not many.
+    Blocks that returned at the same time count as one event.
     """
 
     def __init__(self) -> None:
@@ -219,14 +219,14 @@ class Standing:
 
 
 class _Rows:
-    """Uses that ended and wait for their bins to pass: a ring, the oldest is overwritten.
+    """Ended uses that wait for their bins to pass. It is a ring: new rows overwrite the oldest.
 
-    A row: ``weight`` of it is at risk until bin ``hit`` (NUM_BINS: never returned), bins before ``next`` are
-    counted. Of uses as old as one that was overwritten nothing more is counted: the ring may have kept what
-    returned of them, not what didn't.
+    A row: ``weight`` of it is at risk until bin ``hit`` (NUM_BINS: never returned). Bins before ``next`` are counted.
+    Uses as old as an overwritten one are not counted any more: the ring may hold their returns without their
+    survivors.
 
-    Two shadows of a cache with as much room hold some of what waits. That of what was learned drops whole rows once
-    a second (``kept``). That of an LRU holds what ended last: the last rows, and a part of the one before.
+    Two simulated caches of the same size hold some of the waiting uses. The model's cache drops whole rows once a
+    second (``kept``). The LRU holds the uses that ended last: the last rows, and a part of the row before them.
     """
 
     def __init__(self, standing: Standing) -> None:
@@ -286,7 +286,7 @@ class _Rows:
         return held
 
     def _trim_lru(self) -> None:
-        """The LRU gives up what ended longest ago, until the rest fits. Amortised O(1) a row."""
+        """Drop the uses that ended longest ago from the LRU, until the rest fits. Amortised O(1) a row."""
         while (excess := self._held - self.room) > 0 and self._num_rows:
             self._is_full = True
             if self._lrus((self._at - self._num_rows) % MAX_ROWS) > excess:
@@ -300,8 +300,9 @@ class _Rows:
         self._num_rows, self._cut = self._num_rows - 1, 0.0
 
     def drop(self, now_s: float, rank: Floats) -> None:
-        """Rows that rank lowest are no longer kept, until the others fit: on average over the time since the last call,
-        as what came in it was let in at once.
+        """Drop the lowest-ranked rows until the others fit.
+
+        The size is an average over the time since the last call, because new rows were admitted at once.
         """
         kept = np.flatnonzero(self._kept)
         excess = float(self._weight[kept].sum()) - self.room + (self._added / 2 if self._is_full else 0.0)
@@ -354,7 +355,7 @@ class _Rows:
 
 
 def ranks_at(rank: Floats, groups: NDArray[np.int64], ages_s: Floats) -> Floats:
-    """What leaves of these classes and ages are worth: between the starts of bins, in proportion."""
+    """The ranks of leaves with these classes and ages, interpolated between the starts of bins."""
     bins = np.searchsorted(EDGES_S, ages_s, "right") - 1
     after = np.minimum(bins + 1, NUM_BINS)
     share = np.clip((ages_s - EDGES_S[bins]) / np.maximum(EDGES_S[after] - EDGES_S[bins], 1e-9), 0.0, 1.0)

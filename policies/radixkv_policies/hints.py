@@ -1,8 +1,8 @@
-"""RequestHints: what a caller may tell policies about a request. Opaque to the cache, which only passes it on.
+"""RequestHints: optional information about a request for policies. The cache only passes it on.
 
-Labels that policies know, all optional: ``session`` (who goes on), ``turn`` (its number, from 1), ``type`` (the
-kind of request), ``session_over`` (nothing follows), ``tool_pending`` (the session goes on once a tool has
-answered). A label that no policy knows is carried and ignored.
+Policies know these labels, all optional: ``session`` (the conversation), ``turn`` (its number, from 1), ``type`` (the
+kind of request), ``session_over`` (no request follows), ``tool_pending`` (the session continues after a tool's answer).
+Other labels are carried and ignored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ DEFAULT_PRIORITY = 35
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens ``[start, stop)`` of a request, ``stop`` None for its end, with a priority of their own.
+    """A priority for tokens ``[start, stop)`` of a request; ``stop`` None means its end.
 
-    ``priority``: 0 (goes first) to 100. ``duration_s``: how long it holds after the last use; None for ever.
+    ``priority``: 0 (evicted first) to 100. ``duration_s``: how long it holds after the last use; None for ever.
     """
 
     start: int
@@ -46,12 +46,12 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What policies may use of a request.
+    """Information about a request that policies may use.
 
-    labels: see the module. priority: 0 (goes first) to 100 for all its blocks, None for the default.
+    labels: see the module. priority: 0 (evicted first) to 100 for all its blocks, None for the default.
     duration_s: how long that priority holds after the last use; None for ever. ranges: priorities of parts of the
-    request; the last range that holds a token wins over those before it, and over ``priority``.
-    Raises ValueError for a label of another type, for a priority or duration out of range, and for what is no range.
+    request; for each token, the last range that holds it wins over earlier ones and over ``priority``.
+    Raises ValueError for a label of another type, for a priority or duration out of range, and for an invalid range.
     """
 
     labels: Mapping[str, Label] = field(default_factory=dict)

@@ -1,20 +1,20 @@
-"""Learned: keeps what is likely to return soon, as learned online from what returned so far. Our own.
+"""Learned: keeps blocks that are likely to return soon, by a model learned online from past returns. Our own policy.
 
-When a use ends, its blocks get a class by what the cache itself saw: how often they were used, the turn of the
-conversation and how long it had paused, how many tokens of the request nobody had sent before, its length; and by the
-labels, if there are any. Once the conversation went on elsewhere (``Facts.superseded``) what it left behind is of
-another class. ``hazard`` learns of each class when it returns, from the cache's own past, ghosts included,
-and ranks it at each age by the hits a block-second that keeping it yields. The lowest rank goes. Ranks change with
-age, each class in its own way (a conversation returns after a minute or not at all), so ``maintain`` ranks all
-leaves anew, about once a second; one that comes meanwhile is ranked at once and stands where it belongs. While an LRU
-would hit more (``hazard.Standing``), all rank by their age alone, as LRU has it.
+When a use ends, its blocks get a class. The features are what the cache itself saw: the number of earlier uses, the
+turn of the conversation, the pause before it, the number of new tokens in the request, its length; and the labels, if
+there are any. When a conversation continues elsewhere (``Facts.superseded``), the blocks it leaves behind move to
+another class. ``hazard`` learns when each class returns, from the cache's own past, ghosts included. It ranks a class
+at each age by the expected hits per block-second of keeping it. The lowest rank is evicted first. Ranks change with
+age, differently for each class (a conversation returns after a minute or not at all). So ``maintain`` ranks all leaves
+again, about once a second, and a new leaf is ranked at once. While an LRU would hit more (``hazard.Standing``), all
+leaves rank by age alone, as in LRU.
 
-Nothing is trained beforehand, no label is needed, nothing is drawn at random. See policies/README.md for how it
-works and where it loses.
+There is no training in advance, no required label, and no randomness. policies/README.md describes how it works and
+where it loses.
 
-State a node: six values a piece, an entry of a heap; a tenant: the model's 6 MB, and at least 32,768 ghosts, 3 MB when
-full, and 8,192 labelled sessions, 5 MB when full. Cost: O(log n) a hook; O(nodes of a path) to leave one behind.
-Learning and ranking anew, O(leaves), are in ``maintain``.
+State a node: six values a piece, an entry of a heap. State a tenant: the model's 6 MB; at least 32,768 ghosts, 3 MB
+when full; and 8,192 labelled sessions, 5 MB when full. Cost: O(log n) a hook; O(nodes of a path) to move an abandoned
+branch. Learning and ranking all leaves, O(leaves), run in ``maintain``.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ _EDGES_S: Final[list[float]] = EDGES_S.tolist()
 
 @mypyc_attr(acyclic=True)
 class Returning(Piece):
-    """``num_uses``: in all. ``facts``: of the last request. ``number``, ``group``: of the use that ended, −1 while
-    in use.
-    """
+    """``num_uses``: in all. ``facts``: of the last request. ``number``, ``group``: of the ended use, −1 in use."""
 
     __slots__ = ("ended_s", "facts", "group", "num_uses", "number")
 
@@ -80,7 +78,7 @@ class Returning(Piece):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Learned(LeafPolicy[Returning]):
-    """Hits per block-second, by a hazard learned online. ``yields``: to LRU, while that hits more."""
+    """Evicts by expected hits per block-second. ``yields``: falls back to LRU while that hits more."""
 
     uses_ghost_keys: ClassVar[bool] = True
 
@@ -203,7 +201,7 @@ class Learned(LeafPolicy[Returning]):
     # --- conversations that went on elsewhere
 
     def _before(self, facts: Facts) -> Facts | None:
-        """The request before this one in its labelled session, whose last it is from now on."""
+        """The request before this one in its labelled session. This one becomes the session's last."""
         session = facts.labels.get("session") if facts.labels else None
         if session is None:
             return None
@@ -214,7 +212,7 @@ class Learned(LeafPolicy[Returning]):
         return before
 
     def _supersede(self, facts: Facts) -> None:
-        """What a request used last, and no later one, is of another class from now on."""
+        """Move the blocks that this request used last, and no later one, to another class."""
         if facts.superseded:
             return
         facts.superseded = True
@@ -326,10 +324,10 @@ class Ranked(Place):
 
 
 class Leaves:
-    """The evictable leaves, the lowest rank first, among equals the one that has waited longest. O(log n), amortised.
+    """The evictable leaves, the lowest rank first; of equals, the one that has waited longest. O(log n), amortised.
 
-    A rank is that of the leaf's class and age when it came, or when ``rank_anew`` was last called. That may run in
-    another thread: it leaves what it made for the next question to take up.
+    A rank is for the leaf's class and age when it was added, or when ``rank_anew`` last ran. That may run in another
+    thread: the next call takes up its result.
     """
 
     def __init__(self, rank: Floats) -> None:
@@ -392,7 +390,7 @@ class Leaves:
         self._ranked = upto, heap
 
     def _take_up(self) -> None:
-        """Put the new ranks in the place of the old; who came meanwhile keeps the rank that it came with."""
+        """Replace the old ranks by the new ones. Leaves that were added meanwhile keep their rank."""
         assert self._ranked is not None
         upto, places = self._ranked
         self._ranked, self._heap = None, Heap(places)

@@ -1,19 +1,19 @@
-"""LeafPolicy: the bookkeeping that policies share whose order alone doesn't put a child before its parent.
+"""LeafPolicy: shared bookkeeping for policies whose order alone doesn't put a child before its parent.
 
-It knows of each node its parent, how many children it has and whether it is evictable, so it knows the *evictable
-leaves*: a subclass hears of those only (``entered``, ``left``) and ranks them as it likes.
+It knows the parent of each node, its number of children, and whether it is evictable. So it knows the *evictable
+leaves*. A subclass receives events of those only (``entered``, ``left``) and ranks them.
 
 A node is a row of *pieces*, runs of blocks with one history each, deepest last:
 
     blocks   [ seen before, evicted, computed again )[ never seen )
     pieces   [ 3 uses                               )[ 1 use      )
 
-So a leaf ranks by its last piece, and loses no more than that before it is ranked again (``most``). What a piece
-remembers may outlive its eviction: ``memory`` of it goes to the ``Ghosts``, under the keys of its segments, and comes
-back in ``made``. Blocks that a request adds to its own leaf join its last piece, as long as nobody else used that.
+A leaf ranks by its last piece, and loses no more than that piece before it is ranked again (``most``). The memory of a
+piece may survive eviction: ``memory`` passes it to the ``Ghosts``, under the keys of its segments, and ``made`` gets it
+back. Blocks that a request adds to its own leaf join the last piece, if no other request used that piece.
 
-``LeafHeap`` is an order over leaves by a key that doesn't grow while a leaf is in it, ``LeafQueue`` one by keys most
-of which come in order.
+``LeafHeap`` orders leaves by a key that doesn't grow while a leaf is in it. ``LeafQueue`` is for keys that mostly
+arrive in order.
 
 State a node: about 300 bytes with one piece, and what a subclass adds. Cost: O(1) a hook, O(pieces) for ``touched``
 and ``split``, and what a subclass adds.
@@ -40,7 +40,9 @@ GHOSTS_PER_SEGMENT: Final = 4
 
 @mypyc_attr(acyclic=True)
 class _Run:
-    """Segments that went together, shallowest first. ``size``: how many of them are remembered, the first ones."""
+    """Segments that were evicted together, shallowest first. ``size``: how many of them are remembered, the first
+    ones.
+    """
 
     __slots__ = ("keys", "line", "memory", "size")
 
@@ -49,9 +51,9 @@ class _Run:
 
 
 class GhostLine:
-    """Runs in the order in which they are forgotten, ``max_ghosts`` segments at most. ``num``: those of its runs.
+    """Runs in the order in which they are forgotten, ``max_ghosts`` segments at most. ``num``: their segments.
 
-    A run that is forgotten, of size 0, keeps its place until its turn comes, or until most are of that kind.
+    A forgotten run has size 0. It keeps its place until its turn comes, or until most runs are forgotten.
     """
 
     __slots__ = ("_at", "_first", "_max", "_row", "num")
@@ -94,10 +96,10 @@ class GhostLine:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Ghosts:
-    """Memories of evicted segments by their key, the oldest out first, at most ``max_ghosts`` of them.
+    """Memories of evicted segments by key, at most ``max_ghosts``. The oldest is forgotten first.
 
-    Segments that went together are one *run*, kept under its shallowest key. Whoever computes any of them again
-    computes that one too, so it is where they are found: O(1) a run, and one look-up a key in a small dict.
+    Segments that were evicted together are one *run*, kept under its shallowest key. A request that computes any of
+    them again computes that one too, so it finds the run there: O(1) a run, and one look-up a key in a small dict.
     """
 
     __slots__ = ("_runs", "line")
@@ -169,8 +171,8 @@ def _num_equal(run: Keys, keys: Keys, at: int) -> int:
 class Piece:
     """Blocks of a node with one history.
 
-    keys: ghost keys of the segments that end within, shallowest first. is_new: made in the running use of its node,
-    nobody else used it, and no ghost knew it.
+    keys: ghost keys of the segments that end within, shallowest first. is_new: made in the current use of its node,
+    with no other use and no ghost.
     """
 
     __slots__ = ("is_new", "keys", "num_blocks")
@@ -571,10 +573,11 @@ class LeafHeap:
 
 
 class LeafQueue:
-    """Leaves by ``(key, stamp)``, the smallest first. O(1) for those that come in order, O(log n) amortised for others.
+    """Leaves by ``(key, stamp)``, the smallest first. O(1) for leaves that arrive in order, O(log n) amortised for
+    others.
 
-    A leaf's key is of its last use or of its insertion, so most are the youngest and stand in a row; a parent that
-    became a leaf is older, and goes to a heap beside it.
+    A leaf's key is of its last use or of its insertion. So most new leaves are the youngest and are appended. A parent
+    that became a leaf is older, and goes to a separate heap.
     """
 
     __slots__ = ("_at", "_last", "_late", "_places", "_row", "_serial")

@@ -1,13 +1,13 @@
-"""Least frequently used, with dynamic aging so that old fame fades (LFU-DA).
+"""LFU with dynamic aging (LFU-DA): evicts the node with the lowest count of uses plus cache age.
 
-A node's priority is its count of uses plus the age of the cache, taken when its use ends; the lowest goes
-first, among equals the one whose use ended longest ago. The age is the priority of the last victim, so a
-node that isn't used any more is overtaken, however famous it once was. Arlitt, Cherkasova, Dilley, Friedrich
-and Jin, "Evaluating content management techniques for web proxy caches" (1999).
+A node's priority is its count of uses plus the age of the cache, taken when its use ends. The lowest is evicted first;
+of equals, the one whose use ended longest ago. The age is the priority of the last victim, so later nodes overtake an
+unused node, however often it was used once. Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content
+management techniques for web proxy caches" (1999).
 
-Departs from the paper in two ways: the unit is a node of a radix tree, and the priority is taken at the end
-of a use, after every node of the path is counted. A use of a node is a use of its parent, so a parent's
-count and age are never below its child's: the lowest priority is always a leaf's.
+Differences from the paper: the unit is a node of a radix tree, and the priority is taken at the end of a use, after
+every node of the path is counted. A use of a node is a use of its parent, so a parent's count and age are never below
+its child's: the lowest priority is always a leaf's.
 
 State a node: a count, a priority, an entry in the bucket of its priority. Cost: O(1), and O(log p) when a
 bucket opens, where p is the number of different priorities.

@@ -1,18 +1,17 @@
-"""LRFU: decayed frequency. Each use counts 1 when it ends and half as much a half-life later; the smallest sum
-goes first.
+"""LRFU: decayed frequency. Each use counts 1 when it ends and half as much a half-life later.
+The smallest sum is evicted first.
 
 Lee, Choi, Kim, Noh, Min, Cho and Kim, "LRFU: a spectrum of policies that subsumes the least recently used and least
-frequently used policies" (IEEE Transactions on Computers, 2001). Departs from it in three ways:
+frequently used policies" (IEEE Transactions on Computers, 2001). Three differences from the paper:
 
-- A sum outlives eviction: it stays with the ghost of the segment and is taken up when that is computed again. A new
-  turn of a busy conversation would enter as a newcomer otherwise.
+- A sum survives eviction: it stays with the ghost of the segment, and continues when the segment is computed again.
+  Otherwise a new turn of a busy conversation would start at zero.
 - The half-life is learned: ``HALF_LIFE_PER_GAP`` times the ``GAP_QUANTILE`` of the gaps after which blocks were
-  used again, ghosts included, followed by stochastic steps on its logarithm.
-- Time is counted in half-lives as they pass (``half_lives``), so when the half-life changes, sums decay at another
-  rate from then on and stay comparable: nothing is ranked anew.
+  used again, ghosts included. Stochastic steps on its logarithm follow the quantile.
+- Time is counted in half-lives as they pass (``half_lives``). So when the half-life changes, sums decay at another rate
+  from then on and stay comparable, and no leaf is ranked again.
 
-With ``C`` the sum at virtual time ``t``, ``log2(C) + t`` doesn't change until the next use: it is the key of the
-order.
+With ``C`` the sum at virtual time ``t``, ``log2(C) + t`` doesn't change until the next use. It is the key of the order.
 
 State a node: three numbers a piece, an entry of a heap. Cost: O(log n); ghosts as in ``leaves``.
 """
@@ -55,7 +54,7 @@ class HalfLife:
         self.seconds = HALF_LIFE_PER_GAP * FIRST_GAP_S
 
     def saw(self, gap_s: float, num_blocks: int) -> None:
-        """``num_blocks`` were used ``gap_s`` after the end of their last use. A gap weighs by its blocks."""
+        """Record ``num_blocks`` that were used ``gap_s`` after their last use. A gap weighs by its blocks."""
         self._num_gaps += 1
         self._num_blocks += num_blocks
         weight, speed = num_blocks * self._num_gaps / self._num_blocks, 0.1 / (1 + self._num_gaps / 128)

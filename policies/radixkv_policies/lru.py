@@ -1,12 +1,11 @@
-"""Least recently used: the leaf whose last use ended longest ago goes first.
+"""Least recently used: evicts the leaf whose last use ended longest ago.
 
-The order is that of ``unleased``: a node that a request leases leaves the order and enters it again, at the
-young end, when its last lease is released. Since a path is released child before parent, a node stands
-before its parent and the oldest is a leaf. Differs from textbook LRU in counting the *end* of a use, so a
-long generation doesn't age while it runs.
+The order is that of ``unleased``. A node that a request leases leaves the order. It enters again, as the youngest, when
+its last lease is released. A path is released child before parent, so a node comes before its parent and the oldest is
+a leaf. Textbook LRU counts the start of a use; here the *end* counts, so a long generation doesn't age while it runs.
 
-State a node: one entry of an ordered dict. Cost: O(1) each; the dict's own methods serve as hooks, so that a
-request enters no Python function of the policy (0.06 µs a node instead of 0.13).
+State a node: one entry of an ordered dict. Cost: O(1) each. The dict's own methods serve as hooks, so a request calls
+no Python function of the policy (0.06 µs a node instead of 0.13).
 """
 
 from __future__ import annotations

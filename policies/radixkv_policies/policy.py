@@ -1,31 +1,31 @@
-"""What a policy is: an order over the nodes of one tenant, told of what happens to them.
+"""The interface of eviction policies: an order over the nodes of one tenant, updated by events from the cache.
 
-A policy sees opaque handles, sizes, depths, hints, opaque keys and a clock: never token ids, so it can't leak what
-it can't see. It keeps the *evictable* nodes, those that no lease protects, and names the next victim among them.
+A policy sees opaque handles, sizes, depths, hints, opaque keys and a clock. It never sees token ids, so it can't leak
+them. It keeps the *evictable* nodes, those that no lease protects, and names the next victim among them.
 
-The life of a node, as the cache tells it:
+The life of a node, as the cache reports it:
 
     inserted ─▶ in use ──unleased──▶ evictable ──leased──▶ in use …  evictable ──trimmed*, removed──▶ gone
 
-Every policy keeps ``leased``, ``unleased``, ``removed``, ``victim`` and ``__len__``. The other hooks are optional:
-what a class doesn't override the cache never calls, so that a simple policy costs nothing for what others need.
+Every policy implements ``leased``, ``unleased``, ``removed``, ``victim`` and ``__len__``. The other hooks are optional:
+the cache never calls a hook that a class doesn't override, so a simple policy doesn't pay for it.
 
-What the cache promises, and a policy may build on:
+The cache guarantees:
 
 - A use of a node is a use of all its ancestors: they are leased no later, and unleased in the same call or
   later, child before parent. ``touched`` names a request's whole matched path.
 - So in any order by last use, or by counts of uses with that as the tie-break, a node comes before its
   parent, and the first evictable node is a leaf.
-- Only the node that ``victim`` named, or that ``admit`` declined, is trimmed, only while it is evictable; of a victim
-  no more than ``most`` blocks before ``victim`` is asked again.
-- A request's calls come in this order: ``leased`` of what it matched, ``touched``, ``opened``; then, as its KV is
-  computed, ``inserted`` or ``extended``; at last ``unleased``, and ``admit`` of the leaf. Requests interleave.
-- ``admit`` is asked at the end of a use and not at its begin: whatever is decided, the blocks are there while the
-  request runs, and others may share them. What is declined is ``trimmed`` as a whole and ``removed``.
+- Only a node that ``victim`` named, or that ``admit`` declined, is trimmed, and only while it is evictable. A victim
+  loses no more than ``most`` blocks before ``victim`` is called again.
+- A request's calls come in this order: ``leased`` for the matched nodes, ``touched``, ``opened``; then, as its KV is
+  computed, ``inserted`` or ``extended``; at last ``unleased``, and ``admit`` for the leaf. Requests interleave.
+- ``admit`` is called at the end of a use, not at its start: the blocks are there in any case while the request runs,
+  and others may share them. A declined leaf is ``trimmed`` as a whole and ``removed``.
 
-Ghost keys stand for whole prefixes: 64-bit values, one for each segment of ``segment_blocks`` blocks that ends within
-the blocks they come with, shallowest first. Equal prefixes of one tenant have equal keys; a collision costs hit
-rate, never more. They let a policy remember what was evicted.
+Ghost keys identify whole prefixes. They are 64-bit values, one for each segment of ``segment_blocks`` blocks that ends
+within the given blocks, shallowest first. Equal prefixes of one tenant have equal keys. A collision costs only hit
+rate. Policies use the keys to remember evicted blocks.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ SEGMENT_TOKENS: Final = 512
 class Policy:
     """The order in which one tenant's nodes are evicted.
 
-    capacity: blocks that the cache can hold; what a policy remembers is bounded by it. clock: seconds, never
-    backwards. seed: of whatever it draws at random. block_size: token ids a block, as the ranges of hints count
-    them. segment_blocks: blocks that a ghost key stands for, SEGMENT_TOKENS ÷ block_size: what a policy weighs by
-    tokens it weighs by this, at least 1. Raises TypeError for a subclass without one of ``required``.
+    capacity: blocks that the cache can hold; it bounds what a policy remembers. clock: seconds, never backwards. seed:
+    for all random choices. block_size: token ids a block, as the ranges of hints count them. segment_blocks: blocks of
+    one ghost key, SEGMENT_TOKENS ÷ block_size, at least 1; use it for weights that are stated in tokens. Raises
+    TypeError for a subclass without one of ``required``.
     """
 
     required: ClassVar[tuple[str, ...]] = ("leased", "unleased", "removed", "victim", "__len__")
@@ -89,7 +89,7 @@ class Policy:
         return method
 
     def order(self) -> tuple[Callable[..., object], Callable[..., object], Callable[..., object]]:
-        """``leased``, ``unleased`` and ``removed``, as they are to be called: what does the same may stand for them."""
+        """``leased``, ``unleased`` and ``removed`` as callables. A policy may return equivalent faster ones."""
         return self.leased, self.unleased, self.removed
 
     # --- optional: a request
@@ -146,14 +146,13 @@ class Policy:
         raise NotImplementedError
 
     def victim(self) -> Handle | None:
-        """The evictable leaf to go next, or None if nothing is evictable. A question: asked again, it answers the
-        same.
-        """
+        """The next leaf to evict, or None if nothing is evictable. It changes nothing: asked again, it is the same."""
         raise NotImplementedError
 
     def admit(self, node: Handle) -> bool:
-        """Whether to keep a leaf whose last use has just ended; if not it goes at once, and so on upward. Optional:
-        without it, everything is kept until it is a victim.
+        """Whether to keep a leaf whose last use has just ended. If not, it is removed at once, and so on upward.
+
+        Optional: without it, every leaf is kept until it is a victim.
         """
         return True
 

@@ -1,8 +1,8 @@
-"""Prompts first: what a model generated goes before what it was asked, each in the order of last use.
+"""Evicts generated blocks before prompt blocks, each group in the order of last use.
 
-A prompt, or the document in it, may be sent again by anyone; an answer comes back only if its conversation goes on.
-A block that holds generated tokens counts as generated until a request matches it as a part of its prompt. Our own,
-after the habit of engines that keep prompt blocks longer than decoded ones.
+Any request may send a prompt, or its document, again. An answer returns only if its conversation continues. A block
+with generated tokens counts as generated until a request matches it as a part of its prompt. Our own policy; some
+engines also keep prompt blocks longer than decoded ones.
 
 State a node: a flag and a stamp a piece, an entry of a queue. Cost: O(log n).
 """

@@ -1,11 +1,12 @@
-"""Priorities from 0 to 100: the lowest goes first, among equals the least recently used.
+"""Priorities from 0 to 100: evicts the lowest first; of equals, the least recently used.
 
-After the retention of TensorRT-LLM: a request's hints give its blocks a priority, all of them or ranges of tokens,
-for ever or for so many seconds after their last use; then, and without hints, it is ``DEFAULT_PRIORITY``. A later
-request with a priority of its own sets the blocks that it matches anew. A block has the priority of its first
-token.
+After the retention of TensorRT-LLM. A request's hints give a priority to all of its blocks or to ranges of tokens, for
+ever or for a number of seconds after their last use. Afterwards, and without hints, the priority is
+``DEFAULT_PRIORITY``. A later request with its own priority sets the blocks that it matches again. A block has the
+priority of its first token.
 
-Departs from it in that only leaves go, so a block of low priority above one of high priority stays as long as that.
+Difference from TensorRT-LLM: only leaves are evicted, so a block of low priority above one of high priority stays as
+long as that.
 
 State a node: four numbers a piece, an entry of a queue, another if its priority ends. Cost: O(log n).
 """

@@ -1,15 +1,15 @@
-"""S3-FIFO: a small queue that newcomers pass, a main one for what was used meanwhile, and ghosts of who failed.
+"""S3-FIFO: a small queue for new blocks, a main queue for blocks that were used again, and ghosts of evicted ones.
 
 Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO queues are all you need for cache eviction" (SOSP 2023). New blocks enter
 the small queue, ``SMALL_SHARE`` of the capacity; blocks that a ghost remembers enter the main one. When the small
-queue is full, its oldest leaf goes, or to the main queue if it was used more than once since; otherwise the oldest
-leaf of the main queue goes, or to its young end with one use less.
+queue is full, its oldest leaf is evicted, or moves to the main queue if it was used more than once since. Otherwise the
+oldest leaf of the main queue is evicted, or moves to its young end with one use less.
 
-Departs from it in that the unit is a run of blocks of a tree and only leaves go: others keep their place in the
-queue until they are leaves, so a queue is ordered by stamps. Sizes are in blocks, leased ones included.
+Differences from the paper: the unit is a run of blocks of a tree, and only leaves are evicted. Others keep their place
+in the queue until they are leaves, so a queue is ordered by stamps. Sizes are in blocks, leased ones included.
 
-State a node: three numbers a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each step to the
-young end uses up a use. Ghosts as in ``leaves``, at most one a segment of capacity.
+State a node: three numbers a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each move to the young
+end consumes a use. Ghosts as in ``leaves``, at most one a segment of capacity.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""SIEVE: a hand walks from the oldest to the youngest; what was used since it last came by is spared once.
+"""SIEVE: a hand moves from the oldest to the youngest leaf, and spares leaves used since its last visit, once.
 
-Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is simpler than LRU" (NSDI 2024). Blocks never move; the hand stops
+Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is simpler than LRU" (NSDI 2024). Blocks never move. The hand stops
 at the first leaf that was not used since its last visit, clears the mark of those it passes, and starts over at the
 oldest.
 
-Departs from it in that the unit is a run of blocks of a tree and the hand sees leaves only. Its place is a stamp:
-leaves from it on are *ahead*, those before it *behind*, two heaps by stamp that swap when the hand starts over.
+Differences from the paper: the unit is a run of blocks of a tree, and the hand sees leaves only. Its place is a stamp:
+leaves from it on are *ahead*, those before it *behind*. They are two heaps by stamp that swap when the hand starts
+over.
 
 State a node: a stamp and a mark a piece, an entry of a queue. Cost: O(log n), ``victim`` amortised: each leaf passed
-uses up a mark.
+consumes a mark.
 """
 
 from __future__ import annotations

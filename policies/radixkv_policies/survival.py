@@ -1,14 +1,12 @@
-"""Survival: the chance that blocks return within a horizon, by class; the smallest goes first, among equals LRU.
+"""Survival: evicts the class with the smallest probability to return within a horizon first; of equals, as LRU.
 
-When a use ends, its blocks fall into a class by how often they were used, the turn of the conversation, how many new
-blocks the request brought, and the labels it came with (``type``, ``session_over``, ``tool_pending``; ``session`` and
-``turn`` say which turn it is). A horizon later they are counted, those that returned meanwhile and those that did not
-together; the shares are the chances. What is older than the horizon has none. Frequency and turn outlive eviction with
-the ghosts.
+When a use ends, its blocks get a class. Features: the number of uses, the turn of the conversation, the number of new
+blocks in the request, and its labels (``type``, ``session_over``, ``tool_pending``; ``session`` and ``turn`` give the
+turn). One horizon later the returned and the other blocks are counted together; the shares are the probabilities. For
+older blocks the probability is zero. Frequency and turn survive eviction with the ghosts.
 
-After the workload-aware eviction of "KVCache cache in the wild" (ATC 2025, 2506.02634). Departs from it in the
-classes, in that no category of request has to be given, and in that the horizon is learned: ``HORIZON`` half-lives
-as ``lrfu`` has them.
+After the workload-aware eviction of "KVCache cache in the wild" (ATC 2025, 2506.02634). Differences: the classes; no
+category of request is required; the horizon is learned: ``HORIZON`` half-lives as in ``lrfu``.
 
 State a node: five values a piece, an entry of two heaps; two numbers a class; at most ``MAX_EVENTS`` events that wait
 for their horizon. Cost: O(log n), amortised.

@@ -1,12 +1,12 @@
-"""Tail-optimised LRU: what can go without hurting the tail of the time to first token goes first.
+"""Tail-optimised LRU: first evicts blocks whose loss doesn't affect the tail of the time to first token.
 
-After "Tail-optimized caching for LLM inference" (2510.15152, 2025). The time to first token meets its objective as
-long as at most ``OBJECTIVE_TOKENS`` have to be computed. A conversation that will come back with about as many new
-tokens as requests have on average can lose the rest of that budget from its tail at no cost to the tail latency:
-such blocks go first, the least recently used conversation's first; if there are none, plain LRU.
+After "Tail-optimized caching for LLM inference" (2510.15152, 2025). The time to first token meets its objective if at
+most ``OBJECTIVE_TOKENS`` have to be computed. A conversation is expected to return with as many new tokens as requests
+have on average. It can lose the rest of that budget from its tail at no cost to the tail latency. Such blocks go first,
+those of the least recently used conversation before others. If there are none, the order is LRU.
 
-Departs from it in that a leaf stands for a conversation, and its length is that of the last request that ended in or
-below it; and in that the new tokens of a turn are a running mean over requests, not known beforehand.
+Differences from the paper: a leaf stands for a conversation, and its length is that of the last request that ended in
+or below it. The new tokens of a turn are a running mean over requests, not known in advance.
 
 State a node: two numbers a piece, an entry of a queue. Cost: O(log n).
 """
