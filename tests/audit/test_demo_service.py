@@ -82,9 +82,9 @@ def test_a_strict_tenants_counts_may_not_move_at_all(
     (tmp_path / "keys.json").write_text(json.dumps({"operator": KEYS["operator"], "tenants": entries}))
     told = prefixes._tenant_stats
 
-    def moved(service: Any, tenant: str) -> Any:
-        others = sum(service.cache.tenant_stats(name).requests for name in entries if name != tenant)
-        own = told(service, tenant)
+    def moved(keyring: Any, cache: Any, tenant: str) -> Any:
+        others = sum(cache.tenant_stats(name).requests for name in entries if name != tenant)
+        own = told(keyring, cache, tenant)
         return own.model_copy(update={"evicted_blocks": own.evicted_blocks + others})
 
     monkeypatch.setattr(prefixes, "_tenant_stats", moved)
