@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -12,6 +13,14 @@ from radixkv import LeaseError, Namespace, PrefixCache, StaleGeneration, audit
 from tests.index.support import NS, make_cache
 
 SECRET = 31_337
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> None:
+    """Collects what other tests left: their warnings would count here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def test_a_forgotten_sequence() -> None:
