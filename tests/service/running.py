@@ -135,6 +135,7 @@ class Process:
         self.url = ""
         self.process: subprocess.Popen[bytes] | Forked
         if forked:
+            log.touch()
             self.process = Forked(["--threads", "1", *options], log)
             return
         command = [sys.executable, "-m", "radixkv", "serve", "--threads", "1", *options]
