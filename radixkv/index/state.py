@@ -7,7 +7,6 @@ never writes its attributes.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,7 +61,7 @@ class Damage:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class CacheState(ABC):
+class CacheState:
     """The state of one cache. See ``PrefixCache`` for the arguments."""
 
     def __init__(
@@ -127,17 +126,17 @@ class CacheState(ABC):
         with self._lock:
             pass
 
-    @abstractmethod
     def _repair(self) -> None:
-        """For the lock: repair the state before a call. Raises IntegrityError."""
+        """Make the state whole before a call. For the lock. Raises IntegrityError."""
+        raise NotImplementedError("PrefixCache does this")
 
-    @abstractmethod
     def _give_up(self, held: Held) -> None:
-        """For the lock: release what a finaliser gave up, unless it is released already."""
+        """Release what a finaliser gave up, unless it is released already. For the lock."""
+        raise NotImplementedError("PrefixCache does this")
 
-    @abstractmethod
     def _end_due_pins(self) -> None:
-        """For maintenance: end expired pins, in slices. O(expired pins)."""
+        """End the pins whose time is over, in slices. For maintenance. O(pins that are due)."""
+        raise NotImplementedError("PrefixCache does this")
 
 
 def _make_lock() -> CacheLock:

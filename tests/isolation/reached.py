@@ -1,0 +1,72 @@
+"""What 400 random lives of a cache came to, as JSON: how often each thing was seen.
+
+python -m tests.isolation.reached
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from typing import ClassVar
+
+from radixkv import PrefixCache
+from radixkv.audit import properties
+
+SEED = int(os.environ.get("RADIXKV_SEED", "0"))
+
+
+class Reached(properties.CacheMachine):
+    """The machine, counting what its lives came to."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def laws(self) -> None:
+        """The laws, and what there is to see."""
+        super().laws()
+        stats, snapshot = self.cache.stats(), self.cache.snapshot()
+        self.seen.update(
+            {
+                "several tenants": stats.num_tenants > 1 and stats.resident_blocks > 1,
+                "hits": stats.hit_tokens > 0,
+                "evictions": stats.evicted_blocks > 0,
+                "copies": stats.copied_blocks > 1,
+                "full": stats.free_blocks == 0,
+                "quarantine": stats.quarantined_blocks > 0,
+                "lent": stats.lent_blocks > 0,
+                "leases": len(snapshot.leases) > 0,
+                "shared runs": any(run.owners > 1 for run in snapshot.runs),
+                "runs that the tree took": any(run.node is not None for run in snapshot.runs),
+                "branches": any(
+                    count > 1
+                    for tree in snapshot.trees
+                    for count in Counter(
+                        node.parent for node in tree.nodes if node.parent is not None
+                    ).values()
+                ),
+                "copies that wait": self.engine.is_behind,
+                "waiting plans hold blocks": len(snapshot.held_ids) > 0,
+                "committed and private": any(
+                    run.num_committed >= self.block_size and not run.forgotten and self._is_private(run)
+                    for run in self.runs
+                ),
+            }
+        )
+
+    def _is_private(self, run: properties.Mirror) -> bool:
+        """Whether its first block was computed twice: the tree's is another one."""
+        first = self.cache.match(run.namespace, run.ids[: self.block_size]).block_ids
+        return len(first) > 0 and first[0] != run.sequence.block_table[0]
+
+
+def main() -> None:
+    """Run the lives and print the counts. Exit code 1 if a life breaks a law."""
+    report = properties.run(PrefixCache, 400, 50, seed=SEED, machine=Reached)
+    if not report.ok:
+        sys.exit(str(report.failure))
+    print(json.dumps(Reached.seen))
+
+
+if __name__ == "__main__":
+    main()
