@@ -1,6 +1,7 @@
-"""Replicas that tell each other what they hold. ``coordinator.py`` says what is promised, and how to call it.
+"""Coordination: replicas publish what they hold, so that others can route, warm, pin and purge.
 
-Importing this package loads no store's client: ``connect`` does, if it is given a URL.
+``coordinator.py`` describes the guarantees and the calls. Importing this package loads no store client; ``connect``
+loads one if it is given a URL.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ def connect(
     background: bool = True,
     store: MemoryStore | None = None,
 ) -> Coordinator:
-    """A coordinator that isn't registered yet: over Redis at ``url``, or in memory if ``url`` is None.
+    """Make a coordinator that isn't registered yet: over Redis at ``url``, or in memory if ``url`` is None.
 
-    In memory, replicas of one process see each other through a shared ``store``; without one a replica is
-    alone, and its ``journal`` is None. ``background=False`` starts no threads: the caller then calls
-    ``beat`` and ``publish`` itself (and ``poll`` over Redis). Nothing is sent before ``register()``.
+    In memory, replicas of one process see each other through a shared ``store``. Without a shared store the replica is
+    alone, and its ``journal`` is None. ``background=False`` starts no threads: the caller then calls ``beat`` and
+    ``publish`` itself (and ``poll`` over Redis). Nothing is sent before ``register()``.
 
     Raises ConfigError for a setting that can't work, and for a ``url`` without the extra ``redis``.
     """

@@ -1,44 +1,44 @@
-"""The coordinator of one replica: what it promises, and how to call it.
+"""The coordinator of one replica: its guarantees, and how to call it.
 
     coordinator = connect(url, replica_id="a", fleet_secret=secret, address="http://127.0.0.1:8400",
                           fingerprint=engine.fingerprint, block_size=16, lease_s=10.0)
-    cache = PrefixCache(config, journal=coordinator.journal)     # None where nobody could listen
-    coordinator.attach(cache)                                    # where a lost journal is rebuilt from
+    cache = PrefixCache(config, journal=coordinator.journal)     # None if no other replica could read it
+    coordinator.attach(cache)                                    # source for rebuilding a lost journal
     coordinator.register()              # ConfigError: the fleet differs; a store that is down: see health()
     coordinator.info()                  # ReplicaInfo of this process (.epoch 0 until registered)
     coordinator.health()                # Health: .state, .reason, counters; never touches the store
-    coordinator.replicas()              # ReplicaInfo of all that are known, this one first; local, quick
-    coordinator.peers()                 # only those a request may be sent to (live, proven, compatible)
+    coordinator.replicas()              # ReplicaInfo of all known replicas, this one first; local, quick
+    coordinator.peers()                 # only those that requests may be sent to (live, proven, compatible)
     coordinator.hints(ns, token_ids)    # [Hint(replica, num_tokens)], longest first; local, quick
     coordinator.report_load(Load(...))  # goes out with the next beat
     job = coordinator.create_job(ns, num_tokens, ["a", "b"])     # StoreUnavailable
     coordinator.report_job(job.id, "running", 512)               # this replica's part; StoreUnavailable
     coordinator.job(job.id, tenant)     # WarmJob | None (also for another tenant's); StoreUnavailable
-    coordinator.leave(); coordinator.close()                     # close() leaves by itself, ends the threads
+    coordinator.leave(); coordinator.close()                     # close() also leaves, and ends the threads
 
     headers = sign_request(secret, method="POST", path="/v1/warm", tenant="acme", body=body,
                            audience=peer.audience, timestamp_s=time.time())
     tenant = verifier.verify(request.headers, method="POST", path="/v1/warm", body=body,
                              audience=coordinator.info().audience)     # verifier = RequestVerifier(secret)
 
-What concerns the registration is in ``replica.py``, jobs in ``jobs.py``, pins in ``pins.py``, the rest here. The
-store is chosen by the subclass: ``memory_coordinator.py``, ``redis_coordinator.py``.
+``replica.py`` has the registration, ``jobs.py`` warm jobs, ``pins.py`` pins; the rest is here. The subclass chooses
+the store: ``memory_coordinator.py``, ``redis_coordinator.py``.
 
 Rules that hold over every store:
 
 1. A replica is the only writer of its own facts: what it holds, its load, its part of a job.
-2. What is known of another replica is a hint. It may be forgotten at any time, and never persistently wrong.
-3. A registration has an epoch, greater than all before it of the same id. Entries of an older epoch count
-   for nothing, and a replica that still writes with one is fenced: StaleEpoch, and nothing more is written. It takes
-   its id again once no other process has held a lease of it for two leases: the registration that fenced it then came
-   from a process that was gone.
-4. A replica that stops beating leaves every view within its lease. Liveness is compared when it is read.
-5. No token id, tenant name or KV byte reaches the store: digests of ``keys.py`` do.
-6. An address counts only with the proof of a beat that is no older than its lease and 30 s of skew; a purge and its
-   confirmation count only with theirs. A writer to the store without the fleet secret can neither attract requests
-   nor purge a tenant nor confirm a purge.
+2. Knowledge of another replica is a hint. It may be forgotten at any time. It is never wrong for good.
+3. A registration has an epoch, greater than all earlier epochs of the same id. Entries of an older epoch are ignored.
+   A replica that still writes with an older epoch is fenced: it gets StaleEpoch and writes nothing more. A fenced
+   replica takes its id back once no other process has held a lease of the id for two leases. The process that
+   fenced it was then already gone.
+4. A replica that stops beating leaves every view within its lease. Liveness is checked at each read.
+5. No token id, tenant name or KV byte reaches the store. The store sees only the digests of ``keys.py``.
+6. An address counts only with the proof of a beat that is no older than its lease plus 30 s of clock skew. A purge
+   and its confirmation count only with their proofs. A writer to the store without the fleet secret can't attract
+   requests, purge a tenant or confirm a purge.
 
-With the store gone everything local goes on; the views of others run out with their leases.
+While the store is unreachable, all local work continues. What is known of the others expires with their leases.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ if TYPE_CHECKING:
 
 
 class Coordinator(JobRecords, PinRecords):
-    """See the module's docstring. Every method may be called from any thread.
+    """Coordinator of one replica; see the module's docstring. Every method may be called from any thread.
 
-    Each raises ArgumentError, and changes nothing, for an argument of another type or range; a job or a pin of an id
-    that none can have is one that isn't there.
+    Every method raises ArgumentError, and changes nothing, for an argument of a wrong type or range. A malformed id of
+    a job or a pin is treated as an unknown one.
     """
 
     def hints(self, namespace: Namespace, token_ids: tokens.TokenIds) -> list[Hint]:
-        """Which reachable others hold how much of the prefix: longest first, then by id; local.
+        """Return the other reachable replicas that hold a part of the prefix: longest first, then by id; local.
 
-        Counts whole segments of ``SEGMENT_TOKENS`` tokens; those that hold none are left out.
-        O(segments × replicas), and a digest a segment.
+        Counts whole segments of ``SEGMENT_TOKENS`` tokens, and leaves out replicas that hold none.
+        O(segments × replicas), plus one digest a segment.
         """
         check_namespace(namespace)
         key = tokens.encode(token_ids)
@@ -87,10 +87,12 @@ class Coordinator(JobRecords, PinRecords):
     # ---- tenants of the fleet
 
     def purge(self, tenant: str) -> Purge:
-        """Forget a tenant in the whole fleet: raise its generation, apply that, report who has confirmed.
+        """Forget a tenant in the whole fleet: raise its generation, apply that here, report which replicas have
+        confirmed.
 
-        Repeat after StoreUnavailable; UnreadableRecord is one: what stood in the store of the tenant's generation was
-        no replica's writing, and was replaced. Raises StaleEpoch, ArgumentError.
+        Call it again after StoreUnavailable or UnreadableRecord. UnreadableRecord is a kind of StoreUnavailable: the
+        store held a generation of this tenant that no replica wrote, and it was replaced. Raises StaleEpoch,
+        ArgumentError.
         """
         with self._writing, self._storing():
             self._require_registration()
@@ -107,49 +109,55 @@ class Coordinator(JobRecords, PinRecords):
     def apply_purge(self, tenant: str, raised: Raised) -> None:
         """Apply and confirm a raise that another replica sent, even if the store doesn't have it.
 
-        Raises ArgumentError unless its proof is right, StaleEpoch or StoreUnavailable once it is applied.
+        Raises ArgumentError if its proof is wrong. Raises StaleEpoch or StoreUnavailable only after it is applied.
         """
         with self._writing, self._storing():
             self._require_registration()
             self.purges.apply_purge(self._writer, tenant, raised)
 
     def apply_purges(self) -> None:
-        """Apply and confirm what was purged elsewhere, now. Raises StaleEpoch or StoreUnavailable."""
+        """Apply and confirm now what other replicas purged. Raises StaleEpoch or StoreUnavailable."""
         with self._writing, self._storing():
             self._require_registration()
             self.purges.apply_purges(self._writer)
 
     def purge_report(self, tenant: str) -> Purge:
-        """How far the tenant's last purge has come. Raises StoreUnavailable, UnreadableRecord."""
+        """Return the progress of the tenant's last purge. Raises StoreUnavailable, UnreadableRecord."""
         return self._reported(tenant)
 
     def _reported(self, tenant: str, replicated: bool | None = None) -> Purge:
-        """A replica that a store has forgotten is waited for, as long as its lease runs by what was read of it."""
+        """Report on the last purge.
+
+        A replica that the store has forgotten counts until its last known lease is over.
+        """
         known = [info.id for info in self.replicas() if info.live]
         return self.purges.report(tenant, known, replicated)
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
-        """The tenant's limit over all replicas, in blocks; None: none. Raises ArgumentError, StoreUnavailable.
+        """Set the tenant's limit over all replicas, in blocks; None removes it. Raises ArgumentError, StoreUnavailable.
 
-        Every replica that has met the tenant knows it within a beat or two (256 tenants a beat), and tells a store
-        that has lost it.
+        Every replica that has met the tenant learns the limit within a beat or two (256 tenants a beat). If the store
+        loses the limit, such a replica writes it again.
         """
         check_limit(tenant, blocks)
         self.purges.meet([tenant])
         return self._counted(self.quotas.set_limit(tenant, blocks))
 
     def limits(self) -> dict[str, int]:
-        """The limits over all replicas of tenants met here, whoever was told; as known here. Local; O(limits)."""
+        """Return the limits over all replicas, of tenants met here, as known here. Local; O(limits).
+
+        Limits that were set on another replica are included.
+        """
         known = [
             (self.purges.name(digest), each.blocks) for digest, each in self.quotas.limits.known().items()
         ]
         return {tenant: blocks for tenant, blocks in known if tenant is not None and blocks is not None}
 
     def reserve(self, tenant: str, blocks: int) -> Grant:
-        """State how many blocks this replica wants to hold of a tenant's quota; ``.blocks`` of them are granted.
+        """Request blocks of a tenant's quota for this replica; ``.blocks`` of them are granted.
 
-        Stated again with each beat; it counts for a lease. While the store is away the last grant holds.
-        Raises ArgumentError, CapacityError, StaleEpoch, StoreUnavailable.
+        The request is repeated with each beat; a grant lasts one lease. While the store is unreachable the last grant
+        stays valid. Raises ArgumentError, CapacityError, StaleEpoch, StoreUnavailable.
         """
         with self._writing, self._storing():
             self._require_registration()

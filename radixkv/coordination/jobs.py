@@ -1,11 +1,11 @@
-"""Warm jobs of several replicas, as records in the store: who is to hold a prefix, and how far each has come.
+"""Warm jobs of several replicas, as records in the store: which replicas warm a prefix, and their progress.
 
-A job has an owner, which sees to it, and a part for each replica that was asked. Every replica writes its own
-part; the owner writes those of replicas that couldn't be asked. When an owner's lease is over, another takes
-the job; of all who try, one gets it. A job without an owner is given up: nobody will be asked any more.
+A job has an owner, which drives it, and a part for each replica that was asked. Every replica writes its own part; the
+owner writes the parts of replicas that it couldn't reach. When an owner's lease expires, another replica takes the
+job. If several try, exactly one gets it. A job without an owner was given up: no further replica will be asked.
 
     create ──▶ report (each its own part) ──▶ extend (one more) ──▶ … ──▶ end
-                   take, hand: another owner        give_up: a part that nobody could deliver
+                   take, hand: another owner        give_up: a part that could not be delivered
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _DIGEST = re.compile(r"([0-9a-f]{64})?")
 
 
 class JobRecords(Replica):
-    """What a replica does with warm jobs."""
+    """Operations of a replica on warm jobs."""
 
     def job_owner(self, tenant: str) -> bytes:
-        """What jobs of a tenant bear, 32 bytes: another value after each purge of it; local."""
+        """Return the 32-byte tag of a tenant's jobs; it changes with each purge of the tenant; local."""
         check_tenant(tenant)
         digest, raised = self.keys.tenant(tenant), self.purges.raised(tenant)
         return digest if raised == NEVER else mac(digest, "jobs", raised.generation, raised.purge)
@@ -66,12 +66,12 @@ class JobRecords(Replica):
         num_left_out: int = 0,
         request: str = "",
     ) -> WarmJob:
-        """Record a warm job with a part, queued, for each replica; this replica sees to it.
+        """Record a warm job with a queued part for each replica; this replica becomes its owner.
 
-        ``job_id`` (32 hex digits, random by default) makes it idempotent: a job that the tenant has under this
-        id already is returned as it is, also if its ``request`` (a digest, 64 hex digits) is another.
-        ``num_wanted``: how many replicas are to hold the prefix in the end; 0 if nobody stands in for another.
-        Raises ArgumentError for a replica that isn't live, StoreUnavailable.
+        ``job_id`` (32 hex digits, random by default) makes the call idempotent. If the tenant already has a job with
+        this id, that job is returned unchanged, even if its ``request`` (a digest, 64 hex digits) differs.
+        ``num_wanted``: how many replicas should hold the prefix in the end; 0 if a lost part isn't replaced. Raises
+        ArgumentError for a replica that isn't live, StoreUnavailable.
         """
         wanted = 0 if num_wanted is None else num_wanted
         amounts = {"num_tokens": num_tokens, "num_left_out": num_left_out, "num_wanted": wanted}
@@ -104,9 +104,10 @@ class JobRecords(Replica):
         return kept
 
     def take_job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """See to a job whose owner's lease is over, or this replica's own: the job, or None if another does.
+        """Take a job whose owner's lease has expired, or return this replica's own job; None if another replica
+        owns it.
 
-        Of all who try, one gets it. Raises StoreUnavailable.
+        If several replicas try, exactly one gets the job. Raises StoreUnavailable.
         """
         job = self.job(job_id, tenant)
         if job is None or job.owner == NOBODY:
@@ -118,21 +119,23 @@ class JobRecords(Replica):
         return replace(job, owner=self._mine) if self.store.own_job(job_id, self._mine, job.owner) else None
 
     def hand_job(self, job_id: str, to: ReplicaInfo) -> bool:
-        """Let another replica see to a job. False unless this replica did. Raises StoreUnavailable."""
+        """Make another replica the owner of a job. False unless this replica was the owner. Raises StoreUnavailable."""
         check_instance("to", to, ReplicaInfo)
         return is_job_id(job_id) and self.store.own_job(job_id, to.writer, self._mine)
 
     def end_job(self, job_id: str) -> bool:
-        """Nobody is asked any more. False unless this replica sees to the job. Raises StoreUnavailable."""
+        """End a job: no further replica is asked. False unless this replica owns it. Raises StoreUnavailable."""
         return is_job_id(job_id) and self.store.own_job(job_id, NOBODY, self._mine)
 
     def forget_job(self, job_id: str) -> None:
-        """Nobody asks for the job any more. Raises StoreUnavailable."""
+        """Delete the record of a job that is no longer needed. Raises StoreUnavailable."""
         if is_job_id(job_id):
             self.store.drop_job(job_id)
 
     def extend_job(self, job_id: str, replica_id: str) -> bool:
-        """Ask one more replica, or one that was restarted since: a queued part. False unless this replica sees to it.
+        """Add a queued part for one more replica, or for one that restarted since.
+
+        False unless this replica owns the job.
 
         Raises ArgumentError for a replica that isn't live, StoreUnavailable.
         """
@@ -149,7 +152,7 @@ class JobRecords(Replica):
         num_tokens_cached: int = 0,
         ms: int = 0,
     ) -> bool:
-        """State this replica's part. False if the job is unknown (or expired). Raises StoreUnavailable."""
+        """Write this replica's part. False if the job is unknown (or expired). Raises StoreUnavailable."""
         check_state(state)
         numbers = {"num_tokens_done": num_tokens_done, "num_tokens_cached": num_tokens_cached, "ms": ms}
         for name, value in numbers.items():
@@ -159,7 +162,7 @@ class JobRecords(Replica):
         return is_job_id(job_id) and self.store.save_part(job_id, part)
 
     def give_up(self, job_id: str, part: JobPart, error: str) -> bool:
-        """A part that couldn't be delivered has failed; what its replica says later counts more.
+        """Mark a part that couldn't be delivered as failed; a later report of its replica overrides this.
 
         Raises StoreUnavailable.
         """
@@ -169,7 +172,7 @@ class JobRecords(Replica):
         return is_job_id(job_id) and self.store.save_part(job_id, failed)
 
     def job(self, job_id: str, tenant: str) -> WarmJob | None:
-        """The job, or None if there is none of that tenant since it was purged last. Raises StoreUnavailable."""
+        """Return the job, or None if the tenant has none of this id since its last purge. Raises StoreUnavailable."""
         check_tenant(tenant)
         job = self.store.load_job(job_id) if is_job_id(job_id) else None
         if job is None or job.tenant_digest != self.job_owner(tenant):
@@ -185,7 +188,10 @@ class JobRecords(Replica):
         return self.info().writer
 
     def _asked(self, replica_ids: Sequence[str], argument: str = "replica_ids") -> dict[str, Writer]:
-        """The registrations of replicas that live. Raises ArgumentError, or StoreUnavailable if that can't be known."""
+        """Return the registrations of live replicas.
+
+        Raises ArgumentError, or StoreUnavailable if the store can't tell.
+        """
         for each in replica_ids:
             check_text(argument, each, "names of replicas, strings")
         live = {info.id: info.writer for info in self.replicas() if info.live or info.is_self}
@@ -197,7 +203,7 @@ class JobRecords(Replica):
         return {name: live[name] for name in replica_ids}
 
     def _living(self, replica_ids: Sequence[str]) -> set[Writer]:
-        """The registrations of those of them that are live, from the store itself."""
+        """Return the registrations of those replicas that are live, as the store says now."""
         seen = self.store.fetch(sorted(set(replica_ids))).seen if replica_ids else []
         return {
             each.registration.writer
@@ -209,12 +215,13 @@ class JobRecords(Replica):
 
 
 def _as_read(part: JobPart, living: set[Writer]) -> JobPart:
-    """A part that is under way belongs to a live registration, or it is lost."""
+    """Return the part as read: an open part of a registration that isn't live is lost."""
     if part.is_open and part.writer not in living:
         return replace(part, state="lost")
     return part
 
 
 def _is_orphan(job: WarmJob, living: set[Writer]) -> bool:
-    """Nobody lives who knows what the job is to warm: neither its owner, nor any that was asked."""
+    """Whether the job can't continue: neither its owner nor any replica that was asked is live, so its prompt is
+    lost."""
     return living.isdisjoint([job.owner, *(part.writer for part in job.parts)])

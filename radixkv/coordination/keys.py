@@ -1,21 +1,23 @@
-"""Keyed digests: all that leaves the process in place of ids and names.
+"""Keyed digests: the process sends these to the store in place of ids and names.
 
-    what leaves               made from                                            length
+    sent                      made from                                            length
     tenant digest             HMAC-SHA256(fleet secret, ("tenant", id))               32
     namespace digest          HMAC-SHA256(fleet secret, ("namespace", ns, generation)) 32
     prefix digest             BLAKE2b-128(namespace's secret, chain)                  16
       chain[i]                xxh3-128 of the key bytes up to the end of segment i, one stream over all of them
       namespace's secret      HMAC-SHA256(fleet secret, ("prefix", ns, generation)), never published
-    canary                    the prefix digests of a fixed vector, hashed: equal where everything above is
+    canary                    hash of the prefix digests of a fixed vector: equal if all of the above is equal
     proof of a limit          HMAC-SHA256(fleet secret, ("limit", tenant digest, stamp, blocks or ""))
     key of a purpose          HMAC-SHA256(fleet secret, ("key", purpose)), never published: see ``proofs.py``
 
-Fields are framed with type and length, and every use has its own label, so that no two uses can meet. A
-reader of the store who guesses a prompt can't confirm it without the fleet secret. xxh3 is no cryptographic
-hash: a tenant could make two of its own prompts collide, and would mislead hints about itself. Hints never
-decide reuse. Since the chain is one stream, segments behind a long prefix cost one C call over that prefix; a
-digest costs about 0.5 µs, most of it the keyed BLAKE2b, whose keyed start is copied and not made anew (0.35
-against 0.63 µs).
+Fields are framed with type and length, and every use has its own label. So inputs of two uses never coincide. A
+reader of the store can't confirm a guessed prompt without the fleet secret.
+
+xxh3 is not a cryptographic hash: a tenant could make two of its own prompts collide, and would get wrong hints about
+them. Hints never decide reuse.
+
+The chain is one stream, so segments behind a long prefix cost one C call over that prefix. A digest costs about
+0.5 µs. Most of it is the keyed BLAKE2b; copying its keyed start is faster than making it again (0.35 against 0.63 µs).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from radixkv.index.tokens import Key
 
 SEGMENT_TOKENS: Final = 256
-"""Tokens a published digest covers. A block size must divide it, so that a segment ends at a block's end."""
+"""Tokens per published digest. Block sizes must divide it, so that a segment ends at a block's end."""
 DIGEST_BYTES = 16
 NAMESPACE_BYTES = 32
 SEGMENT_BYTES: Final[int] = SEGMENT_TOKENS * TOKEN_BYTES
@@ -43,16 +45,19 @@ MIN_SECRET_BYTES = 16
 _CANARY_KEY = b"".join(i.to_bytes(TOKEN_BYTES, "little") for i in range(7, 7 + 2 * SEGMENT_TOKENS))
 _MAX_KNOWN_NAMESPACES = 4096
 _SHORT_BYTES: Final[int] = 1 << 16
-"""A key in pieces up to here is joined: that takes 0.2 µs, and reading two segments piece by piece 0.9 µs more."""
+"""Keys in pieces are joined up to this size.
+
+Joining takes 0.2 µs; reading two segments piece by piece takes 0.9 µs more.
+"""
 _UPDATE, _DIGEST = hashlib.blake2b.update, hashlib.blake2b.digest
 _EXTEND, _LINK = xxh3_128.update, xxh3_128.digest
-"""As functions of the hash: compiled, a method that is looked up anew costs as much as the call."""
+"""The hash's methods as functions: in compiled code, looking up a method costs as much as calling it."""
 SCOPE_BYTES = 600
-"""What the keys of one namespace take, roughly."""
+"""Approximate bytes for the keys of one namespace."""
 
 
 def frame(*fields: str | int | bytes) -> bytes:
-    """The fields as bytes that no other list of fields has: type, length, content of each."""
+    """Encode the fields as unambiguous bytes: type, length and content of each."""
     parts = []
     for value in fields:
         kind, content = _content(value)
@@ -69,7 +74,7 @@ def _content(value: str | int | bytes) -> tuple[bytes, bytes]:
 
 
 def checked_secret(secret: object) -> bytes:
-    """``secret`` itself. Raises ConfigError, without quoting it, if it is no bytes or too short."""
+    """Return ``secret``. Raises ConfigError, without quoting it, if it is not bytes or too short."""
     if not isinstance(secret, bytes) or len(secret) < MIN_SECRET_BYTES:
         size = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
         raise ConfigError("fleet_secret", size, f"at least {MIN_SECRET_BYTES} bytes")
@@ -77,18 +82,19 @@ def checked_secret(secret: object) -> bytes:
 
 
 def mac(secret: bytes, label: str, *fields: str | int | bytes) -> bytes:
-    """HMAC-SHA256 over the framed label and fields: 32 bytes.
+    """Return the HMAC-SHA256 of the framed label and fields: 32 bytes.
 
-    Not by ``hmac.digest``, which lets the interpreter's lock go for its microsecond: beside a busy thread it takes
-    milliseconds to get it back, at each of several digests for every tenant that the publisher meets.
+    It doesn't use ``hmac.digest``, because that releases the interpreter's lock for its microsecond. Beside a busy
+    thread it takes milliseconds to get the lock back, for each of several digests of every tenant that the publisher
+    meets.
     """
     return hmac.new(secret, frame(label, *fields), "sha256").digest()
 
 
 def chains(key: Key, first: int, stop: int) -> list[bytes]:
-    """``chain[i]`` of segments ``[first, stop)`` of ``key``, which are there; for this process alone.
+    """Return ``chain[i]`` of segments ``[first, stop)`` of ``key``, which must exist; never leaves this process.
 
-    O(key's bytes up to the last): one pass. A long key in pieces is read as it is: joining it would cost as much.
+    One pass: O(the key's bytes up to the last segment). A long key in pieces is not joined: joining would cost as much.
     """
     if first >= stop:
         return []
@@ -98,7 +104,7 @@ def chains(key: Key, first: int, stop: int) -> list[bytes]:
         key = b"".join(key)
     view, end = memoryview(key), (first + 1) * SEGMENT_BYTES
     stream = xxh3_128(view[:end])
-    if stop - first == 2:  # what most requests add, and the one before it: a third less than the loop takes
+    if stop - first == 2:  # most requests: one new segment, and the one before it; a third faster
         link = _LINK(stream)
         _EXTEND(stream, view[end : end + SEGMENT_BYTES])
         return [link, _LINK(stream)]
@@ -111,7 +117,7 @@ def chains(key: Key, first: int, stop: int) -> list[bytes]:
 
 
 def _chains(pieces: tuple[bytes, ...], left: int, num_left: int) -> list[bytes]:
-    """The same of a key in pieces: ``left`` bytes until the first, ``num_left`` of them."""
+    """Return the chain of a key in pieces: the first link ends after ``left`` bytes; ``num_left`` links."""
     found: list[bytes] = []
     stream = xxh3_128()
     extend, chained = stream.update, stream.digest
@@ -129,13 +135,13 @@ def _chains(pieces: tuple[bytes, ...], left: int, num_left: int) -> list[bytes]:
 
 
 class Scope(NamedTuple):
-    """What a namespace in one generation is digested with: its own digest, and the keyed start of its prefixes'."""
+    """Digest state of a namespace in one generation: its own digest, and the keyed start of its prefix digests."""
 
     digest: bytes
     keyed: hashlib.blake2b
 
     def digests(self, chained: list[bytes]) -> list[bytes]:
-        """The prefix digest of each ``chain[i]``. O(1) each, some 0.4 µs."""
+        """Return the prefix digest of each ``chain[i]``. O(1) each, about 0.4 µs."""
         begun, update, digest, found = self.keyed.copy, _UPDATE, _DIGEST, []
         for each in chained:
             hashed = begun()
@@ -145,7 +151,7 @@ class Scope(NamedTuple):
 
 
 class FleetKeys:
-    """Every digest of one fleet secret. Thread-safe; keeps the keys of the namespaces it met last."""
+    """All digests of one fleet secret. Thread-safe; keeps the keys of the most recently used namespaces."""
 
     def __init__(self, secret: object) -> None:
         self._secret = checked_secret(secret)
@@ -154,44 +160,45 @@ class FleetKeys:
 
     @property
     def num_bytes(self) -> int:
-        """What the keys of namespaces that it knows take, roughly; at most some 2.5 MB."""
+        """Approximate bytes for the kept keys of namespaces; at most about 2.5 MB."""
         return len(self._known) * SCOPE_BYTES
 
     def tenant(self, tenant: str) -> bytes:
-        """The tenant's digest, 32 bytes."""
+        """Return the tenant's digest, 32 bytes."""
         return mac(self._secret, "tenant", tenant)
 
     def namespace(self, namespace: Namespace, generation: int = 0) -> bytes:
-        """The digest of a namespace in one generation of its tenant, 32 bytes."""
+        """Return the digest of a namespace in one generation of its tenant, 32 bytes."""
         return self.scope(namespace, generation).digest
 
     def digests(
         self, namespace: Namespace, key: bytes, first: int = 0, stop: int | None = None, generation: int = 0
     ) -> list[bytes]:
-        """Prefix digests of segments ``[first, stop)`` of ``key``, 16 bytes each.
+        """Return the prefix digests of segments ``[first, stop)`` of ``key``, 16 bytes each.
 
-        Segment ``i`` covers tokens ``[256 i, 256 (i + 1))``, its digest all tokens up to its end. ``stop``
-        defaults to the whole segments of ``key``. Cost: 0.5 µs a digest, and one pass over what is before.
+        Segment ``i`` covers tokens ``[256 i, 256 (i + 1))``; its digest covers all tokens up to its end. ``stop``
+        defaults to the number of whole segments of ``key``. Cost: 0.5 µs a digest, and one pass over the tokens before
+        ``first``.
         """
         num_segments = len(key) // SEGMENT_BYTES
         stop = num_segments if stop is None else min(stop, num_segments)
         return self.scope(namespace, generation).digests(chains(key, first, stop))
 
     def derived(self, purpose: str) -> bytes:
-        """A key for one purpose, 32 bytes; it never leaves the process."""
+        """Return a key for one purpose, 32 bytes; it never leaves the process."""
         return mac(self._secret, "key", purpose)
 
     def limit_proof(self, tenant: bytes, stamp: int, blocks: int | None) -> str:
-        """What shows that a replica with the fleet secret stated this limit of the tenant's: 64 hex digits."""
+        """Return the proof that a replica with the fleet secret set this limit of the tenant: 64 hex digits."""
         return mac(self._secret, "limit", tenant, stamp, "" if blocks is None else blocks).hex()
 
     def is_limit_proof(self, proof: str, tenant: bytes, stamp: int, blocks: int | None) -> bool:
-        """Whether ``proof`` is that; in constant time."""
+        """Whether ``proof`` is the proof of this limit; in constant time."""
         expected = self.limit_proof(tenant, stamp, blocks)
         return hmac.compare_digest(expected.encode(), proof.encode())
 
     def scope(self, namespace: Namespace, generation: int = 0) -> Scope:
-        """What a namespace is digested with in one generation of its tenant."""
+        """Return the digest state of a namespace in one generation of its tenant."""
         known = self._known.get((namespace, generation))
         if known is None:
             framed = namespace.framed()

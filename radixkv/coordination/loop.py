@@ -1,4 +1,4 @@
-"""A thread that repeats one step, sleeps as long as the step says, can be woken, and ends when told to."""
+"""A thread that repeats one step, sleeps as long as the step says, can be woken, and can be stopped."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Loop:
-    """Runs ``step()`` over and over; it returns the seconds to sleep, None for until woken.
+    """Runs ``step()`` repeatedly; it returns the seconds to sleep, or None to sleep until woken.
 
-    A step that raises ends the loop: ``failure`` holds the error, and ``threading.excepthook`` hears it.
-    Steps handle what they expect; the rest is a bug of ours, and shows in the health.
+    A step that raises ends the loop: ``failure`` holds the error, and ``threading.excepthook`` reports it. Steps handle
+    the errors that they expect. Any other error is a bug in radixkv, and the health shows it.
     """
 
     def __init__(self, name: str, step: Callable[[], float | None]) -> None:
@@ -23,7 +23,7 @@ class Loop:
 
     @property
     def is_stopping(self) -> bool:
-        """The loop was told to end."""
+        """Whether the loop was told to stop."""
         return self._stopping
 
     def start(self) -> None:
@@ -34,12 +34,12 @@ class Loop:
             self._thread.start()
 
     def wake(self) -> None:
-        """Let the next step come now. O(1), from any thread."""
+        """Run the next step now. O(1), from any thread."""
         if not self._woken.is_set():
             self._woken.set()
 
     def stop(self) -> None:
-        """End the loop and wait for its thread; a step that blocks is waited for. Idempotent."""
+        """Stop the loop and wait for its thread, and for a step that blocks. Idempotent."""
         self._stopping = True
         self._woken.set()
         thread, self._thread = self._thread, None

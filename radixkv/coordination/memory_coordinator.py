@@ -1,6 +1,6 @@
-"""A coordinator over a store in memory, which replicas of one process share.
+"""A coordinator over a store in memory, shared by replicas of one process.
 
-Without a shared store it is alone: it needs no lease and no journal, and starts no thread.
+Without a shared store the replica is alone: it needs no lease and no journal, and starts no thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MemoryCoordinator(Coordinator):
-    """A coordinator over a MemoryStore; over none, one that is alone."""
+    """A coordinator over a MemoryStore; without a store, of a replica that is alone."""
 
     def __init__(self, settings: Settings, store: MemoryStore | None = None) -> None:
         if store is not None:
@@ -33,11 +33,11 @@ class MemoryCoordinator(Coordinator):
 
     @property
     def journal(self) -> Journal | None:
-        """What the cache reports its changes to; None if alone."""
+        """The journal that the cache reports its changes to; None if alone."""
         return None if self._is_alone else self._publisher
 
     def info(self) -> ReplicaInfo:
-        """This replica; alone, its lease never runs out."""
+        """Return the ReplicaInfo of this replica; if it is alone, its lease never runs out."""
         info = super().info()
         if self._is_alone and self._registered:
             return replace(info, live=True, lease_remaining_s=self.settings.lease_s)
@@ -45,7 +45,7 @@ class MemoryCoordinator(Coordinator):
 
     @property
     def knows_generations(self) -> bool:
-        """Alone it knows them all."""
+        """Whether every purge is known here; always true for a replica that is alone."""
         return self._is_alone or super().knows_generations
 
     def _start_threads(self) -> None:
@@ -53,7 +53,10 @@ class MemoryCoordinator(Coordinator):
             super()._start_threads()
 
     def _others(self) -> list[Known]:
-        """Always up to date: the store is an object of this process, and never waits."""
+        """Return the other replicas.
+
+        The list is always current: the store is an object of this process and never waits.
+        """
         with suppress(StoreUnavailable):
             self.reader.refresh()
         return self.reader.known()

@@ -1,11 +1,11 @@
-"""Pins of the fleet, as facts in the store: what is to be kept resident where, until when, and what became of it.
+"""Pins of the fleet, as records in the store: which prefix to keep resident, where, until when, and its states.
 
-A pin stands under the digest of its tenant, with a part for each replica that took part; every replica writes its own.
-It has no owner: whoever holds the prefix can tell those that came later, and its end is written down until its
-time would have been over, so that one who was cut off hears of it.
+A pin is stored under the digest of its tenant, with a part for each replica that took part. Every replica writes its
+own part. A pin has no owner: any replica that holds the prefix can inform replicas that joined later. The end of a pin
+is kept until the pin would have expired, so that a replica that was cut off learns of it.
 
     keep ──▶ state (each its own part) ──▶ end, or its time is over
-    keep(anew=False): after a store that has lost it
+    keep(anew=False): write it again after the store lost it
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ _WANTED = re.compile(f"all|[1-9][0-9]{{0,3}}|={REPLICA_ID}(,{REPLICA_ID})*")
 
 
 class PinRecords(Replica):
-    """What a replica does with pins of the fleet."""
+    """Operations of a replica on pins of the fleet."""
 
     def pin_digest(self, namespace: Namespace) -> bytes:
-        """What a pin of the namespace bears, 32 bytes: another one after each purge of the tenant; local.
+        """Return the 32-byte tag of the namespace's pins; it changes with each purge of the tenant; local.
 
-        Its generation's number may be given again by a store that has lost it, which purge that was may not.
+        It depends on the purge, not on the generation's number: a store that lost a generation may give its number
+        again.
         """
         check_namespace(namespace)
         raised = self.purges.raised(namespace.tenant)
@@ -59,9 +60,9 @@ class PinRecords(Replica):
     def keep_pin(
         self, tenant: str, pin: FleetPin, ttl_s: float, *, anew: bool = True, most: int = MAX_FLEET_PINS
     ) -> bool:
-        """State that a prefix is to be kept resident for ``ttl_s`` from now on; ``anew=False``: unless that stands.
+        """Record that a prefix stays resident for ``ttl_s`` from now; ``anew=False``: only if no record of it exists.
 
-        False if the tenant has ``most`` others, 0 to 256. Raises ArgumentError, StoreUnavailable.
+        False if the tenant has ``most`` other pins, 0 to 256. Raises ArgumentError, StoreUnavailable.
         """
         check_tenant(tenant)
         _check_pin(pin)
@@ -73,9 +74,9 @@ class PinRecords(Replica):
         return self._counted(kept).value == 1
 
     def end_pin(self, tenant: str, pin: FleetPin, keep_s: float) -> bool:
-        """End one before its time, and keep for ``keep_s`` that it has ended where the store knows nothing of it.
+        """End a pin early. If the store has no record of it, keep its end for ``keep_s``.
 
-        At most 366 days, and a millisecond where none is left.
+        ``keep_s`` is limited to 366 days, and to at least one millisecond.
 
         False if there was none. Raises StoreUnavailable.
         """
@@ -87,7 +88,7 @@ class PinRecords(Replica):
     def state_pin(
         self, tenant: str, pin_id: str, state: JobState, num_tokens: int = 0, error: str = ""
     ) -> bool:
-        """What has become of it on this replica. False if there is none. Raises ArgumentError, StoreUnavailable."""
+        """Write the pin's state on this replica. False if there is none. Raises ArgumentError, StoreUnavailable."""
         check_tenant(tenant)
         check_text("pin_id", pin_id)
         check_state(state)
@@ -97,7 +98,7 @@ class PinRecords(Replica):
         return is_pin_id(pin_id) and self.store.state_pin(self.keys.tenant(tenant), pin_id, part)
 
     def fleet_pins(self, tenant: str) -> list[FleetPin]:
-        """A tenant's pins, by id; also those that were ended. Parts of registrations that don't live are lost.
+        """Return a tenant's pins, by id, ended ones included. Parts of registrations that aren't live are lost.
 
         Raises StoreUnavailable.
         """

@@ -1,15 +1,15 @@
-"""What shows that a replica of the fleet wrote a record: a MAC under a key that the fleet's secret gives each purpose.
+"""Proofs that a replica of the fleet wrote a record: a MAC under a key derived from the fleet secret for each purpose.
 
     record                 covered
     raise of a generation  tenant digest, generation, token, replica, nonce of its registration
     confirmation           tenant digest, generation, token, replica, nonce of its registration
-    beat                   replica, epoch, nonce, number and time of the beat, lease, address, and what else it states
+    beat                   replica, epoch, nonce, number and time of the beat, lease, address, and its other fields
     farewell               replica, epoch, nonce
     answer to a challenge  challenge, audience (replica, epoch, nonce), address
 
-Each purpose has a key of its own: HMAC-SHA256(fleet secret, ("key", purpose)). The fields are framed, so no two records
-share bytes. A MAC is 64 hex digits; it is compared in constant time. Cost: some 5 µs each. Nothing of this is done for
-a block or a request of a client: once a raise, a confirmation, a beat, and a replica that is read.
+Each purpose has its own key: HMAC-SHA256(fleet secret, ("key", purpose)). The fields are framed, so no two records
+share bytes. A MAC is 64 hex digits and is compared in constant time. Cost: about 5 µs for each raise, confirmation,
+beat, and replica that is read. Blocks and client requests need no proof.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Proofs:
-    """See the module's docstring. Thread-safe."""
+    """Makes and checks proofs; see the module's docstring. Thread-safe."""
 
     def __init__(self, keys: FleetKeys) -> None:
         self._raise, self._confirmation = keys.derived("raise"), keys.derived("confirmation")
@@ -34,27 +34,28 @@ class Proofs:
         self._challenge = keys.derived("challenge")
 
     def of_raise(self, tenant: bytes, raised: Raised) -> str:
-        """The proof of a raise, whatever ``raised.proof`` is."""
+        """Return the proof of a raise; ``raised.proof`` is ignored."""
         fields = raised.generation, raised.token, raised.replica_id, raised.nonce
         return mac(self._raise, "raise", tenant, *fields).hex()
 
     def is_raise(self, tenant: bytes, raised: Raised) -> bool:
-        """Whether a replica of the fleet raised the tenant's generation so."""
+        """Whether a replica of the fleet made this raise of the tenant's generation."""
         return raised.generation > 0 and _is_same(raised.proof, self.of_raise(tenant, raised))
 
     def of_confirmation(self, tenant: bytes, raised: Raised, replica_id: str, nonce: str) -> str:
-        """The proof that a registration has nothing of before a raise."""
+        """Return the proof that a registration holds nothing from before a raise."""
         fields = raised.generation, raised.token, replica_id, nonce
         return mac(self._confirmation, "confirmation", tenant, *fields).hex()
 
     def is_confirmation(self, proof: str, tenant: bytes, raised: Raised, replica_id: str, nonce: str) -> bool:
-        """Whether ``proof`` is that."""
+        """Whether ``proof`` is the proof of this confirmation."""
         return _is_same(proof, self.of_confirmation(tenant, raised, replica_id, nonce))
 
     def of_beat(self, registration: Registration) -> str:
-        """The proof of what a beat states, whatever ``registration.proof`` is.
+        """Return the proof of a beat's fields; ``registration.proof`` is ignored.
 
-        It leaves out the last number of the log and what is left of an earlier process's lease: the store states them.
+        It doesn't cover the last number of the log, nor the remaining lease of an earlier process: the store writes
+        those.
         """
         return mac(
             self._beat,
@@ -74,23 +75,23 @@ class Proofs:
         ).hex()
 
     def is_beat(self, registration: Registration) -> bool:
-        """Whether that very registration stated all that is covered; how long ago is the reader's to check."""
+        """Whether this registration itself stated all covered fields; the reader must check the age."""
         return registration.beats > 0 and _is_same(registration.proof, self.of_beat(registration))
 
     def of_farewell(self, writer: Writer) -> str:
-        """The proof that a registration has given its lease back."""
+        """Return the proof that a registration gave its lease back."""
         return mac(self._farewell, "farewell", *writer).hex()
 
     def is_farewell(self, registration: Registration) -> bool:
-        """Whether that very registration has left."""
+        """Whether this registration itself has left."""
         return registration.beats == 0 and _is_same(registration.proof, self.of_farewell(registration.writer))
 
     def answer(self, challenge: str, audience: str, address: str) -> str:
-        """What the registration ``audience``, reached at ``address``, answers a challenge."""
+        """Return the answer of registration ``audience``, reached at ``address``, to a challenge."""
         return mac(self._challenge, "challenge", challenge, audience, address).hex()
 
     def is_answer(self, answer: str, challenge: str, audience: str, address: str) -> bool:
-        """Whether ``answer`` is that."""
+        """Whether ``answer`` is the right answer to the challenge."""
         return _is_same(answer, self.answer(challenge, audience, address))
 
 

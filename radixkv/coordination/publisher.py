@@ -3,20 +3,21 @@
     cache, under its lock ──append──▶ queue (bounded) ──drain(), another thread──▶ digests ──▶ mirror
                                                                                          └──▶ entries to write
 
-Under the cache's lock a record of a long key costs an append: no lock, no keyed digest, no thread woken unless the
-publisher sleeps. Of a short key the chain is hashed there and then, while the processor still has it at hand, and
-the key is not kept: a queue full of keys makes caller and publisher read and write cold memory, which costs more.
-Everything else happens in ``drain``, on the publisher's thread. A queue that is full drops all it
-holds and all that follows until the next ``drain``, which says so: then nothing that was published can be
-relied on, the mirror is emptied, and ``rebuild`` fills it from the cache itself. A lost ``stored`` would only
-be forgetful, but a lost ``removed`` would lie for ever.
+Under the cache's lock, a record of a long key costs one append: no lock, no keyed digest, and no wake-up of a thread
+unless the publisher sleeps. The chain of a short key is hashed at once, while the key is still in the processor's
+cache, and the key isn't kept. A queue full of keys would make both caller and publisher read and write cold memory,
+which costs more. All other work happens in ``drain``, on the publisher's thread.
 
-Why ``rebuild`` is right while the cache goes on: records are taken again from a moment before the cache is
-read. Those older than the reading are applied to it once more; the last record of a segment decides, and it
-decided in the reading too.
+A full queue drops all its records, and all that follow until the next ``drain``, which reports the loss. Nothing
+published so far can then be trusted: the mirror is emptied, and ``rebuild`` fills it from the cache. A lost ``stored``
+would only lose a hint, but a lost ``removed`` would leave a wrong hint for ever.
 
-A raised generation goes through the queue too: what the tenant had until then is published as cleared, under
-the digests of the old generation, and what follows is published under the new one.
+``rebuild`` is correct while the cache continues, because records are accepted again before the cache is read. Records
+older than the reading are applied to it a second time. The last record of a segment decides, and the reading already
+includes it.
+
+A raised generation goes through the queue too. Everything that the tenant had before is published as cleared, under the
+digests of the old generation. Everything after it is published under the new generation.
 """
 
 from __future__ import annotations
@@ -37,39 +38,41 @@ if TYPE_CHECKING:
     from radixkv.index.tokens import Key
 
 _RECORD_BYTES: Final = 200
-"""What a queued record takes beside its key or chain, roughly."""
+"""Approximate bytes of a queued record, without its key or chain."""
 _CHAIN_BYTES: Final = 60
-"""What a link of a chain takes, roughly."""
+"""Approximate bytes of one link of a chain."""
 _HASHED_BYTES: Final[int] = 1 << 15
-"""A key up to here is hashed when it is queued: 0.3 to 1 µs."""
+"""Keys up to this size are hashed when they are queued: 0.3 to 1 µs."""
 _MAX_NAMESPACES = 65_536
 _GENERATION_BYTES = 150
 _DRAIN_RECORDS: Final = 1_024
 _DRAIN_UNITS: Final = 4_096
-"""What one ``drain`` takes: so many records, or so many units of work, each some 0.5 µs. Compiled, it keeps the
-interpreter's lock until it ends, so that 2 ms are as long as anybody waits for it."""
+"""Most records, or units of work of about 0.5 µs, that one ``drain`` takes. Compiled, ``drain`` keeps the interpreter's
+lock until it ends, so other threads wait at most 2 ms for it."""
 _SEGMENTS_A_UNIT: Final = 8
-"""Reading so many segments of a key costs as much as a digest."""
+"""Reading this many segments of a key costs as much as one digest."""
 
 Record = tuple[Literal["store", "remove", "clear"], "Namespace", "Key | list[bytes]", int, int]
-"""What the cache said: tokens ``[start, stop)`` of a prefix came, left, or all was cleared; the prefix's key, or the
-chain of its segments there, and of the one before them."""
+"""What the cache reported: tokens ``[start, stop)`` of a prefix were stored or removed, or all was cleared. With the
+prefix's key, or the chain of these segments and of the one before them."""
 Raised = tuple[Literal["raise"], str, int]
 """A tenant and its new generation."""
 
 
 class Drained(NamedTuple):
-    """``entries`` in order; ``lost``: the queue had overflowed, there are none, and the mirror is empty."""
+    """``entries`` in order. If ``lost``, the queue had overflowed: there are no entries, and the mirror is empty."""
 
     entries: list[Entry]
     lost: bool
 
 
 class Publisher:
-    """A Journal. ``stored``, ``removed``, ``cleared`` and ``raised`` from any thread; the rest from one at a time.
+    """A Journal that digests its records and mirrors the holdings.
 
-    ``wake`` is called for a record that comes while ``is_asleep``, which the thread that drains sets;
-    ``generation_of`` tells the generation of a tenant that is met, be it again: after ``raised`` that one at least.
+    ``stored``, ``removed``, ``cleared`` and ``raised`` may be called from any thread, the rest by one thread at a time.
+
+    ``wake`` is called for a record that comes while ``is_asleep``; the draining thread sets that flag.
+    ``generation_of`` returns a tenant's generation when the publisher meets it: after ``raised``, at least that one.
     """
 
     def __init__(
@@ -99,49 +102,50 @@ class Publisher:
 
     @property
     def num_queued(self) -> int:
-        """Records that wait."""
+        """Number of queued records."""
         return 0 if self._dropping else len(self._queue)
 
     @property
     def queued_bytes(self) -> int:
-        """What those take, roughly."""
+        """Approximate bytes of the queued records."""
         return max(0, self.appended_bytes - self._drained_bytes)
 
     @property
     def namespace_bytes(self) -> int:
-        """What the namespaces that it publishes and the generations of their tenants take, roughly."""
+        """Approximate bytes for the published namespaces and the generations of their tenants."""
         return len(self._scopes) * SCOPE_BYTES + len(self._generations) * _GENERATION_BYTES
 
     @property
     def is_lost(self) -> bool:
-        """Records were dropped, and the next ``drain`` will say so."""
+        """Whether records were dropped; the next ``drain`` will report it."""
         return self._dropping
 
     def stored(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
-        """O(1) for a long key, otherwise O(its tokens)."""
+        """Queue a stored prefix. O(1) for a long key, otherwise O(its tokens)."""
         self._append_range("store", namespace, key, start, stop)
 
     def removed(self, namespace: Namespace, key: Key, start: int, stop: int) -> None:
-        """O(1) for a long key, otherwise O(its tokens)."""
+        """Queue a removed prefix. O(1) for a long key, otherwise O(its tokens)."""
         self._append_range("remove", namespace, key, start, stop)
 
     def cleared(self, namespace: Namespace) -> None:
-        """O(1): only appends."""
+        """Queue a cleared namespace. O(1): only appends."""
         self._append(("clear", namespace, b"", 0, 0), 0)
 
     def raised(self, tenant: str, generation: int) -> None:
-        """From here on the tenant is in ``generation``, and has nothing of before. O(1)."""
+        """Start ``generation`` of the tenant, which has nothing from before. O(1)."""
         self._append(("raise", tenant, generation), 0)
 
     def suspend(self) -> None:
-        """Drop what is queued and all that comes, until the next ``drain``."""
+        """Drop all queued records, and all later ones until the next ``drain``."""
         self._dropping = True
         self._queue.clear()
 
     def drain(self) -> Drained:
-        """Digest some of what is queued, in order, and keep the mirror. Call again while ``num_queued``.
+        """Digest some queued records, in order, and update the mirror. Call it again while ``num_queued``.
 
-        O(segments in the records, and one pass over their keys): some 2 ms of them, or one record that takes longer.
+        O(segments in the records, and one pass over their keys): about 2 ms of records, or one record that takes
+        longer.
         """
         if self._dropping:
             self._begin_anew()
@@ -160,8 +164,8 @@ class Publisher:
         return Drained(self._digest(records), False)
 
     def rebuild(self, resident: Resident, between: Callable[[], None]) -> None:
-        """Fill the mirror with what is resident; ``between`` is called now and then. O(nodes × depth)."""
-        snapshot = getattr(resident, "snapshot_in_slices", resident.snapshot)()  # nobody waits for all of it
+        """Fill the mirror with what is resident; ``between`` is called from time to time. O(nodes × depth)."""
+        snapshot = getattr(resident, "snapshot_in_slices", resident.snapshot)()  # in slices: short waits
         for tree in snapshot.trees:
             if not tree.detached and tree.base is None:
                 scope = self._meet(tree.namespace)
@@ -189,19 +193,25 @@ class Publisher:
         self.appended_bytes = appended = self.appended_bytes + num_bytes + _RECORD_BYTES
         queue.append(record)
         if len(queue) > self._max_records or appended - self._drained_bytes > self._max_bytes:
-            self._dropping = True  # the thread that drains gives the memory back: that takes milliseconds
+            self._dropping = True  # the draining thread frees the memory, which takes milliseconds
             self.num_overflows += 1
         if self.is_asleep:
             self._wake()
 
     def _begin_anew(self) -> None:
-        """Empty the queue, and only then let records in again: those dropped before are in the cache by then."""
+        """Empty the queue, then accept records again.
+
+        In this order: what dropped records describe is in the cache by then.
+        """
         self._queue.clear()
         self._drained_bytes = self.appended_bytes
         self._dropping = False
 
     def _meet(self, namespace: Namespace) -> Scope:
-        """What a namespace is published under from now on. Too many of them: all is rebuilt with what is resident."""
+        """Return the scope that a namespace is published under from now on.
+
+        If there are too many namespaces, drop all and rebuild from what is resident.
+        """
         tenant = namespace.tenant
         if tenant not in self._generations:
             if len(self._generations) >= 2 * self._max_namespaces:
@@ -214,7 +224,7 @@ class Publisher:
         return scope
 
     def _digest(self, records: list[Record | Raised]) -> list[Entry]:
-        """What records come to; the mirror follows. The loop that publishing costs."""
+        """Turn records into entries, and update the mirror. This loop is the main cost of publishing."""
         entries: list[Entry] = []
         scopes, store, remove = self._scopes, self.mirror.store, self.mirror.remove
         add, new, num_bytes = entries.append, tuple.__new__, 0
@@ -237,7 +247,7 @@ class Publisher:
             digests = scope.digests(chained)
             parent = digests.pop(0) if start >= SEGMENT_TOKENS and digests else b""
             (store if op == "store" else remove)(name, digests)
-            if len(digests) == 1:  # as of most requests: three times as quick as the NamedTuple's own __new__
+            if len(digests) == 1:  # as of most requests: three times as fast as the NamedTuple's __new__
                 add(new(Entry, (op, name, parent, digests[0], "device")))
                 continue
             for at in range(0, len(digests), DIGESTS_AN_ENTRY):
@@ -248,7 +258,7 @@ class Publisher:
         return entries
 
     def _raise(self, tenant: str, generation: int) -> Iterator[Entry]:
-        """Clear what is published of a tenant, if that was under an older generation."""
+        """Clear what is published of a tenant under an older generation."""
         if generation <= self._generations.get(tenant, generation):
             return
         self._generations[tenant] = generation
@@ -259,13 +269,13 @@ class Publisher:
 
 
 def _chained(key: Key, start: int, stop: int) -> list[bytes]:
-    """The chain of the segments that end in tokens ``(start, stop]``, behind that of the one before them, if any."""
+    """Return the chain of the segments that end in tokens ``(start, stop]``, after the link before them, if any."""
     first = start // SEGMENT_TOKENS
     return chains(key, first and first - 1, stop // SEGMENT_TOKENS)
 
 
 def _leaf_keys(tree: TreeSnapshot) -> Iterator[bytes]:
-    """The key of every node that has no children: together they have every resident prefix."""
+    """Yield the key of every node without children: together they cover every resident prefix."""
     nodes = tree.nodes
     inner = {node.parent for node in nodes}
     for index, node in enumerate(nodes):

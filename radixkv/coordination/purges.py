@@ -1,30 +1,29 @@
 """Generations of tenants: how a purge is raised in the store, applied here and confirmed.
 
-    raise_purge     an operator's act on one replica: a raise of the tenant's generation in the store, announced to all
-    apply_purges    on every replica: what the store has raised since is forgotten here, and confirmed
-    apply_purge     the same for one raise that another replica sent, whatever the store says
+    raise_purge     an operator's call on one replica: raises the tenant's generation in the store, announces it to all
+    apply_purges    on every replica: forgets here what the store has raised since, and confirms it
+    apply_purge     the same for one raise that another replica sent, whether or not the store has it
     report          which replicas have confirmed the last raise
 
-A replica confirms that very raise, by its token, for its registration. Namespace digests depend on the generation, so
-nobody matches what others still publish of an older one. What a store has lost of that is written again by any replica
-that has applied it (``restore``), and no purge of it is complete meanwhile.
+A replica confirms one specific raise, identified by its token, for its own registration. Namespace digests depend on
+the generation, so records that other replicas still publish under an older generation never match. If the store loses
+a raise, any replica that has applied it writes it again (``restore``). Until then no purge of that tenant is complete.
 
-A raise and a confirmation count only with their proof (``proofs.py``), so a writer to the store without the fleet's
-secret can make neither. A store that lost a raise may give its number to another one. The token tells them apart: its
-first half names the purge and begins with the purge's time, its second half the raise. What stands in the store is
+A raise and a confirmation count only with their proof (``proofs.py``), so a writer to the store without the fleet
+secret can make neither. A store that lost a raise may reuse its number. The token tells the two raises apart: its first
+half names the purge and begins with the purge's time, its second half names the raise. The raise in the store is
 compared with the last raise that was applied here (``Raised.relation``):
 
-    later                  it is applied, and confirmed
-    same                   it was applied: it is only confirmed, for it may have been given back
-    earlier, or nothing    lost, or put back by an outsider: the known one is written again
-    apart                  nobody can say which of the two all have applied: another purge is raised
+    later                  apply and confirm it
+    same                   already applied: only confirm it, because another replica may have written it again
+    earlier, or nothing    lost, or put back by an outsider: write the known one again
+    apart                  the two are unordered, so it is unknown which one all replicas applied: raise another purge
 
-An announcement only says where to look. What stands in the place of a raise without being one (``UnreadableRecord``)
-fails that tenant's purge and the question how far it has come, is logged with the tenant's digest, and is replaced by
-the next raise.
+An announcement only says where to look. If the record in a raise's place can't be read (``UnreadableRecord``), that
+tenant's purge and ``report`` fail. The record is logged with the tenant's digest, and the next raise replaces it.
 
-Bounded: 65,536 purged tenants and as many names of tenants met here, about 200 bytes each (``num_bytes``). The cache
-says itself which tenants have something in it, so no purge depends on what was forgotten here.
+Bounds: 65,536 purged tenants and as many names of tenants met here, about 200 bytes each (``num_bytes``). The cache
+itself lists the tenants that it holds, so no purge depends on names that were forgotten here.
 """
 
 from __future__ import annotations
@@ -50,43 +49,47 @@ from radixkv.errors import ArgumentError, StoreUnavailable, UnreadableRecord
 log = logging.getLogger("radixkv.coordination")
 
 OnPurge = Callable[[str, int], None]
-"""Called with a tenant and its new generation; it returns when nothing of the tenant can be matched here any more."""
+"""Called with a tenant and its new generation; returns when nothing of the tenant can be matched here any more."""
 
 _MAX_NAMES = 65_536
 _ITEM_BYTES = 200
 _CHECKED_A_BEAT = 256
 _TRIES = 8
-"""Each that fails is another replica's raise at the same moment."""
+"""Each failed try means that another replica raised the generation at the same moment."""
 _MAX_TOLD = 1_024
 _NONE: Final[Mapping[bytes, Raised]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """How far a purge has come. Each name is in one of the lists."""
+    """Progress of a purge. Each replica's name is in one of the lists."""
 
     generation: int
     confirmed: tuple[str, ...]
     pending: tuple[str, ...]
-    """Live replicas that haven't confirmed, be it that the store has lost them: the purge waits for these.
+    """Live replicas that haven't confirmed, even if the store has lost them. The purge waits for these.
 
-    Also ids that were taken from a process whose lease may still run, whoever has confirmed since.
+    Also ids that were taken over from a process whose lease may still run, even if the new process has confirmed.
     """
     unconfirmed: tuple[str, ...]
-    """Replicas whose lease is over, and that never confirmed: cut off, they serve the tenant unless it refuses that."""
+    """Replicas whose lease is over without a confirmation.
+
+    While cut off they serve the tenant, unless it forbids that.
+    """
     replicated: bool | None = None
-    """Whether a second copy of the store has the generation; None where there is none, or it wasn't raised now."""
+    """Whether a second copy of the store has the generation; None if there is no second copy, or this call didn't
+    raise it."""
 
     @property
     def is_complete(self) -> bool:
-        """Every live replica has confirmed; ``unconfirmed`` says who was not there to."""
+        """Whether every live replica has confirmed; ``unconfirmed`` lists the replicas that were absent."""
         return not self.pending
 
 
 class Raising(NamedTuple):
     """A raise that was just written. ``replicated``: see ``Durable``.
 
-    ``was_unreadable``: it took the place of something that no replica wrote, so a greater number may have been lost.
+    ``was_unreadable``: it replaced a record that no replica wrote, so a greater number may have been lost.
     """
 
     raised: Raised
@@ -95,7 +98,8 @@ class Raising(NamedTuple):
 
 
 class _Applied(NamedTuple):
-    """The last purge of a tenant that was heard of here, where it was announced, and whether all of it is gone."""
+    """The last purge of a tenant that is known here, the position of its announcement, and whether all of it is
+    gone here."""
 
     raised: Raised
     position: int
@@ -106,7 +110,10 @@ _NOTHING_APPLIED = _Applied(NEVER, 0, True)
 
 
 class Purges:
-    """See the module's docstring. ``apply_purges`` and ``restore`` by one thread at a time; the rest from any."""
+    """Purges of all tenants, as known to one replica; see the module's docstring.
+
+    ``apply_purges`` and ``restore`` may be called by one thread at a time, the rest from any thread.
+    """
 
     def __init__(
         self,
@@ -116,7 +123,9 @@ class Purges:
         limits: Limits,
         on_raise: Callable[[str, int], None],
     ) -> None:
-        """``reader``: knows how long leases run by this replica's clock. ``limits``: looked at with the generations.
+        """``reader``: knows how long leases run by this replica's clock.
+
+        ``limits``: checked together with the generations.
 
         ``on_raise``: called with each new generation of a tenant met here, before ``on_purge`` is.
         """
@@ -134,28 +143,28 @@ class Purges:
 
     @property
     def num_bytes(self) -> int:
-        """What all of this takes, roughly."""
+        """Approximate bytes of all records kept here."""
         return (len(self._names) + len(self._applied)) * _ITEM_BYTES
 
     def generation(self, tenant: str) -> int:
-        """The generation of a tenant as known here; local."""
+        """Return the generation of a tenant as known here; local."""
         return self.raised(tenant).generation
 
     def raised(self, tenant: str) -> Raised:
-        """The last purge of a tenant that was heard of here; local."""
+        """Return the last raise of a tenant that is known here; local."""
         return self._last(self._keys.tenant(tenant)).raised
 
     def name(self, digest: bytes) -> str | None:
-        """The name of a tenant, if it was met here; local."""
+        """Return the name of a tenant, if it was met here; local."""
         return self._names.get(digest)
 
     def first_met(self, tenant: str) -> int:
-        """The generation of a tenant that has something here now; local."""
+        """Return the generation of a tenant that has something here from now on; local."""
         self.meet([tenant])
         return self.generation(tenant)
 
     def meet(self, tenants: Iterable[str]) -> None:
-        """These tenants have, or may come to have, something here."""
+        """Remember tenants that hold, or may come to hold, something here."""
         named = [(self._keys.tenant(tenant), tenant) for tenant in tenants]
         with self._meeting:
             for digest, tenant in named:
@@ -165,9 +174,9 @@ class Purges:
                 self._names.popitem(last=False)
 
     def raise_purge(self, writer: Writer, tenant: str) -> Raising:
-        """Purge a tenant in the whole fleet; ``apply_purges`` comes next.
+        """Raise a tenant's generation in the store, to purge it in the whole fleet; call ``apply_purges`` next.
 
-        Raises ArgumentError, StoreUnavailable; may be repeated then.
+        Raises ArgumentError, StoreUnavailable; after StoreUnavailable it may be repeated.
         """
         check_tenant(tenant)
         digest = self._keys.tenant(tenant)
@@ -188,9 +197,10 @@ class Purges:
     def apply_purges(
         self, writer: Writer, *, is_new: bool = False, raised: Mapping[bytes, Raised] = _NONE
     ) -> None:
-        """Apply what was raised since the last time, and confirm it; ``is_new``: under this epoch nothing was.
+        """Apply and confirm what was raised since the last call; ``is_new``: nothing was confirmed under this epoch
+        yet.
 
-        ``raised``: what the store had before, announced or not. Raises StoreUnavailable.
+        ``raised``: raises that the store had before, announced or not. Raises StoreUnavailable.
         """
         announced = self._store.purges(0 if is_new else self._cursor)
         if is_new:
@@ -202,7 +212,7 @@ class Purges:
             if digest in found:
                 tenant = here.get(digest) or self.name(digest)
                 self._apply(writer, digest, tenant, found[digest], position)
-            self._cursor = position  # smaller than before where the store has lost what it announced
+            self._cursor = position  # smaller than before if the store has lost announcements
         for digest, position in positions.items():
             known = self._last(digest)
             if digest in found and (known.raised != found[digest] or not known.is_done):
@@ -210,20 +220,22 @@ class Purges:
                 self._apply(writer, digest, tenant, found[digest], position)
 
     def apply_own(self, writer: Writer, tenant: str, raised: Raised) -> None:
-        """``apply_purges`` right after ``raise_purge``. Raises StoreUnavailable.
+        """Apply a raise right after ``raise_purge``. Raises StoreUnavailable.
 
-        StoreUnavailable too if the store has lost the raise meanwhile, so that no other replica would ever hear of it.
+        It also raises StoreUnavailable if the store has lost the raise meanwhile: no other replica would ever learn of
+        it.
         """
         self.apply_purges(writer, raised={self._keys.tenant(tenant): raised})
         if self.raised(tenant).relation(raised) not in ("same", "later"):
             raise StoreUnavailable("the store does not keep what is written to it")
 
     def apply_purge(self, writer: Writer, tenant: str, raised: Raised) -> None:
-        """Apply and confirm a raise that another replica sent, whatever the store says; an earlier one is none.
+        """Apply and confirm a raise that another replica sent, whatever the store says. An earlier raise is ignored.
 
-        One that was raised without knowing the last one that was applied here is applied, and left to ``apply_purges``.
+        A raise made without knowledge of the last one applied here is applied too; ``apply_purges`` then resolves the
+        two.
 
-        Raises ArgumentError if its proof is wrong, StoreUnavailable once it is applied and can't be confirmed.
+        Raises ArgumentError if its proof is wrong. Raises StoreUnavailable if it is applied but can't be confirmed.
         """
         check_tenant(tenant)
         digest = self._keys.tenant(tenant)
@@ -238,11 +250,13 @@ class Purges:
             self.on_purge(tenant, known.raised.generation)
 
     def report(self, tenant: str, living: Iterable[str] = (), replicated: bool | None = None) -> Purge:
-        """How far the last purge has come. An id that was taken over hasn't confirmed while its last process may serve.
+        """Return the progress of the last purge.
 
-        ``living``: replicas whose lease runs by the clock of this one, itself among them. The purge waits for them,
-        whatever the store says of them. A registration without its proof may be damaged: the purge waits for it as long
-        as a lease, and then it is ``unconfirmed``. Raises StoreUnavailable, UnreadableRecord.
+        An id that was taken over counts as unconfirmed while its previous process may still serve.
+
+        ``living``: replicas whose lease runs by this replica's clock, this one included. The purge waits for them,
+        whatever the store says. A registration without its proof may be damaged: the purge waits one lease for it, then
+        lists it as ``unconfirmed``. Raises StoreUnavailable, UnreadableRecord.
         """
         check_tenant(tenant)
         alive, digest = set(living), self._keys.tenant(tenant)
@@ -251,7 +265,7 @@ class Purges:
         if self._is_unreadable(facts, stands):
             raise _unreadable(digest)
         generation = max(stands.generation, known.generation)
-        is_kept = not self._is_lost(stands, known)  # otherwise the store has lost it, and who confirmed
+        is_kept = not self._is_lost(stands, known)  # otherwise the store lost it, with its confirmations
         confirmed = self._confirmed(digest, facts) if is_kept else {}
         lists: dict[str, list[str]] = {"confirmed": [], "pending": [], "unconfirmed": []}
         fetched = self._store.fetch()
@@ -281,14 +295,14 @@ class Purges:
         return Purge(generation, **sorted_lists, replicated=replicated)
 
     def restore(self, writer: Writer, *, everything: bool) -> dict[bytes, Raised]:
-        """Give generations and limits that are known here back to a store that has lost them: all, or 256 in turn.
+        """Write known generations and limits again, if the store has lost them: all of them, or 256 in turn.
 
-        All of them where a replica has come that may not know them. In turn, since a store may go back to what it had
-        a while ago, or lose one shard, with every registration still in it. A confirmation of this replica that the
-        store has lost is written again. Limits that others stated are taken.
+        All are checked when a replica has joined that may not know them. Otherwise they are checked in turn, because a
+        store may go back to an earlier state, or lose one shard, with all registrations still in it. Lost confirmations
+        of this replica are written again. Limits that other replicas set are taken over.
 
-        Returns the raises that the store has and that weren't applied here, announced or not: the replica that raised
-        one may have died before it announced it, and a store that has lost a position or a number may give it again.
+        Returns the raises in the store that weren't applied here, announced or not. Reasons: the replica that raised
+        one may have died before the announcement, and a store that lost a position or a number may give it again.
         Raises StoreUnavailable.
         """
         taken = self._in_turn()
@@ -321,7 +335,8 @@ class Purges:
         return nonce == writer.nonce and is_proof(proof, digest, looked.raised, writer.replica_id, nonce)
 
     def _confirmed(self, digest: bytes, facts: TenantFacts) -> dict[str, str]:
-        """The nonce under which each replica has confirmed what stands; of those with their proof."""
+        """Return, for each replica that confirmed the current raise with a valid proof, the nonce that it confirmed
+        under."""
         is_proof = self._proofs.is_confirmation
         return {
             name: said.nonce
@@ -330,7 +345,7 @@ class Purges:
         }
 
     def _proven(self, digest: bytes, found: Looked | TenantFacts) -> Raised:
-        """The raise that stands, ``NEVER`` without its proof; logs what is neither a raise nor nothing."""
+        """Return the raise in the store, or ``NEVER`` if its proof is invalid; logs a record that is not a raise."""
         if self._proofs.is_raise(digest, found.raised):
             self._unreadable.discard(digest)
             return found.raised
@@ -353,15 +368,15 @@ class Purges:
         return raised._replace(proof=self._proofs.of_raise(digest, raised))
 
     def _is_lost(self, stands: Raised, known: Raised) -> bool:
-        """Whether what stands doesn't say that ``known`` was raised."""
+        """Whether the store's record shows that ``known`` was lost."""
         return known != NEVER and (stands == NEVER or stands.relation(known) in ("earlier", "apart"))
 
     def _give_back(
         self, writer: Writer, digest: bytes, looked: Looked, stands: Raised, known: Raised
     ) -> Raised | None:
-        """Write what is known here in the place of what stands; None if another replica was faster.
+        """Replace the store's record by what is known here; None if another replica was faster.
 
-        Where the two were raised apart, a new purge takes the place of both.
+        If the two raises are unordered, a new purge replaces both.
         """
         number, token = known.generation, new_token(known.purge)
         if stands != NEVER and stands.relation(known) == "apart":
@@ -375,7 +390,7 @@ class Purges:
         self._store.confirm(digest, writer, raised, proof)
 
     def _in_turn(self) -> list[bytes]:
-        """The next 256 of those that were met or purged."""
+        """Return the next 256 of the tenants that were met or purged."""
         if not self._unchecked:
             with self._meeting:
                 self._unchecked = list(self._names.keys() | self._applied.keys())
@@ -384,10 +399,10 @@ class Purges:
         return taken
 
     def _raised_in_store(self, writer: Writer, digests: Sequence[bytes]) -> dict[bytes, Raised]:
-        """What there is to apply of each; what the store has lost is given back to it first.
+        """Return the raises to apply; first write back what the store has lost.
 
-        Of some there is nothing: nobody has raised them, or another replica does so now. Raises StoreUnavailable if
-        one can't be read, as its shard is away.
+        A tenant is left out if it was never raised, or if another replica is raising it now. Raises StoreUnavailable if
+        a record can't be read because its shard is away.
         """
         found = {}
         for digest, looked in zip(digests, self._store.look_at(digests) if digests else (), strict=True):
@@ -402,7 +417,10 @@ class Purges:
         return found
 
     def _here(self) -> dict[bytes, str]:
-        """Tenants that have something here. Asked once it is known what to apply: what comes later is younger."""
+        """Return the tenants that have something here.
+
+        Called after the raises are read: later tenants have a later generation.
+        """
         resident = () if self.resident is None else self.resident.tenants()
         return {self._keys.tenant(tenant): tenant for tenant in resident}
 
@@ -412,9 +430,9 @@ class Purges:
     def _apply(
         self, writer: Writer, digest: bytes, tenant: str | None, raised: Raised, position: int
     ) -> None:
-        """Forget here what was raised and announced there, and confirm it; ``tenant`` None: it has nothing here.
+        """Forget here what a raise purges, and confirm it; ``tenant`` is None if the tenant has nothing here.
 
-        What was applied already is only confirmed, also if it was given back.
+        A raise that was applied before is only confirmed, also if it was written again.
         """
         known = self._last(digest)
         is_done = known.is_done and raised.relation(known.raised) == "same"

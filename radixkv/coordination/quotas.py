@@ -1,15 +1,16 @@
-"""What tenants may use on all replicas together: the limits that operators state, and this replica's shares of them.
+"""Quotas of tenants over all replicas: the limits that operators set, and this replica's shares of them.
 
-An operator states a limit to one replica. It stands in the store and binds all: each replica looks at the limits of
-the tenants that it has met, in turn, and keeps to what it read last. The fleet's secret signs tenant, blocks and stamp,
-so a writer to the store without the secret can neither bind a tenant nor free it. A replica reads the current limit and
-writes a higher stamp. The highest stamp wins; a withdrawal has a stamp too. A store that lost a limit, or went back to
-an earlier one, gets it again from any replica that remembers it.
+An operator sets a limit on one replica. The store keeps it, and it binds all replicas. Each replica reads the limits of
+the tenants that it has met, in turn, and applies the last one it read. The fleet secret signs tenant, blocks and stamp,
+so a writer to the store without the secret can neither limit a tenant nor lift its limit.
 
-A share is absolute and stated anew with every beat, so a number that got lost heals by itself. What was granted last
-holds while the store is away.
+A replica reads the current limit and writes a higher stamp. The highest stamp wins; a withdrawal has a stamp too. If a
+store loses a limit, or goes back to an earlier one, any replica that remembers the limit writes it again.
 
-Bounded: 65,536 limits and 4,096 shares, about 200 bytes each.
+A share is an absolute number and is written anew with every beat, so a lost number repairs itself. While the store is
+unreachable the last grant stays valid.
+
+Bounds: 65,536 limits and 4,096 shares, about 200 bytes each.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _MAX_SHARES = 4_096
 _MAX_BLOCKS = 10**15 - 1
 _ITEM_BYTES = 200
 _TRIES = 8
-"""Each that fails is another operator's limit at the same moment."""
+"""Each failed try means that another operator set a limit at the same moment."""
 
 
 class Limits:
     """The limits that are known here. Thread-safe."""
 
     def __init__(self, keys: FleetKeys, store: Store, wall: Clock = time.time) -> None:
-        """``wall``: seconds since 1970, for stamps in ms; a clock that is wrong makes greater stamps, never smaller."""
+        """``wall``: seconds since 1970, for stamps in ms. A wrong clock makes stamps greater, never smaller."""
         self._keys, self._store, self._wall = keys, store, wall
         self._known: OrderedDict[bytes, Limit] = OrderedDict()
         self._lock = threading.Lock()
@@ -51,16 +52,16 @@ class Limits:
         return len(self._known)
 
     def known(self) -> dict[bytes, Limit]:
-        """The last limit of each tenant, by its digest; also withdrawals. Local."""
+        """Return the last limit of each tenant, by its digest, withdrawals included. Local."""
         with self._lock:
             return dict(self._known)
 
     def of(self, tenant: bytes) -> Limit:
-        """The last limit of a tenant; ``NO_LIMIT`` if there is none. Local."""
+        """Return the last limit of a tenant; ``NO_LIMIT`` if there is none. Local."""
         return self._known.get(tenant, NO_LIMIT)
 
     def state(self, tenant: bytes, blocks: int | None) -> Durable:
-        """State a limit; the same as stands is written once more. Raises StoreUnavailable."""
+        """Set a limit; a limit equal to the current one is written once more. Raises StoreUnavailable."""
         for _ in range(_TRIES):
             (looked,) = self._store.look_at([tenant])
             if looked is None:
@@ -76,7 +77,7 @@ class Limits:
         raise StoreUnavailable("others change this tenant's limit all the time")
 
     def compare(self, tenant: bytes, stands: Limit) -> None:
-        """Take what stands in the store, or give it back what it has lost. Raises StoreUnavailable."""
+        """Take over the store's limit, or write back the one that it has lost. Raises StoreUnavailable."""
         mine = self.of(tenant)
         if stands == mine:
             return
@@ -100,12 +101,15 @@ class Limits:
 
 
 class Quotas:
-    """This replica's shares, and the limits above them. ``restate`` by one thread at a time; the rest from any."""
+    """This replica's shares, and the limits that they count against.
+
+    ``restate`` may be called by one thread at a time, the rest from any thread.
+    """
 
     def __init__(
         self, keys: FleetKeys, store: Store, fingerprint: str, is_registered: Callable[[Writer], bool]
     ) -> None:
-        """``fingerprint``: of the model, in whose blocks shares are counted. ``is_registered``: asks the store."""
+        """``fingerprint``: of the model; shares count in its blocks. ``is_registered``: asks the store."""
         self._keys, self._store, self._fingerprint = keys, store, fingerprint
         self._is_registered = is_registered
         self.limits = Limits(keys, store)
@@ -114,19 +118,19 @@ class Quotas:
 
     @property
     def num_bytes(self) -> int:
-        """What all of this takes, roughly."""
+        """Approximate bytes of shares and limits."""
         return (len(self._wanted) + len(self._grants) + len(self.limits)) * _ITEM_BYTES
 
     def granted(self, tenant: str) -> Grant | None:
-        """What was granted last; local."""
+        """Return the last grant; local."""
         return self._grants.get(tenant)
 
     def set_limit(self, tenant: str, blocks: int | None) -> Durable:
-        """The tenant's limit over the fleet. Raises StoreUnavailable."""
+        """Set the tenant's limit over the fleet. Raises StoreUnavailable."""
         return self.limits.state(self._keys.tenant(tenant), blocks)
 
     def reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
-        """State how many blocks this replica wants to hold. Raises ArgumentError, CapacityError, StoreUnavailable.
+        """Request blocks for this replica to hold. Raises ArgumentError, CapacityError, StoreUnavailable.
 
         CapacityError: 4,096 other tenants hold a share here.
         """
@@ -145,18 +149,18 @@ class Quotas:
         return grant
 
     def restate(self, writer: Writer, keep_s: float) -> None:
-        """State every share again. Raises StoreUnavailable."""
+        """Write every share again. Raises StoreUnavailable."""
         for tenant, blocks in list(self._wanted.items()):
             try:
                 self._grants[tenant] = self._reserve(writer, tenant, blocks, keep_s)
-            except UnreadableRecord as error:  # what was granted last holds, of this tenant alone
+            except UnreadableRecord as error:  # for this tenant alone the last grant stays
                 log.warning("%s", error)
 
     def _reserve(self, writer: Writer, tenant: str, blocks: int, keep_s: float) -> Grant:
-        """State a share under the limit that is known here; what else stands in the store is compared with it first.
+        """Write a share under the limit that is known here; a different limit in the store is compared with it first.
 
-        A share of a greater epoch fences this replica only where the registration is another's too: a share isn't
-        signed. Otherwise nothing is granted until that share is over. Raises StaleEpoch, StoreUnavailable,
+        A share of a greater epoch fences this replica only if the registration is another's too, because shares aren't
+        signed. Otherwise nothing is granted until that share expires. Raises StaleEpoch, StoreUnavailable,
         UnreadableRecord.
         """
         digest, share = self._keys.tenant(tenant), Share(*writer, self._fingerprint, blocks)
@@ -180,7 +184,7 @@ class Quotas:
 
 
 def check_limit(tenant: object, blocks: object) -> None:
-    """Raises ArgumentError unless this can be a tenant's limit over the fleet."""
+    """Raise ArgumentError unless this can be a tenant's limit over the fleet."""
     check_tenant(tenant)
     if blocks is not None:
         _check_blocks(blocks)

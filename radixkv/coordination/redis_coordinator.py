@@ -1,4 +1,4 @@
-"""A coordinator over Redis: it reads the others' logs in a thread of its own."""
+"""A coordinator over Redis: a separate thread reads the logs of the others."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from radixkv.errors import StoreUnavailable
 
 
 class RedisCoordinator(Coordinator):
-    """A coordinator over Redis, with a thread that reads. ``poll`` reads at once what it would read soon."""
+    """A coordinator over Redis, with a reading thread. ``poll`` reads immediately instead."""
 
     def __init__(
         self, settings: Settings, url: str, clock: Clock = monotonic, wall: Clock = time.time
     ) -> None:
         check_published_block_size(settings.block_size)
-        # Two reads that meet a shard which is away must fit into a lease, or the others' would run out meanwhile.
+        # Two reads that meet an unreachable shard must fit into a lease. Otherwise the leases of others would run out.
         reply_timeout_s = min(2.0, max(0.5, settings.lease_s / 4))
         self._redis = RedisStore(url, reply_timeout_s)
         super().__init__(settings, self._redis, clock, wall)
         self._reader_loop = Loop(f"radixkv-reader-{settings.replica_id}", self.reader.step)
 
     def register(self, address: str | None = None) -> ReplicaInfo:
-        """As any coordinator does; the view of the others is there when it returns, if Redis is."""
+        """Register as every coordinator does; if Redis is reachable, the view of the others is ready on return."""
         info = super().register(address)
         if self._registered:
             self.poll()

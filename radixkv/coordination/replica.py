@@ -1,17 +1,18 @@
-"""One replica's registration: what it writes of itself to a store, and what it knows of itself and the others.
+"""One replica's registration: what it writes about itself to a store, and what it knows about itself and the others.
 
 The writer is a small state machine under one lock, driven by a thread (``_step``) or by a caller (``beat``,
 ``publish``). A store answers each write with a verdict:
 
     OK       written
-    GAP      the log isn't where the writer thinks: the holdings are written anew, whole
-    LOST     the store has forgotten this registration: register again, with a greater epoch, and replace
-    FENCED   a younger process has the id: say so, and write no more
+    GAP      the log doesn't end where the writer thinks: write all holdings anew
+    LOST     the store has forgotten this registration: register again with a greater epoch, then write all holdings
+    FENCED   a newer process has the id: report it, and write no more
 
-After any failed write it isn't known what arrived, so the holdings are replaced too: one path heals an
-overflow, an outage, a failover that lost writes, and a restart of the store. A number that may have arrived is
-never used again, since somebody may have read it before the store lost it. Questions never take that lock,
-since it is held while the store is waited for.
+After a failed write it is unknown what arrived, so the holdings are written anew as well. This one path repairs an
+overflow, an outage, a failover that lost writes, and a restart of the store. Sequence numbers are never reused, even
+after a lost reply: another replica may have read the number before the store lost it.
+
+Queries never take that lock, because it is held during calls to the store.
 """
 
 from __future__ import annotations
@@ -57,27 +58,28 @@ if TYPE_CHECKING:
     from radixkv.index.changes import Journal
 
 FLUSH_S = 0.02
-"""While records come, all that wait are written together this often."""
+"""While records come, all queued records are written together this often."""
 _DROWSY_S = 1.0
-"""Without a record for this long, the publisher sleeps until one wakes it."""
+"""After this long without a record, the publisher sleeps until a record wakes it."""
 _ENTRIES_A_WRITE = 1_024
 _ENTRY_BYTES = 256
-"""What an entry takes in the store beside its digests, roughly."""
+"""Approximate bytes of an entry in the store, without its digests."""
 _LOOKS_OF_THE_FENCED = 6
-"""How often in a row, a beat apart, a fenced replica finds that nobody holds its id, before it takes it: two leases."""
+"""Number of checks in a row, one per beat, that must find the id of a fenced replica unused before it takes the id
+back: two leases."""
 _DIGEST_BYTES_HELD = 130
-"""What a digest takes in the mirror, roughly."""
+"""Approximate bytes of a digest in the mirror."""
 
 
 class _NotRegistered(StoreUnavailable):
-    """The store was not asked for anything, so this says nothing of it."""
+    """The store was not asked, so this error says nothing about the store."""
 
 
 class Replica:
-    """See the module's docstring. Every method may be called from any thread."""
+    """One replica's registration; see the module's docstring. Every method may be called from any thread."""
 
     def __init__(self, settings: Settings, store: Store, clock: Clock, wall: Clock = time.time) -> None:
-        """``wall``: seconds since 1970, which beats state; others compare it with theirs."""
+        """``wall``: seconds since 1970, sent in beats; other replicas compare it with their own clocks."""
         self.settings = settings
         self.store = store
         self.keys = FleetKeys(settings.fleet_secret)
@@ -126,14 +128,14 @@ class Replica:
 
     @property
     def journal(self) -> Journal | None:
-        """What the cache reports its changes to; None where no other replica could ever read them."""
+        """The journal that the cache reports its changes to; None if no other replica could ever read it."""
         return self._publisher
 
     def attach(self, resident: Resident, on_purge: OnPurge | None = None) -> None:
-        """Say where to rebuild from when the journal has overflowed. Without it the others only forget.
+        """Set the source for a rebuild after the journal has overflowed. Without it, other replicas only lose hints.
 
-        ``on_purge(tenant, generation)`` is called when the fleet purges a tenant that was met here: it returns
-        when nothing of the tenant can be matched any more. Without it such a purge is never confirmed.
+        ``on_purge(tenant, generation)`` is called when the fleet purges a tenant that was met here. It must return when
+        nothing of the tenant can be matched any more. Without it such a purge is never confirmed.
         """
         if not all(callable(getattr(resident, name, None)) for name in ("snapshot", "tenants")):
             raise ArgumentError("resident", resident, "what has snapshot() and tenants(), as a PrefixCache")
@@ -143,12 +145,11 @@ class Replica:
         self.purges.on_purge = on_purge
 
     def register(self, address: str | None = None) -> ReplicaInfo:
-        """Take the id with a new epoch, start beating and publishing. ``address`` replaces the setting.
+        """Take the id with a new epoch; start beating and publishing. ``address`` replaces the setting.
 
-        Raises ConfigError if a live replica of the fleet has another secret, block size or wire version,
-        StaleEpoch if another process took the id at the same moment.
-        A store that can't be reached is no error: ``health().state`` is ``"unavailable"``, and the
-        registration is tried again in the background.
+        Raises ConfigError if a live replica of the fleet has another secret, block size or wire version, StaleEpoch if
+        another process took the id at the same moment. An unreachable store is no error: ``health().state`` is
+        ``"unavailable"``, and the background thread tries again.
         """
         check_address(address)
         with self._writing:
@@ -166,9 +167,9 @@ class Replica:
         return self.info()
 
     def beat(self) -> None:
-        """Extend the lease now. Raises StaleEpoch if fenced, StoreUnavailable if the store is gone.
+        """Extend the lease now. Raises StaleEpoch if fenced, StoreUnavailable if the store is unreachable.
 
-        A store that has forgotten this replica is registered with anew. Raises ConfigError then, as ``register`` does.
+        If the store has forgotten this replica, it registers again. That raises ConfigError, as ``register`` does.
         """
         with self._writing, self._storing():
             self._require_registration()
@@ -176,7 +177,7 @@ class Replica:
             self._heal()
 
     def publish(self) -> None:
-        """Write what the journal has queued, now. Raises what ``beat`` does."""
+        """Write the journal's queued records now. Raises the errors of ``beat``."""
         with self._writing, self._storing():
             self._require_active()
             self._digest()
@@ -185,7 +186,7 @@ class Replica:
             self._compact()
 
     def leave(self) -> None:
-        """Give the lease back, so that the others forget this replica at once. A lost store is no error."""
+        """Give the lease back, so that the others forget this replica at once. An unreachable store is no error."""
         with self._writing:
             if self._registered and self._state != "fenced":
                 try:
@@ -200,7 +201,7 @@ class Replica:
                 self._set_state("left")
 
     def close(self) -> None:
-        """Leave, end the threads and the connections. Idempotent."""
+        """Leave, end the threads, close the connections. Idempotent."""
         with self._writing:
             if self._closed:
                 return
@@ -210,7 +211,7 @@ class Replica:
         self.store.close()
 
     def health(self) -> Health:
-        """State and counters; local."""
+        """Return state and counters; local."""
         state, reason = self._state, self._reason
         failure = next((loop.failure for loop in self._loops() if loop.failure is not None), None)
         if failure is not None:
@@ -243,7 +244,7 @@ class Replica:
         )
 
     def info(self) -> ReplicaInfo:
-        """This replica; local."""
+        """Return the ReplicaInfo of this replica; local."""
         remaining_s, writer = max(0.0, self._lease_until - self.clock()), self._writer
         return ReplicaInfo(
             id=self.replica_id,
@@ -262,30 +263,30 @@ class Replica:
         )
 
     def replicas(self) -> list[ReplicaInfo]:
-        """All that are known, this one first, then by id; local. O(replicas)."""
+        """Return all known replicas, this one first, then by id; local. O(replicas)."""
         return [self.info(), *sorted((known.info for known in self._others()), key=lambda info: info.id)]
 
     def peers(self) -> list[ReplicaInfo]:
-        """The others that are ``reachable``, by id; local. O(replicas)."""
+        """Return the other replicas that are ``reachable``, by id; local. O(replicas)."""
         return [info for info in self.replicas()[1:] if info.reachable]
 
     @property
     def unavailable(self) -> str | None:
-        """Why the store can't be reached; None if it can, as far as is known. Local."""
+        """Return why the store can't be reached; None if it can, as far as is known. Local."""
         return (self._reason or self._state) if self._state == "unavailable" else None
 
     def report_load(self, load: Load) -> None:
-        """State the load that the next beat carries. Raises ArgumentError."""
+        """Set the load that the next beat carries. Raises ArgumentError."""
         if not isinstance(load, Load):
             raise ArgumentError("load", load, "a Load")
         self._load = load
 
     @property
     def knows_generations(self) -> bool:
-        """No purge can be complete that this replica hasn't applied: it heard of all within a lease. Local.
+        """Whether every complete purge has been applied here: this replica heard of all purges within a lease. Local.
 
-        A tenant that would rather not be served than served stale isn't served while this is False. It is where more
-        than a lease is left: the clock was turned back, and nobody has looked at it yet.
+        While this is False, a tenant that forbids stale service isn't served. It is also False if more than a lease is
+        left: then the clock was turned back, and no check has noticed it yet.
         """
         ends, now = (self._heard_until, self._lease_until), self.clock()
         return self._registered and now < min(ends) and max(ends) <= now + self.settings.lease_s
@@ -297,10 +298,10 @@ class Replica:
     # ---- the writer
 
     def _step(self) -> float | None:
-        """What the thread repeats: the seconds until it has something to do again.
+        """Run one step of the thread; return the seconds until the next one.
 
-        While records come it looks every ``FLUSH_S``, so that a record wakes nobody; after ``_DROWSY_S``
-        without one it sleeps, and the next record wakes it.
+        While records come it runs every ``FLUSH_S``, so that records need no wake-ups. After ``_DROWSY_S`` without a
+        record it sleeps, and the next record wakes it.
         """
         with self._writing:
             if self._state == "left" or self._closed:
@@ -311,7 +312,7 @@ class Replica:
                 self._registered = False
                 self._set_state("new")
             now = self.clock()
-            if now < self._looked_at:  # the clock was turned back: what it said before says nothing
+            if now < self._looked_at:  # the clock was turned back: its earlier values mean nothing
                 self._next_beat = self._retry_at = self._lease_until = self._heard_at = now
             self._looked_at = now
             try:
@@ -330,10 +331,10 @@ class Replica:
             pause_s = self._next_beat - self.clock()
             return self._sleep(
                 min(max(0.0, pause_s), self.settings.beat_s)
-            )  # it may have been turned just now
+            )  # the clock may have been turned just now
 
     def _sleep(self, seconds: float | None) -> float | None:
-        """The seconds to sleep: ``FLUSH_S`` if something may come soon, or has come meanwhile."""
+        """Return the seconds to sleep: ``FLUSH_S`` if a record may come soon, or has just come."""
         if self._publisher.appended_bytes != self._heard_bytes:
             self._heard_bytes, self._heard_at = self._publisher.appended_bytes, self.clock()
         self._publisher.is_asleep = self.clock() - self._heard_at > _DROWSY_S or seconds is None
@@ -350,19 +351,20 @@ class Replica:
             self.publish()
 
     def _wait_s(self, seconds: float) -> float | None:
-        """Try the store again after ``seconds``; look after the queue more often."""
+        """Return the wait before the next try of the store, ``seconds`` at most; the queue is checked more often."""
         self._retry_at = self.clock() + seconds
         return self._sleep(min(seconds, 10 * FLUSH_S))
 
     def _backoff_s(self) -> float:
-        """Doubling from 50 ms to a beat's time (at most 2 s), with jitter against herds."""
+        """Return the backoff: doubles from 50 ms to a beat's time (at most 2 s), with jitter so that replicas
+        spread out."""
         longest = min(2.0, max(0.05, self.settings.beat_s))
         delay = min(longest, 0.05 * 2 ** min(self._num_failures, 10))
         self._num_failures += 1
         return float(delay * random.uniform(0.5, 1.0))
 
     def _join(self) -> None:
-        """Compare with the fleet, boot, and be seen."""
+        """Compare settings with the fleet, take an epoch, and send the first beat."""
         with self._storing():
             self._refuse_if_different()
             self._boot_now()
@@ -391,7 +393,7 @@ class Replica:
         )
 
     def _boot_now(self) -> None:
-        """Fence whoever had the id before. Its log begins with a clear, at 1."""
+        """Fence the previous process of the id. The new log begins with a clear, at number 1."""
         nonce = new_nonce(self._process)
         booted = self._counted(self.store.boot(self._registration(self._epoch, nonce)))
         self._writer = Writer(self.replica_id, booted.value, nonce)
@@ -429,7 +431,7 @@ class Replica:
         return self._writer.epoch
 
     def _heal(self) -> None:
-        """Register again if the store forgot it, replace the holdings if the log can't be trusted."""
+        """Register again if the store lost the registration; write the holdings anew if the log can't be trusted."""
         if not self._registered:
             self._refuse_if_different()
             self._boot_now()
@@ -440,8 +442,8 @@ class Replica:
             raise StoreUnavailable("the store does not keep what is written to it")
 
     def _send_holdings(self) -> None:
-        """Let the mirror take the place of all that was written."""
-        seq, self._seq = self._seq, self._seq + 2  # which it takes
+        """Replace everything written so far by the mirror."""
+        seq, self._seq = self._seq, self._seq + 2  # it takes two numbers
         result = self.store.snapshot(self._writer, seq, 0, self._publisher.mirror, anew=True)
         self._check(result)
         if result.verdict == "OK":
@@ -450,7 +452,8 @@ class Replica:
             self._snapshot_taken(0)
 
     def _compact(self) -> None:
-        """Once as much was appended as a snapshot takes: a snapshot, and the log trimmed behind the one before it.
+        """Write a snapshot once the appended entries take as much space as one; trim the log before the previous
+        snapshot.
 
         Readers that lag less than one snapshot behind never see a gap.
         """
@@ -471,7 +474,7 @@ class Replica:
         self._num_replaced += 1
 
     def _digest(self) -> None:
-        """Digest what is queued now; write it unless the holdings are to be replaced anyway."""
+        """Digest the queued records; write them unless the holdings are to be written anew anyway."""
         end = self._publisher.num_drained + self._publisher.num_queued
         while True:
             entries = self._drained()
@@ -482,12 +485,15 @@ class Replica:
                 return
 
     def _digest_only(self) -> None:
-        """While the store is away: keep the queue short and the mirror true."""
+        """While the store is unreachable, keep the queue short and the mirror correct."""
         while self._publisher.num_queued or self._publisher.is_lost:
             self._dirty = bool(self._drained()) or self._dirty
 
     def _drained(self) -> list[Entry]:
-        """The next entries; none if records were lost: the mirror is then made anew, and sent whole."""
+        """Return the next entries.
+
+        If records were lost, return none: the mirror is then rebuilt and sent as a whole.
+        """
         entries, lost = self._publisher.drain()
         if lost:
             self._dirty = True
@@ -496,7 +502,10 @@ class Replica:
         return entries
 
     def _beat_meanwhile(self) -> None:
-        """Long work must not cost the lease. A store that is away will be met again by who called."""
+        """Beat during long work, so that the lease doesn't expire.
+
+        The caller meets an unreachable store again later.
+        """
         if self._state != "ok" or self.clock() < self._next_beat:
             return
         self._next_beat = self.clock() + self.settings.beat_s
@@ -526,17 +535,17 @@ class Replica:
         self._dirty = self._dirty or result.verdict != "OK"
 
     def _fence(self) -> None:
-        """A younger process has this id, whichever key of the store said so, and be it that others forgot it."""
+        """Enter the state fenced: a newer process has this id, whichever key of the store showed it."""
         self._lease_until = self._heard_until = float("-inf")
         self._fencers, self._num_looks = [], 0
         self._publisher.suspend()
         self._set_state("fenced", "a younger process has registered this id")
 
     def _is_abandoned(self) -> bool:
-        """Whether nobody has held the id that was taken from this replica, for two leases: it may be taken again.
+        """Whether no process has held this replica's lost id for two leases, so that this replica may take it again.
 
-        A registration may arrive long after who sent it has given up on it: a process that has died, or this one,
-        which has registered again meanwhile. It has never held a lease, and never will.
+        A registration may reach the store long after its sender gave up on it. The sender may have died, or may be this
+        process, which has registered again meanwhile. Such a registration has never held a lease, and never will.
         """
         try:
             seen, unread = self.store.fetch([self.replica_id])
@@ -549,7 +558,7 @@ class Replica:
         return self._num_looks > _LOOKS_OF_THE_FENCED
 
     def _is_of_another(self, registration: Registration) -> bool:
-        """Whether another process has beaten under it: without that proof it may be anybody's writing."""
+        """Whether another process has sent a beat under it. Without that proof any writer may have made the record."""
         return registration.writer != self._writer and self.reader.is_signed(registration)
 
     def _require_active(self) -> None:
@@ -567,7 +576,7 @@ class Replica:
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
-        """Keeps the state in step with what the store lets happen."""
+        """Update the state by the outcome of calls to the store."""
         try:
             yield
         except (_NotRegistered, UnreadableRecord):
@@ -591,7 +600,7 @@ class Replica:
         self._state = state
 
     def _others(self) -> list[Known]:
-        """The local view; never waits for the store."""
+        """Return the local view; never waits for the store."""
         return self.reader.known()
 
     def _num_script_reloads(self) -> int:

@@ -1,4 +1,4 @@
-"""What a coordinator is made from: frozen, flat, checked when made."""
+"""Settings of a coordinator: frozen, flat, validated when made."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from radixkv.coordination.keys import SEGMENT_TOKENS, checked_secret
 from radixkv.errors import ConfigError
 
 REPLICA_ID = "[A-Za-z0-9._-]{1,64}"
-"""What names a replica, as a regular expression."""
+"""Allowed names of a replica, as a regular expression."""
 _PASSWORD = re.compile(r"(password=)[^&#]*")
 _MAX_TEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Raises ConfigError, naming the setting, its value and what is allowed."""
+    """Settings of one coordinator. Raises ConfigError with the setting, its value and what is allowed."""
 
     replica_id: str
     fleet_secret: bytes = field(repr=False)
-    """Shared by the fleet; keys every digest and proof. Never leaves the process."""
+    """Shared by the fleet; the key of every digest and proof. Never leaves the process."""
     fingerprint: str
     block_size: int
     address: str | None = None
     """Base URL under which other replicas reach this one's HTTP service."""
     lease_s: float = 10.0
-    """A replica that doesn't beat for this long is out; it beats three times in it."""
+    """A replica that doesn't beat for this long is not live any more; it beats three times in a lease."""
     background: bool = True
     queue_records: int = 65_536
-    """Most journal records that wait for the publisher; beyond it they are lost and everything is rebuilt."""
+    """Most journal records that wait for the publisher. Beyond it they are lost, and everything is rebuilt."""
     queue_bytes: int = 64 << 20
     """Most bytes of keys that wait for the publisher."""
     view_digests: int = 2_000_000
     """Most segments of others in the view, about 120 bytes each."""
     snapshot_entries: int = 4_096
-    """A snapshot is written, and the log trimmed behind the one before, after so many entries."""
+    """After this many entries, a snapshot is written, and the log is trimmed before the previous snapshot."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.replica_id, str) or not re.fullmatch(REPLICA_ID, self.replica_id):
@@ -60,25 +60,25 @@ class Settings:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is a string of whole characters: no half of a surrogate pair, which nobody can send."""
+    """Whether it is a string without lone surrogates, which can't be encoded and sent."""
     return isinstance(value, str) and (value.isascii() or value.encode("utf-8", "ignore").decode() == value)
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises ConfigError unless a setting is an integer, at least 1."""
+    """Raise ConfigError unless a setting is an integer, at least 1."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigError(name, value, "an integer, at least 1")
 
 
 def check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
-    """Raises ConfigError unless a setting is a number from ``low`` to ``high``."""
+    """Raise ConfigError unless a setting is a number from ``low`` to ``high``."""
     number: Any = value
     if not isinstance(value, Real) or isinstance(value, bool) or not low <= number <= high:
         raise ConfigError(name, value, allowed)
 
 
 def check_address(address: object) -> None:
-    """Raises ConfigError unless it is None or the base URL of an HTTP service."""
+    """Raise ConfigError unless it is None or the base URL of an HTTP service."""
     if address is None:
         return
     if not isinstance(address, str) or not _is_base_url(address):
@@ -101,18 +101,18 @@ def _is_base_url(address: str) -> bool:
 REDIS_SCHEMES = (
     "redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel",
 )  # fmt: skip
-"""How the URL of a store may begin."""
+"""Allowed beginnings of a store's URL."""
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: what stands before its last @ is left out, and what ``…password=`` says."""
+    """Return the URL for display: without what is before its last @, and without the value of ``…password=``."""
     start, slashes, rest = _PASSWORD.sub(r"\1…", url).partition("//")
     _, at, host = rest.rpartition("@")
     return f"{start}{slashes}…@{host}" if at else f"{start}{slashes}{rest}"
 
 
 def check_published_block_size(block_size: int) -> None:
-    """Raises ConfigError unless a published segment ends at a block's end."""
+    """Raise ConfigError unless a published segment ends at a block's end."""
     if SEGMENT_TOKENS % block_size:
         raise ConfigError(
             "block_size", block_size, f"a divisor of {SEGMENT_TOKENS} where replicas coordinate"

@@ -1,11 +1,11 @@
-"""Requests from replica to replica: signed, fresh, and good once.
+"""Requests from replica to replica: signed, fresh, and valid once.
 
-The receiver takes the tenant from the signature instead of a bearer key, so the signature covers everything
-that decides what happens: method, path with query, tenant, digest of the body, time, nonce, and the
-audience, which names one registration of one replica. A recorded request is useless at another replica,
-after a restart, a second time, or ``max_skew_s`` later.
+The receiver takes the tenant from the signature instead of a bearer key. So the signature covers everything that
+decides what happens: method, path with query, tenant, digest of the body, time, nonce, and the audience. The audience
+names one registration of one replica. A recorded request is useless at another replica, after a restart, a second
+time, or ``max_skew_s`` later.
 
-The body's digest is a header of its own. So the receiver verifies the headers before it reads the body
+The body's digest is a separate header. So the receiver verifies the headers before it reads the body
 (``RequestVerifier.verify_head``), and compares the body with the digest afterwards (``SignedHead.check_body``).
 """
 
@@ -63,11 +63,11 @@ def sign_request(
     timestamp_s: float,
     nonce: str | None = None,
 ) -> dict[str, str]:
-    """The headers that authenticate one request.
+    """Return the headers that authenticate one request.
 
     ``path`` includes the query, ``audience`` is the receiver's ``ReplicaInfo.audience``, ``timestamp_s``
     Unix seconds, ``nonce`` 32 hex digits (random by default). The tenant travels as the hex of its UTF-8.
-    Raises ConfigError for a secret that can't be one, ArgumentError for anything else.
+    Raises ConfigError for an invalid secret, ArgumentError for any other invalid argument.
     """
     checked_secret(secret)
     texts = {"method": method, "path": path, "tenant": tenant, "audience": audience}
@@ -106,11 +106,11 @@ def verify_head(
     guard: ReplayGuard,
     max_skew_s: float = 30.0,
 ) -> SignedHead:
-    """What the headers of a signed request say, verified without its body.
+    """Verify the headers of a signed request, without its body, and return what they say.
 
-    ``headers`` have lower-case names (or ignore case); ``now_s`` is Unix seconds. Raises UnverifiedRequest
-    with the reason (for the log, not for the sender) if a header is missing or malformed, the signature is
-    wrong, the time is off by more than ``max_skew_s``, or the nonce was seen before.
+    ``headers`` have lower-case names (or ignore case); ``now_s`` is Unix seconds. Raises UnverifiedRequest if a header
+    is missing or malformed, the signature is wrong, the time is off by more than ``max_skew_s``, or the nonce was seen
+    before. The error has the reason, for the log and not for the sender.
     """
     tenant, timestamp_ms, nonce, digest, signature = _parsed(headers)
     expected = _signature(secret, method, path, tenant, digest, audience, timestamp_ms, nonce)
@@ -137,11 +137,11 @@ class RequestVerifier:
 
     @property
     def num_nonces(self) -> int:
-        """Nonces that are remembered."""
+        """Number of remembered nonces."""
         return len(self._guard)
 
     def verify_head(self, headers: Mapping[str, str], *, method: str, path: str, audience: str) -> SignedHead:
-        """The tenant and the body's digest, before the body is read. Raises UnverifiedRequest."""
+        """Return the tenant and the body's digest, before the body is read. Raises UnverifiedRequest."""
         return verify_head(
             self._secret,
             headers,
@@ -156,7 +156,7 @@ class RequestVerifier:
     def verify(
         self, headers: Mapping[str, str], *, method: str, path: str, body: bytes, audience: str
     ) -> str:
-        """The tenant that a request acts for whose body is there. Raises UnverifiedRequest.
+        """Return the tenant that a request with this body acts for. Raises UnverifiedRequest.
 
         A body that was not signed uses up no nonce.
         """
@@ -166,11 +166,11 @@ class RequestVerifier:
 
 
 class ReplayGuard:
-    """Remembers nonces for ``keep_s`` seconds: at least twice the skew that is allowed.
+    """Remembers nonces for ``keep_s`` seconds: at least twice the allowed skew.
 
-    Holds at most ``max_nonces``; when full it admits nothing, since forgetting would open it. Only nonces
-    under a valid signature get here, so an outsider can't fill it. Time is monotonic: a wall clock that
-    jumps ahead forgets nothing.
+    Holds at most ``max_nonces``. When full it admits nothing, because forgetting a nonce would allow a replay. Only
+    nonces under a valid signature are kept, so an outsider can't fill it. Time is monotonic: a wall clock that jumps
+    ahead makes it forget nothing.
     """
 
     def __init__(self, keep_s: float, *, max_nonces: int = 65_536, clock: Clock = monotonic) -> None:
@@ -182,11 +182,11 @@ class ReplayGuard:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Nonces that are remembered; at most ``max_nonces``."""
+        """Number of remembered nonces; at most ``max_nonces``."""
         return len(self._seen)
 
     def admit(self, nonce: str) -> bool:
-        """Whether ``nonce`` is new; from now on it isn't. Amortised O(1)."""
+        """Return whether ``nonce`` is new, and remember it. Amortised O(1)."""
         with self._lock:
             now = self._clock()
             while self._seen and next(iter(self._seen.values())) <= now:

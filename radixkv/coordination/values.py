@@ -1,4 +1,4 @@
-"""The values that coordination is about, and the bounds of their fields. Imports no store's client."""
+"""The values of coordination, and the bounds of their fields. Imports no store client."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from radixkv.index.snapshot import Snapshot
 
 WIRE_VERSION = 5
-"""Version of keys, entries and snapshots in the store. Replicas that differ don't share a fleet."""
+"""Version of keys, entries and snapshots in the store. Replicas of different versions don't share a fleet."""
 
 MAX_CLOCK_SKEW_S: Final = 30.0
-"""How far the wall clocks of two replicas may be apart: beats that are older than their lease and this count for
-nothing, and so do those from further ahead."""
+"""Allowed difference between the wall clocks of two replicas. Beats are ignored if they are older than their lease plus
+this, or further in the future."""
 
 State = Literal["new", "ok", "unavailable", "refused", "fenced", "left", "failed"]
 """State of a coordinator.
 
 ``new``: not registered yet · ``ok`` · ``unavailable``: the store can't be reached, retried with backoff ·
-``refused``: the fleet in the store differs from this replica · ``fenced``: a younger process has this id ·
-``left``: by its own will · ``failed``: a thread ended by a bug of ours.
+``refused``: the fleet in the store differs from this replica · ``fenced``: a newer process has this id ·
+``left``: it called ``leave`` · ``failed``: a bug in radixkv ended a thread.
 """
 
 JobState = Literal["queued", "running", "done", "failed", "lost"]
-"""State of one replica's part of a warm job. ``lost`` is only ever read: the replica died or restarted."""
+"""State of one replica's part of a warm job. ``lost`` is never written, only read: the replica died or restarted."""
 
 JOB_STATES: frozenset[str] = frozenset({"queued", "running", "done", "failed"})
 
@@ -36,7 +36,8 @@ JOB_STATES: frozenset[str] = frozenset({"queued", "running", "done", "failed"})
 class Writer(NamedTuple):
     """One registration, as it signs its writes.
 
-    The nonce tells apart those that a store which lost one of them, and whose clock went back, has given one epoch.
+    If a store loses a registration and its clock goes back, it may give the same epoch twice. The nonce tells them
+    apart.
     """
 
     replica_id: str
@@ -45,7 +46,7 @@ class Writer(NamedTuple):
 
     @property
     def audience(self) -> str:
-        """Whom a signed request is for: this registration, and no other process."""
+        """The addressee of a signed request: this registration, and no other process."""
         return f"{self.replica_id}@{self.epoch}.{self.nonce}"
 
 
@@ -54,20 +55,20 @@ NOBODY = Writer("", 0, "")
 
 
 MAX_AMOUNT = 10**15 - 1
-"""15 digits: what a store keeps of a number, and a reader takes for one."""
+"""The greatest number, 15 digits, that a store keeps and a reader accepts."""
 MAX_FLEET_PINS: Final = 256
-"""Pins of the fleet that a tenant may have."""
+"""Most pins of the fleet that a tenant may have."""
 
 
 def check_amount(name: str, value: object) -> None:
-    """Raises ArgumentError unless it is an integer, ≥ 0, that every store can keep."""
+    """Raise ArgumentError unless it is an integer, ≥ 0, that every store can keep."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= MAX_AMOUNT:
         raise ArgumentError(name, value, f"an integer from 0 to {MAX_AMOUNT}")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What routing costs need to know of a replica; absolute values, sent with each beat."""
+    """The load of a replica, for routing costs; absolute values, sent with each beat."""
 
     queued_prefill_tokens: int = 0
     decode_blocks: int = 0
@@ -92,27 +93,28 @@ class ReplicaInfo:
     block_size: int
     wire_version: int
     live: bool
-    """Its lease had not run out when this was read."""
+    """Whether its lease was still running when this was read."""
     last_seq: int
     """Sequence number of the last entry in its log that the reader knows of."""
     lease_remaining_s: float
     proven: bool
-    """Its last beat is signed with the fleet secret, address included, and no older than its lease and the skew."""
+    """Whether its last beat, with the address, is signed with the fleet secret and no older than its lease plus the
+    skew."""
     incompatible: str | None = None
     """Why it can't share a fleet with the reader (another secret, block size or wire version), or None."""
     is_self: bool = False
     load: Load = field(default_factory=Load)
     nonce: str = ""
-    """Of the registration, which it names together with the epoch; empty until registered."""
+    """Nonce of the registration; with the epoch it identifies the registration. Empty until registered."""
 
     @property
     def reachable(self) -> bool:
-        """A request may be sent to ``address``."""
+        """Whether a request may be sent to ``address``."""
         return self.live and self.proven and self.incompatible is None and self.address is not None
 
     @property
     def audience(self) -> str:
-        """Whom a signed request is for: this registration, and no other process."""
+        """The addressee of a signed request: this registration, and no other process."""
         return self.writer.audience
 
     @property
@@ -123,7 +125,7 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """``replica`` probably holds the first ``num_tokens`` tokens of the prefix that was asked about."""
+    """``replica`` probably holds the first ``num_tokens`` tokens of the requested prefix."""
 
     replica: ReplicaInfo
     num_tokens: int
@@ -142,7 +144,7 @@ class JobPart:
     error: str = ""
     """A short code (``[a-z_]``), never a text that could carry a prompt or a name."""
     num_tokens_cached: int = 0
-    """Of those done, how many were resident before."""
+    """Number of the done tokens that were already resident."""
     ms: int = 0
     """Milliseconds it took."""
 
@@ -153,13 +155,13 @@ class JobPart:
 
     @property
     def is_open(self) -> bool:
-        """Queued or running."""
+        """Whether it is queued or running."""
         return self.state in ("queued", "running")
 
 
 @dataclass(frozen=True, slots=True)
 class WarmJob:
-    """A warm job of several replicas. Holds no ids and no names."""
+    """A warm job of several replicas. Holds no token ids and no names."""
 
     id: str
     tenant_digest: bytes
@@ -167,46 +169,46 @@ class WarmJob:
     num_tokens: int
     parts: tuple[JobPart, ...]
     owner: Writer = NOBODY
-    """The registration that sees to it; another takes over when its lease is over."""
+    """The registration that drives it; another takes over when its lease is over."""
     num_wanted: int = 0
-    """How many replicas are to hold the prefix in the end; a part that is lost or failed can be replaced."""
+    """How many replicas should hold the prefix in the end; a part that is lost or failed can be replaced."""
     num_left_out: int = 0
-    """Tokens of the prompt that are not warmed, as they fill no block."""
+    """Tokens of the prompt that are not warmed, because they fill no block."""
     request: str = ""
-    """A keyed digest of what was asked, so that one id can't stand for two requests."""
+    """A keyed digest of the request, so that one id can't be used for two requests."""
 
     @property
     def is_over(self) -> bool:
-        """Nothing of it is queued or running."""
+        """Whether no part is queued or running."""
         return not any(part.is_open for part in self.parts)
 
     @property
     def is_ended(self) -> bool:
-        """Nothing of it is queued or running, and nobody will be asked any more."""
+        """Whether no part is queued or running, and no further replica will be asked."""
         return self.is_over and (not self.num_missing or self.owner == NOBODY)
 
     @property
     def num_missing(self) -> int:
-        """How many replicas more must be asked so that ``num_wanted`` can come to hold it."""
+        """How many more replicas must be asked to reach ``num_wanted``."""
         hopeful = sum(part.state in ("queued", "running", "done") for part in self.parts)
         return max(0, self.num_wanted - hopeful)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPin:
-    """A prefix of a tenant's that several replicas keep resident for a time. Holds no ids and no names."""
+    """A prefix of a tenant that several replicas keep resident for a time. Holds no token ids and no names."""
 
     id: str
     namespace_digest: bytes
-    """See ``Coordinator.pin_digest``: the pin ends with the purge that follows."""
+    """See ``Coordinator.pin_digest``: the pin ends with the tenant's next purge."""
     num_tokens: int
     wanted: str
-    """Where: ``all``, how many, or ``=a,b``: these, by name."""
+    """The replicas: ``all``, a number, or ``=a,b`` for these names."""
     remaining_s: float = 0.0
     is_ended: bool = False
-    """It was ended before its time, and is kept so that every replica hears of it."""
+    """Whether it was ended early. It is kept so that every replica learns of it."""
     parts: tuple[JobPart, ...] = ()
-    """What each replica says: ``done`` where it is pinned."""
+    """Each replica's state; ``done`` means that it is pinned there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,7 @@ class Health:
     num_queued: int = 0
     """Journal records not yet digested."""
     num_overflows: int = 0
-    """Times the journal's queue was full, so that what this replica holds was published anew."""
+    """Times the journal's queue was full, so that this replica's holdings were published anew."""
     num_published: int = 0
     """Entries written to the log."""
     num_snapshots: int = 0
@@ -231,42 +233,43 @@ class Health:
     num_mirror_digests: int = 0
     """Segments that this replica holds."""
     num_view_digests: int = 0
-    """Segments that the others hold, as far as the view's budget goes."""
+    """Segments that the others hold, within the view's budget."""
     num_view_gaps: int = 0
-    """Times a log had a gap that a snapshot had to heal."""
+    """Times a log had a gap that a snapshot had to repair."""
     num_view_forgotten: int = 0
-    """Segments left out of the view because its budget was spent."""
+    """Segments left out of the view because its budget was used up."""
     num_unreplicated: int = 0
-    """Writes that must not be lost (epoch, limit, generation) that no second copy of the store confirmed in time."""
+    """Writes that must not be lost (epoch, limit, generation) and that no second copy of the store confirmed in
+    time."""
     num_jobs: int = 0
     """Warm jobs that the store kept when this replica last made one; at most 4,096."""
     queue_bytes: int = 0
-    """What the journal's queue takes, roughly; at most ``queue_bytes`` of the settings."""
+    """Approximate bytes of the journal's queue; at most ``queue_bytes`` of the settings."""
     mirror_bytes: int = 0
-    """What this replica remembers of what it published, roughly: it holds one digest for 256 resident tokens."""
+    """Approximate bytes of the mirror of what this replica published: one digest for 256 resident tokens."""
     log_bytes: int = 0
-    """What this replica's log takes in the store, roughly; at most about two snapshots."""
+    """Approximate bytes of this replica's log in the store; at most about two snapshots."""
     snapshot_bytes: int = 0
-    """What its snapshot takes in the store; at most 64 MiB."""
+    """Bytes of its snapshot in the store; at most 64 MiB."""
     view_bytes: int = 0
-    """What the view of the others takes, roughly; at most ``view_digests`` of the settings."""
+    """Approximate bytes of the view of the others; bounded by ``view_digests`` of the settings."""
     tenant_bytes: int = 0
-    """What shares, limits and generations of tenants take, roughly; at most some 45 MB."""
+    """Approximate bytes of tenants' shares, limits and generations; at most about 45 MB."""
     namespace_bytes: int = 0
-    """What keys and generations of the namespaces that this replica publishes take, roughly; at most some 60 MB, or
-    as much as its resident namespaces need."""
+    """Approximate bytes for keys and generations of the namespaces that this replica publishes; at most about 60
+    MB, or as much as its resident namespaces need."""
 
     @property
     def is_ok(self) -> bool:
-        """Registered, beating, and heard by the others."""
+        """Whether it is registered, beating, and heard by the others."""
         return self.state == "ok"
 
 
 class Resident(Protocol):
-    """What a lost journal is rebuilt from: a PrefixCache."""
+    """The source for rebuilding a lost journal: a PrefixCache."""
 
     def snapshot(self) -> Snapshot:
-        """All that is resident, at one moment."""
+        """Return all that is resident, at one moment."""
 
     def tenants(self) -> Iterable[str]:
-        """All that have something, or may come to have something of what runs now."""
+        """Return all tenants that hold something, or may come to hold something of what runs now."""

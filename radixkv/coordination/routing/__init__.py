@@ -1,1 +1,1 @@
-"""Which replica should get a prompt."""
+"""Routing: which replica should get a prompt."""

@@ -1,16 +1,16 @@
-"""What sending a prompt to a replica would cost, as far as a router knows: the lowest wins.
+"""Estimated cost of sending a prompt to a replica: the lowest cost wins.
 
-All are arrays over the candidates. ``credit`` counts the tokens of the prompt that a replica holds, each by
-the weight of its tier; ``load`` is what a replica has to do already, ``queued + decode``, for all but the baselines
-without what it computes of this very prompt, as far as that is predicted.
+All costs are arrays over the candidates. ``credit`` counts the tokens of the prompt that a replica holds, each
+weighted by its tier. ``load`` is the replica's present work, ``queued + decode``. Except for the baselines, it
+excludes work that the replica is predicted to do for this same prompt.
 
     linear        max(queued + prompt − credit, 0) + decode
     lmetric       max(queued + prompt − credit, 0) × (decode + 1)
-    threshold     the longest match among those that are not overloaded, if it exceeds 0.3 of the prompt;
-                  otherwise the least loaded. Overloaded: load > least + 64 or load > 1.5 × max(least, 64): a
-                  factor of next to nothing would say that everybody is overloaded who isn't idle himself
-    stddev        the longest match among those whose load is at most the mean + one standard deviation
-    least_loaded, round_robin, random     the baselines, which ask nobody what he holds
+    threshold     the longest match among replicas that are not overloaded, if it exceeds 0.3 of the prompt;
+                  otherwise the least loaded. Overloaded: load > least + 64 or load > 1.5 × max(least, 64). The 64
+                  is there because with a least load near 0 the factor alone would call every busy replica overloaded
+    stddev        the longest match among replicas whose load is at most the mean + one standard deviation
+    least_loaded, round_robin, random     the baselines, which ignore what replicas hold
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MATCH_SHARE = 0.3
 LOAD_ABOVE = 64
 LOAD_TIMES = 1.5
 MAX_TEMPERATURE = 1e6
-"""At which all are as likely as each other."""
+"""At this temperature all candidates are equally likely."""
 
 
 class Facts(NamedTuple):
-    """What is known of the candidates; float64 ``[n]``, tokens and blocks. ``turn`` counts the questions."""
+    """Facts about the candidates; float64 ``[n]``, tokens and blocks. ``turn`` counts the rankings."""
 
     prompt: int
     credit: Floats
@@ -41,12 +41,12 @@ class Facts(NamedTuple):
 
     @property
     def load(self) -> Floats:
-        """What each has to do already."""
+        """Return the present work of each."""
         return self.queued + self.decode
 
     @property
     def prefill(self) -> Floats:
-        """Tokens that each would have to compute, waiting ones included."""
+        """Return the tokens that each would have to compute, queued ones included."""
         return np.maximum(self.queued + self.prompt - self.credit, 0)
 
 
@@ -55,17 +55,17 @@ CostName = Literal["linear", "lmetric", "threshold", "stddev", "least_loaded", "
 
 
 def linear(facts: Facts) -> Floats:
-    """Work before the first token, and work beside it."""
+    """Work before the first token, plus the decode work beside it."""
     return facts.prefill + facts.decode
 
 
 def lmetric(facts: Facts) -> Floats:
-    """Work before the first token, for everybody who waits."""
+    """Work before the first token, weighted by the number of decoding blocks that wait for it."""
     return facts.prefill * (facts.decode + 1)
 
 
 def threshold(facts: Facts) -> Floats:
-    """The longest match where it is long enough and the load allows, otherwise the load."""
+    """The longest match if it is long enough and the load allows it, otherwise the load."""
     load = facts.load
     least = load.min()
     bearable = (load <= least + LOAD_ABOVE) & (load <= LOAD_TIMES * max(least, LOAD_ABOVE))
@@ -73,7 +73,7 @@ def threshold(facts: Facts) -> Floats:
 
 
 def stddev(facts: Facts) -> Floats:
-    """The longest match among those of ordinary load."""
+    """The longest match among replicas of ordinary load."""
     load = facts.load
     return _match_or_load(facts, load <= load.mean() + load.std())
 
@@ -84,17 +84,17 @@ def least_loaded(facts: Facts) -> Floats:
 
 
 def round_robin(facts: Facts) -> Floats:
-    """Each in turn."""
+    """Each replica in turn."""
     return np.roll(np.arange(len(facts.load), dtype=np.float64), facts.turn)
 
 
 def random(facts: Facts) -> Floats:
-    """All the same, so that chance decides."""
+    """Equal costs, so that chance decides."""
     return np.zeros(len(facts.load))
 
 
 def _match_or_load(facts: Facts, eligible: NDArray[np.bool_]) -> Floats:
-    """Tokens left to compute for the eligible; all others behind them, by load."""
+    """Return the tokens left to compute for eligible replicas; all others rank behind them, by load."""
     left = np.maximum(facts.prompt - facts.credit, 0)
     return np.where(eligible, left, facts.prompt + 1 + facts.load)
 
@@ -110,4 +110,4 @@ COSTS: Mapping[CostName, Cost] = {
 }
 
 BASELINES: frozenset[CostName] = frozenset({"least_loaded", "round_robin", "random"})
-"""Those that ask nobody what he holds."""
+"""Costs that ignore what replicas hold."""

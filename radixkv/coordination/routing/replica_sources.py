@@ -1,12 +1,12 @@
-"""Where a router knows its replicas from: members with their load, and the view of what they hold.
+"""Sources of a router: the replicas with their load, and the view of what they hold.
 
-    Followed    over a reader that somebody polls
-    Observer    over a store: a reader and its thread, for a router that is no replica
-    LocalSource for a router inside a replica: the reader is its coordinator's, and the replica itself is a
-                member, whose cache is asked directly
+    Followed    over a reader that its owner polls
+    Observer    over a store: a reader and its thread, for a router that is not a replica
+    LocalSource for a router inside a replica: uses its coordinator's reader. The replica itself is a member, and
+                its cache is asked directly
 
-A source's members are made anew when the reader has fetched the registrations, and are the same object until
-then, so that a router can keep arrays of them.
+The members are made anew after each fetch of the registrations. Until then ``members`` returns the same object, so that
+a router can keep arrays of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TENANT_BYTES = 150
 _CHECKED_A_FETCH = 64
 
 Match = Callable[["Namespace", bytes], int]
-"""How many tokens of a key this process itself has resident."""
+"""Returns how many tokens of a key this process has resident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class Member:
     info: ReplicaInfo
     live_until: float
     log: RemoteLog | None = None
-    """Its column in the view; None if its log is not followed."""
+    """Its log, with its column in the view; None if its log is not followed."""
     match: Match | None = None
-    """Instead of a log, for the replica that asks."""
+    """Used instead of a log for the replica that runs the router."""
     loaded_at: float = float("-inf")
-    """When its load was last heard."""
+    """When its last load report arrived."""
     heard_at: float = float("-inf")
-    """When its registration was last heard."""
+    """When its last registration arrived."""
     current_at: float = float("-inf")
-    """When the view last had all that its log was known to have."""
+    """When the view last had all entries that its log was known to have."""
 
     @property
     def column(self) -> int:
@@ -70,45 +70,45 @@ class Member:
         return -1 if column is None else column
 
     def lag_s(self, now: float) -> float:
-        """How long the view has lacked some of them."""
+        """Return how long the view has lacked entries of its log."""
         return max(0.0, now - self.current_at) if self.num_behind else 0.0
 
     def staleness_s(self, now: float) -> float:
-        """Since anything was heard of it; 0 for the replica that asks."""
+        """Return the seconds since its last news; 0 for the replica that runs the router."""
         return 0.0 if self.match is not None else max(0.0, now - self.heard_at)
 
     @property
     def num_behind(self) -> int:
-        """Entries of its log that the view is known to lack."""
+        """Return the number of its log's entries that the view is known to lack."""
         return 0 if self.log is None else max(0, self.info.last_seq - self.log.seq)
 
 
 class Source(Protocol):
-    """See the module's docstring. Everything is local."""
+    """Replicas and what they hold; see the module's docstring. Everything is local."""
 
     keys: FleetKeys
     view: View
 
     @property
     def clock(self) -> Clock:
-        """Seconds, as in the members' times."""
+        """Seconds, on the same clock as the members' times."""
 
     @property
     def is_lost(self) -> bool:
-        """The store didn't answer the last time."""
+        """Whether the store didn't answer the last time."""
 
     def members(self) -> Sequence[Member]:
-        """All replicas that may be sent prompts while they live. The same object again if nothing has changed."""
+        """Return all replicas that may be sent prompts while they live; the same object if nothing has changed."""
 
     def generation(self, tenant: str) -> int:
-        """The tenant's generation, as far as it is known."""
+        """Return the tenant's generation, as far as it is known."""
 
     def close(self) -> None:
-        """End what was started for it. Idempotent."""
+        """End what the source started. Idempotent."""
 
 
 class Followed:
-    """A source over a reader that somebody polls."""
+    """A source over a reader that its owner polls."""
 
     def __init__(
         self, reader: Reader, keys: FleetKeys, clock: Clock, generation: Callable[[str], int]
@@ -121,18 +121,19 @@ class Followed:
 
     @property
     def clock(self) -> Clock:
-        """Seconds, as in the members' times."""
+        """Seconds, on the same clock as the members' times."""
         return self._clock
 
     @property
     def is_lost(self) -> bool:
-        """The store didn't answer the last time, nor does it now, or came back without knowing any replica."""
+        """Whether the store didn't answer the last time, doesn't answer now, or came back without any replica."""
         return self.reader.is_lost or self._is_kept
 
     def members(self) -> Sequence[Member]:
-        """Replicas whose address is proven and whose fleet is this one.
+        """Return the replicas with a proven address in this fleet.
 
-        A store that comes back empty, as after a restart, takes none away for ten seconds: they register again.
+        If a store comes back empty, as after a restart, known members are kept for ten seconds, while they register
+        again.
         """
         remotes = self.reader.remotes
         if remotes is not self._remotes:
@@ -148,11 +149,11 @@ class Followed:
         return self._members
 
     def generation(self, tenant: str) -> int:
-        """The tenant's generation, as far as it is known."""
+        """Return the tenant's generation, as far as it is known."""
         return self._generation(tenant)
 
     def close(self) -> None:
-        """Who made the reader ends it."""
+        """Do nothing: the reader's owner ends it."""
 
     def _member(self, remote: Remote, before: Member | None) -> Member:
         heard_at, log = self.reader.fetched_at, remote.log
@@ -165,10 +166,10 @@ class Followed:
 
 
 class Observer(Followed):
-    """A source over a store, that registers nothing and writes nothing; closes the store at the end.
+    """A source over a store. It registers nothing and writes nothing; ``close`` closes the store.
 
-    ``background=False`` starts no thread: the caller then calls ``poll``. A store that can't be reached is no
-    error: there are no members until it can.
+    ``background=False`` starts no thread: the caller then calls ``poll``. An unreachable store is no error: there are
+    no members until it is reachable.
     """
 
     def __init__(
@@ -199,12 +200,12 @@ class Observer(Followed):
 
     @property
     def tenant_bytes(self) -> int:
-        """What the generations of tenants take, roughly; at most some 30 MB."""
+        """Approximate bytes for the generations of tenants; at most about 30 MB."""
         return self._generations.num_bytes
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the thread: a bug of ours."""
+        """The error that ended the thread: a bug in radixkv."""
         return self._loop.failure
 
     def poll(self) -> None:
@@ -239,7 +240,7 @@ class LocalSource(Followed):
         self._all: list[Member] = []
 
     def members(self) -> Sequence[Member]:
-        """This replica, which lives as long as it answers, and the others."""
+        """Return this replica, which is live as long as it answers, and the others."""
         others, info = super().members(), self._coordinator.info()
         known = self._all[0].info if self._all else None
         if (
@@ -254,10 +255,10 @@ class LocalSource(Followed):
 
 
 class Generations:
-    """The generations of tenants that are asked about, followed over a store by one thread.
+    """The generations of tenants that were asked about; one thread follows them over a store.
 
-    A tenant whose first purge was before it was asked about has generation 0 until the next ``follow``. Bounded:
-    beyond 65,536 tenants that were purged, those purged longest ago go first.
+    A tenant that was purged before its first question has generation 0 until the next ``follow``. Bound: 65,536 purged
+    tenants; beyond it, those purged longest ago are forgotten.
     """
 
     def __init__(self, keys: FleetKeys, store: Store) -> None:
@@ -271,11 +272,11 @@ class Generations:
 
     @property
     def num_bytes(self) -> int:
-        """What all of this takes, roughly."""
+        """Approximate bytes of all generations kept here."""
         return (len(self._known) + len(self._announced) + len(self._wanted)) * _TENANT_BYTES
 
     def __call__(self, tenant: str) -> int:
-        """The generation of a tenant; local."""
+        """Return the generation of a tenant; local."""
         if not self._announced:
             return 0
         digest = self._keys.tenant(tenant)
@@ -285,9 +286,10 @@ class Generations:
         return known or 0
 
     def follow(self, registrations: frozenset[Writer]) -> None:
-        """Read what was raised since the last time; everything, if replicas have come. Raises StoreUnavailable.
+        """Read raises since the last call; read everything if replicas have joined. Raises StoreUnavailable.
 
-        They also come anew where the store has lost something: then generations that only this one has met are void.
+        Replicas also register anew if the store has lost something. Then generations that only this object knows are
+        dropped.
         """
         if registrations - self._met:
             self._cursor = 0
@@ -306,7 +308,7 @@ class Generations:
             self._cursor = raised[-1][1]
 
     def _read(self, digest: bytes, looked: Looked, *, is_void: bool) -> None:
-        """Keep the greatest generation that a replica has raised; ``is_void``: what stands counts, be it less."""
+        """Keep the greatest raised generation; ``is_void``: the store's value counts even if it is smaller."""
         is_raise = self._proofs.is_raise(digest, looked.raised)
         if looked.standing != NOTHING and not is_raise:
             return
@@ -315,14 +317,14 @@ class Generations:
         self._wanted.discard(digest)
 
     def _in_turn(self) -> set[bytes]:
-        """The next of those that are known: a store that went back to what it had a while ago says nothing."""
+        """Return the next known tenants to check: a store that went back to an earlier state doesn't announce it."""
         self._unchecked = self._unchecked or list(self._known)
         some = self._unchecked[-_CHECKED_A_FETCH:]
         del self._unchecked[-_CHECKED_A_FETCH:]
         return self._known.keys() & some
 
     def _announce(self, digests: list[bytes]) -> None:
-        """These were raised, in this order; keep the last of all."""
+        """Record the order of these raises; keep the latest ones."""
         for digest in digests:
             self._announced[digest] = None
             self._announced.move_to_end(digest)

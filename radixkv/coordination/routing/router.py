@@ -1,20 +1,20 @@
-"""Which replica should get a prompt: a scored list with reasons; the caller picks.
+"""Ranks the replicas that should get a prompt: a scored list with reasons. The caller picks.
 
-    source ──▶ members (who lives, with which load) ─┐
-           ──▶ view (who holds what)                 ├─▶ rank ─▶ [Candidate], best first ─▶ the gateway picks
+    source ──▶ members (live replicas and load) ─────┐
+           ──▶ view (holders of each segment)        ├─▶ rank ─▶ [Candidate], best first ─▶ the gateway picks
     routed ──▶ predicted index (what was just sent) ─┘                                      └─▶ routed
 
-A decision is local: it digests the prompt, looks its segments up, and computes one array of costs. No store is
-asked. Liveness is compared at the moment of the question, so a replica that is gone is in no answer after its
-lease. When the store is lost and all leases of others are over, those last known are ranked by their load alone.
+A decision is local: it digests the prompt, looks up its segments, and computes one array of costs. It never asks the
+store. Liveness is checked at the moment of the call, so a lost replica is in no answer after its lease. When the
+store is lost and all other leases are over, the last known replicas are ranked by their load alone.
 
-The **predicted index** keeps siblings together before the first event arrives: for ``predict_s`` seconds what
-``routed`` said counts as held, and its tokens as queued until the replica reports a newer load; but a prompt
-isn't charged for waiting for its own prefix: what it is predicted to find there doesn't count as queued before it.
+The **predicted index** keeps siblings together before the first event arrives. For ``predict_s`` seconds, prompts
+reported by ``routed`` count as held, and their tokens as queued until the replica reports a newer load. A prompt isn't
+charged for waiting for its own prefix: the part of it that is predicted there doesn't count as queued before it.
 
-Predictions are kept by tenant. What ``routed`` said for one tenant changes that tenant's rankings only, since a tenant
-may say it through ``/v1/route`` and send nothing. So does the turn of ``round_robin``. Others see the tenant's real
-load with the replica's next report, up to a third of a lease later: that is what it costs.
+Predictions are kept by tenant. A tenant's ``routed`` changes only that tenant's rankings, because a tenant may call it
+through ``/v1/route`` and send nothing. The turn of ``round_robin`` is kept by tenant too. Cost: other tenants see the
+tenant's real load only with the replica's next report, up to a third of a lease later.
 
 Ties are broken at random. With a ``temperature`` the order is drawn from the softmax of
 ``−(cost − least) ÷ (temperature × (greatest − least))`` without replacement, so it has no unit.
@@ -51,16 +51,16 @@ MAX_PREDICT_S = 3600.0
 _LOAD_AGE_S = 1.0
 """A load is measured up to this long before the beat that brings it."""
 _MAX_PREDICTED = 262_144
-"""Placements in the predicted index: segments, each counted once for every replica that it was sent to."""
+"""Most placements in the predicted index: segments, each counted once for every replica that it was sent to."""
 _MAX_PREDICTED_EACH = 65_536
-"""The same of one tenant."""
+"""Most placements of one tenant."""
 _MAX_TURNS = 65_536
-"""Tenants whose turn of ``round_robin`` is kept."""
+"""Most tenants whose turn of ``round_robin`` is kept."""
 _PLACEMENT_BYTES, _SENT_BYTES = 400, 130
 _COLD = 1e-9
-"""A temperature up to which chance decides nothing but ties."""
+"""Up to this temperature, chance decides only ties."""
 _TICKS = 500
-"""What is sent to one replica within this part of ``predict_s`` is kept as one number."""
+"""Resolution in time: tokens sent to one replica within ``predict_s / 500`` are kept as one number."""
 
 Tokens = NDArray[np.int64]
 
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
     matched_tokens: dict[str, int]
     """Leading tokens by the tier that holds them; ``predicted``: those that were just sent there."""
     load: Load
-    """As reported, and what was sent there since."""
+    """The reported load, plus what was sent there since."""
     cost: float
     why: str
 
@@ -81,8 +81,8 @@ class Candidate(NamedTuple):
 class Router:
     """Ranks replicas for prompts. Thread-safe.
 
-    cost: a name of ``costs.COSTS``. temperature: 0 for the best first, at most 1e6. tier_weights: what a token
-    held in a tier is worth beside one on the device. Raises ConfigError.
+    cost: a name of ``costs.COSTS``. temperature: 0 for the best first, at most 1e6. tier_weights: value of a token in
+    each tier, relative to one on the device. Raises ConfigError.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Router:
     ) -> None:
         self.source = source
         self.is_blind = False
-        """The last ranking was by load alone, as the store is lost."""
+        """Whether the last ranking was by load alone, because the store is lost."""
         self.cost = _checked_cost(cost)
         self.temperature = _checked_temperature(temperature)
         self._weights = _checked_weights(tier_weights)
@@ -117,9 +117,9 @@ class Router:
         background: bool = True,
         **options: Any,
     ) -> Router:
-        """A router over the Redis at ``url``, beside any number of replicas; ``close`` it when done.
+        """Make a router over the Redis at ``url``, beside any number of replicas; ``close`` it when done.
 
-        When it returns, the view is complete, if Redis can be reached. ``max_segments``: most different
+        On return the view is complete, if Redis can be reached. ``max_segments``: most different
         segments in the view, about 20 bytes each. ``options`` are those of ``Router``. Raises ConfigError.
         """
         check_count("max_segments", max_segments)
@@ -136,7 +136,7 @@ class Router:
 
     @property
     def predicted_bytes(self) -> int:
-        """What the predicted index takes, roughly; at most some 100 MB. O(tenants × replicas)."""
+        """Approximate bytes of the predicted index; at most about 100 MB. O(tenants × replicas)."""
         with self._lock:
             return self._predicted.num_bytes
 
@@ -154,12 +154,13 @@ class Router:
         limit: int | None = None,
         ignore_load: bool = False,
     ) -> list[Candidate]:
-        """The replicas that serve the namespace's model, best first, at most ``limit``; local.
+        """Return the replicas that serve the namespace's model, best first, at most ``limit``; local.
 
-        ``ignore_load``: for one who isn't to learn of others by the order; round robin is random then.
+        ``ignore_load``: leaves load out, so that the order tells the caller nothing about others; round robin is then
+        random.
 
-        Empty if there are none. Tells nobody: ``routed`` does. Raises TokenError, ConfigError, ArgumentError.
-        O(tokens + segments + replicas log replicas); a digest a segment.
+        Empty if there are none. A ranking changes no prediction; ``routed`` does. Raises TokenError, ConfigError,
+        ArgumentError. O(tokens + segments + replicas log replicas), plus one digest a segment.
         """
         name = self.cost if cost is None else _checked_cost(cost)
         heat = self.temperature if temperature is None else _checked_temperature(temperature)
@@ -182,7 +183,7 @@ class Router:
         return self._scored(roster, known, len(key) // TOKEN_BYTES, name, heat, most)
 
     def routed(self, namespace: Namespace, token_ids: tokens.TokenIds, replica_id: str) -> None:
-        """Say that a prompt was sent to a replica, for the predicted index; one that isn't known is no error.
+        """Report that a prompt was sent to a replica, for the predicted index; an unknown replica is no error.
 
         Raises TokenError, ArgumentError. O(tokens).
         """
@@ -206,7 +207,8 @@ class Router:
         return self.source.keys.digests(namespace, key, generation=generation)
 
     def _with_rest(self, namespace: Namespace, key: bytes, digests: list[bytes]) -> list[bytes]:
-        """The digests, and one of what stands behind the last whole segment: so a prompt that is repeated is known."""
+        """Return the digests, plus one for the tail behind the last whole segment, so that a repeated prompt is
+        recognised."""
         rest = key[len(digests) * SEGMENT_TOKENS * TOKEN_BYTES :]
         if not rest:
             return digests
@@ -215,7 +217,7 @@ class Router:
         return [*digests, blake2b(rest, key=before, digest_size=DIGEST_BYTES).digest()]
 
     def _living(self, model: str, now: float) -> tuple[_Roster, bool]:
-        """Who may be ranked, and whether by load alone."""
+        """Return the replicas that may be ranked, and whether to rank by load alone."""
         members, known = self.source.members(), self._roster
         if members is not known.source:
             known = self._roster = _Roster(members)
@@ -228,7 +230,7 @@ class Router:
         return roster.only(np.flatnonzero(living)), False
 
     def _known(self, namespace: Namespace, key: bytes, roster: _Roster, now: float) -> _Known:
-        """What is known of the members that concerns this prompt."""
+        """Return what is known of the members about this prompt."""
         digests = self._digests(namespace, key)
         held = self._held(namespace, key, digests, roster)
         known = self._unknown(namespace.tenant, roster, now)
@@ -242,7 +244,7 @@ class Router:
         return known._replace(held=held, predicted=np.maximum(ahead, 0))
 
     def _unknown(self, tenant: str, roster: _Roster, now: float) -> _Known:
-        """The same of a prompt of the tenant's that no replica holds."""
+        """Return the same for a prompt of the tenant that no replica holds."""
         num_members = len(roster.members)
         with self._lock:
             turn = self._next_turn(tenant)
@@ -251,7 +253,7 @@ class Router:
         return _Known(nothing, np.zeros(num_members, np.int64), queued, turn)
 
     def _next_turn(self, tenant: str) -> int:
-        """How many rankings the tenant has asked for, from a start that is drawn by chance."""
+        """Return the number of the tenant's rankings, from a random start."""
         turn = self._turns.pop(tenant, None)
         if turn is None:
             turn = int(self._random.integers(2**31))
@@ -261,7 +263,7 @@ class Router:
         return turn
 
     def _held(self, namespace: Namespace, key: bytes, digests: list[bytes], roster: _Roster) -> Tokens:
-        """Leading tokens by member and tier: int64 ``[members, 3]``."""
+        """Return leading tokens by member and tier: int64 ``[members, 3]``."""
         counts = self.source.view.leading(b"".join(digests)).counts()
         columns = np.array([member.column for member in roster.members])
         held: Tokens = counts[np.minimum(columns, len(counts) - 1)] * SEGMENT_TOKENS
@@ -297,7 +299,7 @@ class Router:
 
 
 class _Known(NamedTuple):
-    """Tokens held by member and tier, further ones predicted, and those sent since the load was reported."""
+    """Tokens held by member and tier, further tokens predicted, and tokens sent since the load was reported."""
 
     held: Tokens
     predicted: Tokens
@@ -305,7 +307,7 @@ class _Known(NamedTuple):
     turn: int
 
     def unloaded(self) -> _Known:
-        """The same without what was sent since."""
+        """Return the same without the tokens sent since."""
         return self._replace(queued=np.zeros(len(self.queued)), turn=0)
 
 
@@ -322,7 +324,7 @@ class _Roster:
         self._by_model: dict[str, _Roster] = {}
 
     def of(self, model: str) -> _Roster:
-        """Those that serve a model."""
+        """Return the members that serve a model."""
         known = self._by_model.get(model)
         if known is None:
             known = _Roster([each for each in self.members if each.info.fingerprint == model])
@@ -331,21 +333,21 @@ class _Roster:
         return known
 
     def unloaded(self) -> _Roster:
-        """The same members, as if they had nothing to do."""
+        """Return the same members with zero load."""
         other = _Roster(self.members)
         other.queued, other.decode = np.zeros(len(self.queued)), np.zeros(len(self.decode))
         return other
 
     def only(self, places: NDArray[np.intp]) -> _Roster:
-        """Some of them."""
+        """Return some of the members."""
         return _Roster([self.members[place] for place in places.tolist()])
 
 
 class Predictions:
-    """What each tenant's prompts were sent to during the last ``keep_s`` seconds. Not thread-safe.
+    """Predicted placements of each tenant's prompts during the last ``keep_s`` seconds. Not thread-safe.
 
-    Bounded: beyond 262,144 placements in all, the tenant with the most loses its oldest, so a tenant can't make
-    another forget unless that one has as many.
+    Bound: 262,144 placements in all. Beyond it, the tenant with the most placements loses its oldest. So a tenant can't
+    displace the placements of a tenant that has fewer.
     """
 
     def __init__(self, keep_s: float) -> None:
@@ -356,17 +358,17 @@ class Predictions:
 
     @property
     def num_bytes(self) -> int:
-        """What all of it takes, roughly. O(tenants × replicas)."""
+        """Approximate bytes of all of it. O(tenants × replicas)."""
         return sum(predicted.num_bytes for predicted, _ in self._tenants.values())
 
     def of(self, tenant: str) -> Predicted:
-        """A tenant's own, to be read."""
+        """Return a tenant's placements, for reading."""
         return self._tenants.get(tenant, (self._nothing, 0.0))[0]
 
     def add(
         self, tenant: str, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float
     ) -> None:
-        """A prompt of the tenant's was sent to a replica, which has ``num_tokens`` of it to compute."""
+        """Record that a prompt of the tenant was sent to a replica, which has ``num_tokens`` of it to compute."""
         self._expire(now)
         predicted = self._tenants.pop(tenant, (None, 0.0))[0] or Predicted(self._keep_s)
         self._tenants[tenant] = predicted, now + self._keep_s
@@ -383,10 +385,11 @@ class Predictions:
 
 
 class Predicted:
-    """What was sent where during the last ``keep_s`` seconds. Not thread-safe.
+    """One tenant's placements during the last ``keep_s`` seconds. Not thread-safe.
 
-    Where: to a registration, by its ``audience``, since a restarted replica has nothing of what was sent before.
-    Bounded: beyond 65,536 placements the oldest segments go first; of what was sent, 500 numbers a replica.
+    A placement names a registration by its ``audience``, because a restarted replica has nothing of what was sent
+    before. Bounds: 65,536 placements, oldest segments dropped first; 500 numbers a replica for the tokens that were
+    sent.
     """
 
     def __init__(self, keep_s: float) -> None:
@@ -398,11 +401,11 @@ class Predicted:
 
     @property
     def num_bytes(self) -> int:
-        """What all of it takes, roughly. O(replicas)."""
+        """Approximate bytes of all of it. O(replicas)."""
         return self.num_held * _PLACEMENT_BYTES + sum(len(sent) for sent in self._sent.values()) * _SENT_BYTES
 
     def add(self, digests: Sequence[bytes], replica_id: str, num_tokens: int, now: float) -> None:
-        """A prompt was sent to a replica, which has ``num_tokens`` of it to compute."""
+        """Record that a prompt was sent to a replica, which has ``num_tokens`` of it to compute."""
         self._expire(now)
         until = now + self._keep_s
         for digest in digests:
@@ -415,7 +418,7 @@ class Predicted:
         self._sent.setdefault(replica_id, _Sent(self._keep_s / _TICKS)).add(now, num_tokens)
 
     def leading(self, digests: Sequence[bytes], now: float) -> dict[str, int]:
-        """How many leading tokens were sent to each replica: a segment's for each digest."""
+        """Return how many leading tokens were sent to each replica; each digest counts as one segment."""
         counts: dict[str, int] = {}
         for place, digest in enumerate(digests):
             found = self._held.get(digest)
@@ -427,7 +430,7 @@ class Predicted:
         return {replica_id: count * SEGMENT_TOKENS for replica_id, count in counts.items()}
 
     def queued(self, roster: _Roster, now: float) -> Floats:
-        """Tokens that were sent to each member since its load was measured: float64 ``[members]``."""
+        """Return the tokens that were sent to each member since its load was measured: float64 ``[members]``."""
         queued = np.zeros(len(roster.members))
         if self._sent:
             oldest = now - self._keep_s
@@ -444,14 +447,14 @@ class Predicted:
             del self._sent[replica_id]
 
     def drop_oldest(self) -> int:
-        """Forget the segment that was sent longest ago; how many placements that were."""
+        """Forget the segment that was sent longest ago; return its number of placements."""
         num_dropped = len(self._held.popitem(last=False)[1])
         self.num_held -= num_dropped
         return num_dropped
 
 
 class _Sent:
-    """Times and tokens of what was sent to one replica; what comes within ``tick_s`` counts as of its beginning."""
+    """Times and tokens of what was sent to one replica; sends within one ``tick_s`` count as sent at its start."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s = tick_s
@@ -469,7 +472,7 @@ class _Sent:
         self._items.append((at, num_tokens))
 
     def since(self, start: float) -> int:
-        """Tokens sent after ``start``; what is older is forgotten. Amortised O(1)."""
+        """Return the tokens sent after ``start``, and forget older ones. Amortised O(1)."""
         while self._items and self._items[0][0] <= start:
             self._num_tokens -= self._items.popleft()[1]
         return self._num_tokens
