@@ -1,4 +1,4 @@
-"""The metadata store: what it promises, its records, and its implementations."""
+"""The metadata store: its contract, its records, and its implementations."""
 
 from __future__ import annotations
 

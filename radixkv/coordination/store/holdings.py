@@ -1,10 +1,10 @@
-"""Which segments one replica holds, and in which tier: sets of prefix digests.
+"""The segments that one replica holds, and their tiers: sets of prefix digests.
 
-The mirror of what a replica published, and what its snapshots are made of. Applying an entry twice, or a run
-of entries again up to their end, changes nothing, which is what lets a snapshot and the log behind it overlap.
+This is the mirror of what a replica published, and the source of its snapshots. Applying an entry twice, or a run of
+entries again up to their end, changes nothing. That is why a snapshot and the log behind it may overlap.
 
-The sets are the keys of dicts, in the order in which they came: that is about how they lie in memory, and packing
-them in the order of a set's table takes more than twice as long.
+The sets are the keys of dicts, in insertion order, which is about their order in memory. Packing them in the order of a
+set's table takes more than twice as long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Holdings:
         self.num_digests = 0
 
     def apply(self, entry: Entry) -> None:
-        """Take in one entry. O(its digests)."""
+        """Apply one entry. O(its digests)."""
         if entry.op == "store":
             self.store(entry.namespace, split(entry.digests), entry.tier)
         elif entry.op == "remove":
@@ -55,7 +55,7 @@ class Holdings:
         self.num_digests += len(held) - before
 
     def remove(self, namespace: bytes, digests: Collection[bytes]) -> None:
-        """Take digests out; those that aren't held are no error."""
+        """Remove digests; digests that aren't held are no error."""
         tiers = self._tiers.get(namespace, {})
         for held in tiers.values():
             self.num_digests -= _take(held, digests)
@@ -63,7 +63,7 @@ class Holdings:
             self._tiers.pop(namespace, None)
 
     def clear(self, namespace: bytes = b"") -> None:
-        """Forget a namespace; all of them if it is empty."""
+        """Forget a namespace, or all of them if it is empty."""
         if namespace:
             self.num_digests -= sum(map(len, self._tiers.pop(namespace, {}).values()))
         else:
@@ -71,26 +71,26 @@ class Holdings:
             self.num_digests = 0
 
     def of(self, namespace: bytes) -> dict[bytes, str]:
-        """The tier of each digest of a namespace. O(digests)."""
+        """Return the tier of each digest of a namespace. O(digests)."""
         tiers = self._tiers.get(namespace, {})
         return {digest: tier for tier, held in tiers.items() for digest in held}
 
     def groups(self) -> Iterator[tuple[bytes, str, AbstractSet[bytes]]]:
-        """``(namespace digest, tier, digests)``: what a snapshot is packed from."""
+        """Yield ``(namespace digest, tier, digests)``, the input of a snapshot."""
         for namespace, tiers in self._tiers.items():
             for tier, held in tiers.items():
                 if held:
                     yield namespace, tier, held.keys()
 
     def load(self, groups: Groups) -> None:
-        """Hold what a snapshot says, and nothing else."""
+        """Replace everything held by a snapshot's content."""
         self.clear()
         for namespace, tier, packed in groups:
             self.store(namespace, split(packed), tier)
 
 
 def _take(held: dict[bytes, None], digests: Iterable[bytes]) -> int:
-    """Take digests out, be they there or not; how many were."""
+    """Remove the digests that are held; return how many were."""
     before, take = len(held), held.pop
     for digest in digests:
         take(digest, None)
@@ -98,5 +98,5 @@ def _take(held: dict[bytes, None], digests: Iterable[bytes]) -> int:
 
 
 def split(packed: bytes) -> list[bytes]:
-    """The 16-byte digests of a packed run."""
+    """Split a packed run into its 16-byte digests."""
     return [packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)]

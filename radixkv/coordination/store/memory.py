@@ -1,6 +1,6 @@
-"""The store as a plain object, on a clock handed in: the specification that every other store is compared with.
+"""The store as a plain object, with the clock as an argument. Every other store is tested against it.
 
-Replicas of one process share one, and find it always up to date. ``is_reachable = False`` is an outage.
+Replicas of one process share one store, which is always up to date. ``is_reachable = False`` simulates an outage.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(slots=True)
 class Account:
-    """One tenant in the store; ``shares`` with the time at which each runs out."""
+    """One tenant in the store; ``shares`` with the time at which each expires."""
 
     limit: Limit = NO_LIMIT
     raised: Raised = NEVER
@@ -77,7 +77,7 @@ class Account:
 
 @dataclass(slots=True)
 class Pinned:
-    """One pin of a tenant's in the store; ``parts`` by replica."""
+    """One pin of a tenant in the store; ``parts`` by replica."""
 
     pin: FleetPin
     until: float
@@ -85,7 +85,7 @@ class Pinned:
 
 
 class MemoryStore(Store):
-    """See ``protocol.Store``. Thread-safe; ``clock`` decides about leases, shares and jobs."""
+    """See ``protocol.Store``. Thread-safe; leases, shares and jobs expire by ``clock``."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self.clock = clock
@@ -112,7 +112,7 @@ class MemoryStore(Store):
                 kept.clear()
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there are no connections."""
 
     # ---- a replica's own facts
 
@@ -192,7 +192,7 @@ class MemoryStore(Store):
             return WriteResult(result.verdict, 0)
 
     def _checked(self, writer: Writer) -> tuple[Record | None, WriteResult]:
-        """The writer's record, or None with the verdict on who writes without one."""
+        """Return the writer's record, or None and the verdict for a writer without a valid record."""
         record = self.records.get(writer.replica_id)
         if record is None:
             return None, WriteResult("LOST", 0)
@@ -216,7 +216,7 @@ class MemoryStore(Store):
             return Fetched(seen, [])
 
     def read(self, cursors: Mapping[str, tuple[int, int]], block_s: float = 0.0) -> dict[str, list[Logged]]:
-        """As any store does, but it never waits."""
+        """Read as any store does, but never wait."""
         with self._open():
             found = {}
             for name, cursor in cursors.items():
@@ -443,7 +443,7 @@ class MemoryStore(Store):
             ]
 
     def _pinned(self, tenant: bytes) -> dict[str, Pinned]:
-        """A tenant's pins whose time isn't over."""
+        """Return a tenant's pins that haven't expired."""
         now, found = self.clock(), self.pinned.get(tenant, {})
         self.pinned[tenant] = {name: each for name, each in found.items() if each.until > now}
         return self.pinned[tenant]

@@ -1,7 +1,7 @@
 """The store over Redis 6.2 or newer, or Valkey: single, Cluster or Sentinel.
 
-What stands where, under ``rk1:`` (``{…}`` is the hash tag: the keys of one replica share a shard, so do
-those of one tenant, and of one job):
+All keys are under ``rk1:``. ``{…}`` is the hash tag: the keys of one replica share a shard, and so do the keys of one
+tenant, and of one job:
 
     {r:RID}:meta      hash     the registration: epoch, nonce, address, proof, canary, last_seq …
     {r:RID}:lease     string   the nonce, expiring: liveness
@@ -9,15 +9,16 @@ those of one tenant, and of one job):
     {r:RID}:snapmeta  hash     epoch, seq, count, checksum of the snapshot in {r:RID}:snap:0 …
     {r:RID}:load      hash     load, as of the last beat
     {t:TD}:q          hash     a tenant: limit, said, generation, token, raised, r:RID share, c:RID nonce and proof
-    {t:TD}:p          hash     its pins of the fleet: p:PIN until:state:…, s:PIN:RID what became of it there
+    {t:TD}:p          hash     its pins of the fleet: p:PIN until:state:…, s:PIN:RID its state on that replica
     {w:JOB}:job       hash     a warm job, kept for an hour
     replicas          zset     replica ids by live-until in ms: discovery only
     purges            zset     tenants in the order in which their generation was raised: discovery only
-    jobs              zset     warm jobs by the ms at which they end, to count them by
+    jobs              zset     warm jobs by the ms at which they end, for counting
 
 Writes that must not be lost (epoch, limit, generation, pin) wait for a second copy: ``Connection.run_durably``.
-Bounded: 1,024 replicas, 65,536 announced purges, snapshots of 4 M segments; a log ends behind the snapshot before the
-last one; 4,096 jobs of 1,024 parts, for an hour; 256 pins a tenant, and as many that were ended, of 1,024 parts.
+
+Bounds: 1,024 replicas; 65,536 announced purges; snapshots of 4 M segments; a log reaches back to the snapshot before
+the last one; 4,096 jobs of 1,024 parts, for an hour; 256 pins a tenant and as many ended ones, of 1,024 parts.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ REPLICAS_KEY = PREFIX + "replicas"
 PURGES_KEY = PREFIX + "purges"
 JOBS_KEY = PREFIX + "jobs"
 RETENTION_S = 7 * 24 * 3600
-"""A registration, its log and its snapshot outlive the last beat by this much: epochs go on from it."""
+"""A registration, its log and its snapshot are kept this long after the last beat, so that epochs continue."""
 
 _RETENTION_MS = RETENTION_S * 1000
 _SNAPSHOT_TRIES = 3
@@ -132,7 +133,7 @@ class ReplicaKeys:
 
 
 class RedisStore(Store):
-    """See ``protocol.Store``. Reads wait on connections of their own, and one thread at a time may ``read``."""
+    """See ``protocol.Store``. Waiting reads use separate connections; one thread at a time may ``read``."""
 
     def __init__(self, url: str, reply_timeout_s: float = 2.0) -> None:
         self.connection = Connection(url, reply_timeout_s)
@@ -142,7 +143,7 @@ class RedisStore(Store):
         self._told: dict[str, float] = {}
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         self._streams.close()
         self._reading.close()
         self.connection.close()
@@ -179,7 +180,7 @@ class RedisStore(Store):
         return _write_result(verdict, last_seq)
 
     def _list(self, replica_id: str, now_ms: int, lease_ms: int) -> None:
-        """Be listed; who is listed for longer than the longest lease is nobody."""
+        """List the replica; entries listed for longer than the longest lease are not replicas and are removed."""
         commands = [
             ("ZADD", REPLICAS_KEY, now_ms + lease_ms, replica_id),
             ("ZREMRANGEBYSCORE", REPLICAS_KEY, "-inf", now_ms - int(LISTED_S * 1000)),
@@ -247,12 +248,12 @@ class RedisStore(Store):
                     raise WireError("a key of another type")
                 else:
                     found.unread.append(name)
-            except WireError as error:  # its replica states it anew with its next beat
+            except WireError as error:  # its replica writes it again with its next beat
                 self._tell(name, f"replica {name}: its registration can't be read: {error}")
         return found
 
     def _tell(self, about: str, message: str) -> None:
-        """Log something once a minute at most for each that it is about."""
+        """Log a message at most once a minute for each subject."""
         now = monotonic()
         if len(self._told) >= MAX_REPLICAS:
             self._told.clear()
@@ -284,7 +285,7 @@ class RedisStore(Store):
         names = ReplicaKeys(replica_id)
         for _ in range(_SNAPSHOT_TRIES):
             found = self.connection.of("HMGET", names.snapshot_meta, "epoch", "seq", "count", "checksum")
-            with suppress(WireError):  # torn: the writer replaced it while it was read
+            with suppress(WireError):  # torn: the writer replaced it during the read
                 if found[0] is None or number(found[0]) != epoch or number(found[1]) <= after_seq:
                     return None
                 groups = self._groups(names, number(found[2]), found[3] or b"")
@@ -357,7 +358,7 @@ class RedisStore(Store):
 
     @translated()
     def tenant(self, tenant: bytes) -> TenantFacts:
-        # what has not the form of this version counts for nothing
+        # values without this version's format are ignored
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_tenant_key(tenant)], [])
         found = parse_tenant(dict(zip(pairs[::2], pairs[1::2], strict=True)))
         now = int(now_ms)
@@ -370,7 +371,7 @@ class RedisStore(Store):
 
     @translated()
     def look_at(self, tenants: Sequence[bytes], replica_id: str = "") -> list[Looked | None]:
-        # what has not the form of this version counts for nothing
+        # values without this version's format are ignored
         replies: list[Any] = []
         fields = (*RAISED_FIELDS, "c:" + replica_id, "limit", "said")
         for some in _slices(tenants):
@@ -476,7 +477,7 @@ class RedisStore(Store):
 
     @translated()
     def pins(self, tenant: bytes) -> list[FleetPin]:
-        # what has not the form of this version counts for nothing
+        # values without this version's format are ignored
         now_ms, *pairs = self.connection.run(scripts.TENANT, [_pins_key(tenant)], [])
         return parse_pins(dict(zip(pairs[::2], pairs[1::2], strict=True)), int(now_ms))
 

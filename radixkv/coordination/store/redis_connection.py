@@ -1,8 +1,8 @@
 """Connections to Redis or Valkey from a URL: single, Cluster or Sentinel. The only importer of the client library.
 
-Where a command goes is asked of the server: the shard of its key's tag, the master that Sentinel names, or the one
-there is. ``WAIT 1`` follows the writes that must not be lost, on the connection that wrote, where the server has had
-a replica.
+The server decides where a command goes: to the shard of its key's tag, to the master that Sentinel names, or to the
+only server. Writes that must not be lost are followed by ``WAIT 1`` on the same connection, if the server has had a
+replica.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TYPES = {
     "purges": "zset",
     "jobs": "zset",
 }
-"""What type a key has whose name ends so."""
+"""The type of a key, by the end of its name."""
 _URL = re.compile(r"(rediss?|unix|rediss?\+(?:sentinel|cluster))://(?:(.*)@)?([^/?]*)(/[^?]*)?(\?.*)?")
 _FORMS = (
     "redis://[user:password@]host[:port][/db], rediss://… (TLS), unix:///path, redis+cluster://host:port,host:port "
@@ -63,7 +63,7 @@ _FORMS = (
 )
 
 
-# What the library leaves untyped.
+# The library has no types for this.
 _parse_url: Any = parse_url
 _cluster_client: Any = RedisCluster
 _cluster_node: Any = ClusterNode
@@ -74,17 +74,17 @@ _OPTIONS = frozenset(
     {*signature(redis.Redis).parameters, "path", "connection_class", "sentinel_username", "sentinel_password"}
     - _OBJECTS
 )
-"""What a URL, and what stands behind its question mark, may come to."""
+"""Options that a URL and its query may set."""
 
 Args = Sequence[str | bytes | int]
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Any error of the client, or of the server, is StoreUnavailable; so is an answer that can't be one.
+    """Turn any error of the client or the server into StoreUnavailable, and also an impossible answer.
 
-    Of any type: the client parses what a server says without distrust, and meets garbage, torn connections and other
-    threads' disconnects as a ValueError, AttributeError, RecursionError …
+    The type of the error doesn't matter: the client parses the server's bytes without checks. Garbage, torn connections
+    and disconnects by other threads show as ValueError, AttributeError, RecursionError and others.
     """
     try:
         yield
@@ -95,18 +95,18 @@ def translated() -> Iterator[None]:
 
 
 def is_wrong_type(error: object) -> bool:
-    """Whether a server said that a key has another type, to a command or, as the older ones say it, to a script."""
+    """Whether a server reported that a key has another type, to a command or, in older versions, to a script."""
     return isinstance(error, Exception) and "WRONGTYPE" in str(error)
 
 
 def unavailable(error: Exception) -> StoreUnavailable:
-    """What an error of the client, or one that a server answered with, is to those who use the store."""
+    """Return the StoreUnavailable for an error of the client, or for one that a server answered with."""
     return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the servers are, from a URL. ``options`` go to every connection, TLS and credentials among them."""
+    """The servers' addresses, from a URL. ``options`` go to every connection, TLS and credentials among them."""
 
     kind: str
     hosts: tuple[tuple[str, int], ...]
@@ -115,7 +115,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Raises ConfigError, without the password."""
+        """Parse a URL. Raises ConfigError, without the password."""
         if not isinstance(url, str):
             raise ConfigError("redis", url, _FORMS)
         try:
@@ -167,9 +167,9 @@ def _host(url: str, default_port: int) -> tuple[str, int]:
 
 
 class Connection:
-    """Clients of one deployment, made when first needed; every error of theirs is StoreUnavailable. Thread-safe.
+    """Clients of one deployment, made when first needed; all their errors become StoreUnavailable. Thread-safe.
 
-    A Cluster's client is used for its map of slots alone: commands go to the node that has the key.
+    A Cluster's client is used only for its map of slots: commands go to the node that has the key.
     """
 
     def __init__(self, url: str, reply_timeout_s: float) -> None:
@@ -192,21 +192,23 @@ class Connection:
         self._opening = threading.Lock()
         self._digests: dict[str, str] = {}
         if self._address.kind == "single":
-            self._client = self._plain()  # so that an option which can't work is refused at once
+            self._client = self._plain()  # made now, so that an impossible option is refused at once
 
     def run(self, script: str, keys: Sequence[str], args: Args) -> Any:
-        """The script's answer. Raises StoreUnavailable."""
+        """Run a script and return its answer. Raises StoreUnavailable."""
         return self._at(keys[0], lambda node: self._evaluate(node, script, keys, args))
 
     def repair(self, keys: Sequence[str]) -> None:
-        """Delete those of these keys, which share a tag, that have another type than we give them; log which.
+        """Delete those of these keys, which share a tag, that have an unexpected type; log which.
 
-        Whoever wrote them can delete keys too; what stood there is lost to a store, and told to it again.
+        Any writer that made them could delete keys too. Their content counts as lost by the store, and is written
+        again.
         """
         self._at(keys[0], lambda node: self._repair(node, keys))
 
     def run_durably(self, script: str, keys: Sequence[str], args: Args) -> tuple[Any, bool | None]:
-        """The script's answer, and whether a replica has what it wrote: None where the server has none."""
+        """Run a script; return its answer, and whether a replica of the server has the write (None if it has no
+        replica)."""
 
         def act(node: Any) -> tuple[Any, bool | None]:
             with node.client() as one:
@@ -222,7 +224,7 @@ class Connection:
         return found
 
     def gather(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The replies to commands of one key each, ``(name, key, …)``: one round trip to each shard.
+        """Return the replies to commands of one key each, ``(name, key, …)``: one round trip to each shard.
 
         A reply may be an exception: that of its command, or of its shard. Raises StoreUnavailable if no shard
         answers.
@@ -249,21 +251,21 @@ class Connection:
         return replies
 
     def of(self, command: str, *args: Any) -> Any:
-        """The reply to one command of one key, which comes first."""
+        """Return the reply to one command of one key, which is its first argument."""
         return self._at(str(args[0]), lambda node: node.execute_command(command, *args))
 
     def slot(self, key: str) -> int:
-        """The slot of a key in a Cluster; 0 anywhere else. Keys of one slot can share a command."""
+        """Return the slot of a key in a Cluster, and 0 anywhere else. Keys of one slot can share a command."""
         client = self._open()
         return int(client.keyslot(key)) if isinstance(client, _cluster_client) else 0
 
     def borrow(self, key: str) -> tuple[Any, Any]:
-        """A raw connection to the node of ``key``, and the pool that it goes back to."""
+        """Return a raw connection to the node of ``key``, and its pool."""
         pool = self._node(key).connection_pool
         return pool, pool.get_connection()
 
     def check(self) -> None:
-        """Under Sentinel: leave a master that is none any more, even if it still answers."""
+        """Under Sentinel: leave a server that isn't the master any more, even if it still answers."""
         if self._sentinel is None:
             return
         with translated():
@@ -273,7 +275,7 @@ class Connection:
                 self._open().connection_pool.disconnect(inuse_connections=False)
 
     def suspect(self) -> None:
-        """The map of slots may be behind: ask again before the next command."""
+        """Read the map of slots again before the next command, because it may be outdated."""
         self._is_stale = True
 
     def close(self) -> None:
@@ -326,7 +328,7 @@ class Connection:
         return list(found.values())
 
     def _node(self, key: str) -> Any:
-        """The client of the server that ``key`` belongs on. Raises StoreUnavailable."""
+        """Return the client of the server that has ``key``. Raises StoreUnavailable."""
         client = self._open()
         if not isinstance(client, _cluster_client):
             return client
@@ -358,13 +360,13 @@ class Connection:
         return redis.Redis(host=host, port=port, **self._options)
 
     def _upgraded(self, client: Any) -> Any:
-        """A plain URL may lead to a node of a Cluster: it answers MOVED, and is asked for the others then."""
+        """Return a Cluster client if a plain URL leads to a node of a Cluster, which answers MOVED."""
         if client.info("server").get("redis_mode") != "cluster":
             return client
         return self._cluster(self._address.hosts)
 
     def _remapped(self, client: Any) -> Any:
-        """A Cluster's client asks the nodes that it knows; if all of those are gone, those of the URL may not be."""
+        """Read the map of slots anew. If all nodes that the client knows are gone, make a new client from the URL."""
         try:
             client.nodes_manager.initialize()
         except RedisClusterException:
@@ -375,7 +377,7 @@ class Connection:
         if self._options.get("db", 0):
             raise ConfigError("redis", f"database {self._options['db']}", "database 0 in a Cluster")
         options = {name: value for name, value in self._options.items() if name != "db"}
-        options["redis_connect_func"] = _check_peer  # its client greets by itself
+        options["redis_connect_func"] = _check_peer  # the Cluster client sends its greeting itself
         nodes = [_cluster_node(host, port) for host, port in hosts]
         return _cluster_client(startup_nodes=nodes, require_full_coverage=False, **options)
 
@@ -400,16 +402,16 @@ class Connection:
 
 
 def _greet(connection: Any) -> None:
-    """What follows a connect: authentication and all that, if there is a server behind it."""
+    """Send what follows a connect, such as authentication, if there is a server."""
     _check_peer(connection)
     connection.on_connect()
 
 
 def _check_peer(connection: Any) -> None:
-    """Raises ConnectionError for a connection to itself.
+    """Raise ConnectionError for a connection to itself.
 
-    TCP allows it, where a port of this machine that the kernel gives to clients has no listener: the client
-    would answer itself, and the server could not have its port back.
+    TCP allows such a connection if a local port in the kernel's range for clients has no listener. The client would
+    then answer itself, and the server could not get its port back.
     """
     mine = connection._sock.getsockname()
     if mine and mine == connection._sock.getpeername():

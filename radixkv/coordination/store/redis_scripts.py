@@ -1,43 +1,44 @@
-"""The scripts that run inside Redis: each compares the writer with the registration, then writes, at once.
+"""Lua scripts that run inside Redis: each compares the writer with the registration, then writes, atomically.
 
-All keys of a script carry one hash tag, so they live on one shard. Entries stand in the stream at the id
-``epoch-seq``: ids grow with every boot, a cursor is a position in the log, and a trim is exact. Numbers that
-pass 2^31 are formatted by ``%.0f``, since Lua would print them with an exponent.
+All keys of a script carry one hash tag, so they are on one shard. Stream entries have the id ``epoch-seq``: ids grow
+with every boot, a cursor is a position in the log, and a trim is exact. Numbers above 2^31 are formatted by ``%.0f``,
+because Lua would print them with an exponent.
 
-What a script reads may have been written by anybody. Numbers are read by ``count``: up to 15 digits, and nothing
-else is one. A registration whose numbers can't be read, or a log that takes no entry, is LOST: its replica registers
-anew, and ``boot`` begins with what it writes itself. Epochs and log numbers close to 15 digits are begun anew, too. A
-key of another type is deleted by the client (``REPAIR``), which then runs the script again.
+Any writer may have made the records that a script reads. Numbers are read by ``count``, which accepts up to 15 digits
+and nothing else. A registration with unreadable numbers, or a log that takes no entry, is LOST: its replica registers
+anew, and ``boot`` begins from its own writes. Epochs and log numbers close to 15 digits are begun anew, too. The client
+deletes a key of another type (``REPAIR``), then runs the script again.
 
     boot      KEYS meta lease ev snapmeta load    ARGV epoch-before retention-ms snap-prefix process
-              field value … -> epoch. Fences the last registration, drops its lease and snapshot, begins the log
-              anew; notes until when another process that had the id may think that its lease runs.
+              field value … -> epoch. Fences the last registration, drops its lease and snapshot, begins a new log;
+              records until when another process that had the id may think that its lease runs.
     append    KEYS meta ev                        ARGV epoch nonce first-seq entries (see wire.pack_entries)
     beat      KEYS meta lease ev snapmeta load    ARGV epoch nonce lease-ms retention-ms snap-prefix count
               (field value) … of the registration, count of these, and of the load -> also Redis's time in ms; 0 for
               last_seq if the log doesn't follow the snapshot, or goes on behind its last number
     snapshot  KEYS meta ev snapmeta               ARGV epoch nonce seq keep-from anew retention-ms checksum
-              snap-prefix chunk … anew=1: the snapshot takes the place of all that was written. It stands at
-              a number that nobody has read, and an empty entry behind it lets every reader see the gap.
-    leave     KEYS meta lease load                ARGV epoch nonce proof -> also until when that is, in ms; 0: nobody
+              snap-prefix chunk … anew=1: the snapshot replaces all that was written. It gets a number that no
+              reader has seen, and an empty entry behind it lets every reader see the gap.
+    leave     KEYS meta lease load                ARGV epoch nonce proof -> also until when an earlier process
+              may serve, in ms since 1970; 0: none
 
     limit     KEYS q                              ARGV stamp-expected stamp-and-proof retention-ms blocks, or empty
-              for none -> 1 if it was the one expected
+              for none -> 1 if the stamp was the expected one
     reserve   KEYS q                              ARGV replica epoch nonce fingerprint blocks keep-ms retention-ms
               limit-or-empty stamp-and-proof-or-empty longest-ms -> {verdict, granted, others}
-    raise     KEYS q                              ARGV what-stands generation token raised -> 1 if that stood there
-    confirm   KEYS q                              ARGV what-stands replica confirmed max -> 1 if that stands there;
-              2 if more than max fields stand there now
+    raise     KEYS q                              ARGV expected-record generation token raised -> 1 if it matched
+    confirm   KEYS q                              ARGV expected-record replica confirmed max -> 1 if it matches;
+              2 if the hash has more than max fields now
     tenant    KEYS q                              -> {now-ms, field value …}
-    announce  KEYS purges                         ARGV tenant max: at the position behind the last one, in ms at
-              least: were one given again that a store has lost, whoever stands there would miss it. Positions a
-              week ahead are none of ours, and are removed
+    announce  KEYS purges                         ARGV tenant max: gives the position after the last one, at least the
+              time in ms. A store that lost a position must not reuse it: readers already past it would miss the
+              announcement. Positions a week ahead are not from replicas, and are removed
     announced KEYS purges                         ARGV after -> {tenant, position …}
-    unannounced KEYS purges                       ARGV (tenant position) … -> the places, from 1, of those that
-              aren't there, or only before that position
+    unannounced KEYS purges                       ARGV (tenant position) … -> the indices, from 1, of those that are
+              missing, or only before that position
 
     job       KEYS job                            ARGV ttl-ms field value … -> 1 if it is new
-    list      KEYS jobs                           ARGV job ttl-ms max -> {how many, job that is too many …}
+    list      KEYS jobs                           ARGV job ttl-ms max -> {how many, job above the limit …}
     own       KEYS job                            ARGV owner expected -> 1 if replaced
     add       KEYS job                            ARGV owner field epoch nonce value max-parts -> 1 if added
     part      KEYS job                            ARGV field value -> 1 if replaced
@@ -46,10 +47,10 @@ key of another type is deleted by the client (``REPAIR``), which then runs the s
     unpin     KEYS pins                           ARGV pin keep-ms stated -> 1 unless it was ended before
     state     KEYS pins                           ARGV pin replica epoch value max-parts -> 1 if set
 
-    repair    KEYS any                            ARGV type … of each -> the places, from 1, of those that had another
+    repair    KEYS any                            ARGV type … of each -> the indices, from 1, of those that had another
               type, and are deleted
 
-The first five but ``boot`` answer ``{verdict, last_seq, …}``, the verdict being OK, GAP, LOST or FENCED.
+The first five, except ``boot``, answer ``{verdict, last_seq, …}``; the verdict is OK, GAP, LOST or FENCED.
 """
 
 from __future__ import annotations

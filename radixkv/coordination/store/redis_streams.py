@@ -1,7 +1,7 @@
-"""Reads that wait in the server.
+"""Blocking reads of Redis streams.
 
-``StreamReads`` is the ``read`` of ``redis.RedisStore``: XREAD over streams of any slots, each slot on a connection of
-its own, and one thread that waits for all of them.
+``StreamReads`` is the ``read`` of ``redis.RedisStore``: XREAD over streams of any slots. Each slot has a separate
+connection, and one thread waits for all of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ _SWEEP_S = 0.005
 
 @dataclass(slots=True)
 class _UnderWay:
-    """One XREAD that waits in the server, on a connection of its own."""
+    """One XREAD that waits in the server, on its connection."""
 
     cursors: dict[str, str]
     pool: Any
     connection: Any
     sent_at: float
     failure: StoreUnavailable | None = None
-    """What was met when the connection was looked at. The client would connect anew, to no answer, if it were
-    looked at again."""
+    """The error found when the connection was checked.
+
+    Another check would make the client connect again, without an answer.
+    """
 
     def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Something can be received, be it that the connection is broken or that its server is silent."""
+        """Whether something can be received, or the connection is broken, or the server is silent."""
         if self.failure is None:
             try:
                 with translated():
@@ -42,13 +44,13 @@ class _UnderWay:
         return True
 
     def serves(self, cursors: Mapping[str, str]) -> bool:
-        """Whether its answer leaves out nothing of what is behind ``cursors``, and is of no other stream."""
+        """Whether its answer covers all entries behind ``cursors``, and no other stream."""
         return self.cursors.keys() == cursors.keys() and all(
             _position(self.cursors[key]) <= _position(cursor) for key, cursor in cursors.items()
         )
 
     def receive(self) -> Any:
-        """The answer; waits for it. Raises what the client raises."""
+        """Wait for the answer and return it. Raises what the client raises."""
         if self.failure is not None:
             raise self.failure
         return self.connection.read_response()
@@ -66,9 +68,9 @@ class _UnderWay:
 class StreamReads:
     """XREAD over streams of any slots: one command a slot, and one thread that waits for all of them.
 
-    Streams of different slots can't share a command, so a Cluster needs a blocking connection for each slot
-    that has a log; a single server needs one. A slot whose server fails is left out of this read, and asked
-    again in the next: the others go on.
+    Streams of different slots can't share a command. So a Cluster needs a blocking connection for each slot that has a
+    log; a single server needs one. A slot whose server fails is left out of this read and retried in the next one.
+    The other slots continue.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -76,7 +78,10 @@ class StreamReads:
         self._waiting: dict[int, _UnderWay] = {}
 
     def read(self, cursors: Mapping[str, str], block_s: float) -> list[tuple[str, list[Any]]]:
-        """``(stream, [[id, fields], …])``; waits up to ``block_s``. Raises StoreUnavailable if no slot answers."""
+        """Return ``(stream, [[id, fields], …])``; waits up to ``block_s``.
+
+        Raises StoreUnavailable if no slot answers.
+        """
         slots: dict[int, dict[str, str]] = {}
         for key, cursor in cursors.items():
             slots.setdefault(self._connection.slot(key), {})[key] = cursor
@@ -93,14 +98,14 @@ class StreamReads:
         return found
 
     def close(self) -> None:
-        """End what is under way."""
+        """End the reads in progress."""
         for slot in list(self._waiting):
             self._waiting.pop(slot).end(is_broken=True)
 
     def _sent(
         self, slots: Mapping[int, Mapping[str, str]], block_s: float, failures: list[StoreUnavailable]
     ) -> list[_UnderWay]:
-        """The reads that can be received: without waiting those sent now, else those of which something came."""
+        """Send the reads, and return those that can be received: without waiting the new ones, else those with data."""
         sent = []
         for slot, streams in slots.items():
             try:
@@ -137,7 +142,7 @@ class StreamReads:
         return reading
 
     def _wait(self, block_s: float) -> None:
-        """Until an answer is there. One connection is waited for, several are looked at in turn."""
+        """Wait for an answer. One connection is waited for; several are polled in turn."""
         if len(self._waiting) == 1:
             next(iter(self._waiting.values())).is_ready(block_s)
             return

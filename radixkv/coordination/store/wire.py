@@ -1,7 +1,7 @@
-"""What stands in the store: registrations, log entries, snapshots, parts of jobs. Bytes in, bytes out.
+"""Formats of the records in the store: registrations, log entries, snapshots, parts of jobs. Bytes in, bytes out.
 
-Everything read here was written by somebody else, and may be anything: whatever has not the form of this
-version raises WireError, and sizes are bounded before memory is taken. No client of any store is used here.
+The bytes read here come from other writers and may be anything. A record without this version's format raises
+WireError, and sizes are bounded before memory is allocated. No store client is used here.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ DIGESTS_AN_ENTRY: Final = 64
 SNAPSHOT_CHUNK_BYTES = 512 << 10
 MAX_SNAPSHOT_CHUNKS = 256
 MAX_SNAPSHOT_DIGESTS = 4_000_000
-"""A replica with more publishes that many: a hint may be missing."""
+"""A replica with more digests publishes only this many, so hints may be missing."""
 
 TIERS = ("device", "host", "disk")
-"""Where a segment's KV may be, fastest first. What is published is the fastest."""
+"""The tiers of a segment's KV, fastest first. The fastest one is published."""
 OPS = ("store", "remove", "clear", "tier")
 
 PROCESS_DIGITS = 16
-"""How many digits of a nonce are the process's."""
+"""How many digits of a nonce identify the process."""
 _RANDOM_BYTES = 8
 
 _MAX_SNAPSHOT_BYTES = MAX_SNAPSHOT_DIGESTS * (DIGEST_BYTES + NAMESPACE_BYTES + 5)
@@ -65,7 +65,7 @@ _MAX_JOB_FIELDS = 1100
 
 
 class WireError(ValueError):
-    """Bytes in the store that have not the form of this version. Handled here: their writer is left out."""
+    """Bytes in the store don't have this version's format. Handled here: their writer is left out."""
 
 
 class Entry(NamedTuple):
@@ -84,7 +84,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a replica says of itself when it registers."""
+    """A replica's registration."""
 
     replica_id: str
     epoch: int
@@ -93,23 +93,23 @@ class Registration:
     """Empty if it has none."""
     fingerprint: str
     block_size: int
-    """0 for a reader that has no blocks of its own, and goes with any."""
+    """0 for a reader that has no blocks; it is compatible with any size."""
     wire_version: int
     canary: str
     last_seq: int = 0
     proof: str = ""
     lease_ms: int = 0
-    """As stated by the last beat; 0 before the first."""
+    """From the last beat; 0 before the first."""
     beats: int = 0
-    """The number of the last one: only a new one extends the lease. 0 before the first, and once it has left."""
+    """The number of the last beat: only a new number extends the lease. 0 before the first beat, and after leaving."""
     replaced_ms: int = 0
-    """How long another process, which had the id before, may think that its lease runs; as of the last beat."""
+    """How long another process that had the id before may think that its lease runs; from the last beat."""
     stated_ms: int = 0
     """When the last beat was sent: milliseconds since 1970 by the replica's own clock."""
 
     @property
     def writer(self) -> Writer:
-        """Who signs so."""
+        """The signer of its writes."""
         return Writer(self.replica_id, self.epoch, self.nonce)
 
     @property
@@ -118,7 +118,7 @@ class Registration:
         return self.nonce[:PROCESS_DIGITS]
 
     def difference(self, other: Registration) -> tuple[str, object, object] | None:
-        """The setting that keeps the two out of one fleet, with both values, or None."""
+        """Return the setting that keeps the two out of one fleet, with both values, or None."""
         if self.wire_version != other.wire_version:
             return "wire_version", self.wire_version, other.wire_version
         if self.canary != other.canary:
@@ -144,11 +144,11 @@ REGISTRATION_FIELDS = (
     "stated_ms",
 )
 MAX_LEASE_MS = 3_600_000
-"""No replica states a longer lease."""
+"""No replica uses a longer lease."""
 
 
 def registration_fields(registration: Registration) -> dict[str, str]:
-    """What a replica states of itself when it registers, and again with each beat; the scripts write the rest."""
+    """Return the fields that a replica writes when it registers and with each beat; the scripts write the rest."""
     return {
         "nonce": registration.nonce,
         "address": registration.address,
@@ -161,7 +161,7 @@ def registration_fields(registration: Registration) -> dict[str, str]:
 
 
 def beat_fields(registration: Registration) -> dict[str, str]:
-    """What a beat states: all that it signs, so that a field which somebody has overwritten is right again."""
+    """Return a beat's fields: all that it signs, so that the beat restores any overwritten field."""
     return registration_fields(registration) | {
         "lease_ms": str(registration.lease_ms),
         "beats": str(registration.beats),
@@ -171,7 +171,7 @@ def beat_fields(registration: Registration) -> dict[str, str]:
 
 
 def parse_registration(replica_id: str, values: Iterable[bytes | None]) -> Registration:
-    """From the values of ``REGISTRATION_FIELDS``; what the first beat brings may be absent."""
+    """Parse the values of ``REGISTRATION_FIELDS``; fields that come with the first beat may be absent."""
     found = dict(zip(REGISTRATION_FIELDS, values, strict=True))
     lease_ms = number(found["lease_ms"] or b"0")
     if lease_ms > MAX_LEASE_MS:
@@ -198,13 +198,13 @@ LOAD_FIELDS = ("queued_prefill_tokens", "decode_blocks", "resident_blocks")
 
 
 def parse_load(values: Iterable[bytes | None]) -> Load:
-    """From the values of ``LOAD_FIELDS``; absent ones, and those that are no number, are 0: a load is a hint."""
+    """Parse the values of ``LOAD_FIELDS``; absent or malformed ones are 0, because a load is a hint."""
     queued, decode, resident = (_bounded(value, MAX_AMOUNT) for value in values)
     return Load(queued, decode, resident)
 
 
 def parse_entry(fields: Mapping[bytes, bytes], epoch: int, seq: int) -> Entry:
-    """The entry that stands at ``epoch-seq`` of a stream."""
+    """Parse the entry at ``epoch-seq`` of a stream."""
     try:
         op, namespace, parent, digests, tier = (fields[name] for name in (b"o", b"n", b"p", b"b", b"t"))
         stated = number(fields[b"e"]), number(fields[b"s"])
@@ -223,10 +223,10 @@ _CODES = {(op, tier): op[0].encode() + bytes([at]) for op in OPS for at, tier in
 
 
 def pack_entries(entries: Iterable[Entry]) -> bytes:
-    """Entries as one argument of a script: op's first letter, tier's index, three lengths, then the fields.
+    """Pack entries as one argument of a script: op's first letter, tier's index, three lengths, then the fields.
 
-    The lengths are bytes: of the namespace, of the parent, and of the digests in units of one digest. Packing
-    here and unpacking in the script costs the replica a fifth of what five arguments an entry cost.
+    The lengths are bytes: of the namespace, of the parent, and of the digests in units of one digest. Packing here and
+    unpacking in the script costs the replica a fifth of the cost of five arguments an entry.
     """
     parts: list[bytes] = []
     for op, namespace, parent, digests, tier in entries:
@@ -241,20 +241,20 @@ def _head(op: str, tier: str, *lengths: int) -> bytes:
 
 
 class Snapshot(NamedTuple):
-    """Holdings as chunks, with what a reader needs to know that it has them whole."""
+    """Holdings as chunks, with the count and checksum that show a reader whether they are complete."""
 
     chunks: list[bytes]
     checksum: str
 
 
 Groups = list[tuple[bytes, str, bytes]]
-"""``(namespace digest, tier, packed digests)``: holdings as they stand in a snapshot."""
+"""``(namespace digest, tier, packed digests)``: holdings in a snapshot."""
 
 
 def pack_snapshot(groups: Iterable[tuple[bytes, str, AbstractSet[bytes]]]) -> Snapshot:
-    """Chunks of ``(namespace digest, tier, digests)`` groups, in zlib's form. O(digests).
+    """Pack ``(namespace digest, tier, digests)`` groups into chunks, in zlib's format. O(digests).
 
-    At level 0: keyed digests are random bytes, so that trying harder costs 30 ms a MB and gains nothing.
+    Level 0: keyed digests are random bytes, so compression would cost 30 ms a MB and gain nothing.
     """
     room = MAX_SNAPSHOT_DIGESTS
     parts = [_MAGIC]
@@ -269,7 +269,7 @@ def pack_snapshot(groups: Iterable[tuple[bytes, str, AbstractSet[bytes]]]) -> Sn
 
 
 def unpack_snapshot(chunks: Iterable[bytes], checksum: str) -> Groups:
-    """The groups of a snapshot. Raises WireError if it is torn, malformed or too large."""
+    """Return the groups of a snapshot. Raises WireError if it is torn, malformed or too large."""
     data = b"".join(chunks)
     if xxh3_128_hexdigest(data) != checksum:
         raise WireError("a snapshot that doesn't have its checksum")
@@ -303,7 +303,7 @@ PART_PREFIX = "part:"
 
 
 def job_fields(job: WarmJob) -> dict[str, str]:
-    """A job as fields of a hash."""
+    """Return a job as fields of a hash."""
     fields = {
         "tenant": job.tenant_digest.hex(),
         "namespace": job.namespace_digest.hex(),
@@ -317,7 +317,7 @@ def job_fields(job: WarmJob) -> dict[str, str]:
 
 
 def format_owner(owner: Writer) -> str:
-    """``epoch nonce replica``."""
+    """Return ``epoch nonce replica``."""
     return f"{owner.epoch} {owner.nonce} {owner.replica_id}"
 
 
@@ -329,13 +329,13 @@ def _parse_owner(value: bytes | None) -> Writer:
 
 
 def format_part(part: JobPart) -> str:
-    """``epoch nonce state done cached ms error``."""
+    """Return ``epoch nonce state done cached ms error``."""
     numbers = f"{part.num_tokens_done} {part.num_tokens_cached} {part.ms}"
     return f"{part.epoch} {part.nonce} {part.state} {numbers} {part.error}"
 
 
 def parse_job(job_id: str, fields: Mapping[bytes, bytes]) -> WarmJob:
-    """From all fields of the hash."""
+    """Parse a job from all fields of its hash."""
     try:
         tenant, namespace = (bytes.fromhex(_text(fields[name])) for name in (b"tenant", b"namespace"))
         num_tokens, num_wanted = number(fields[b"num_tokens"]), number(fields[b"wanted"])
@@ -366,19 +366,19 @@ def _job_state(word: str) -> JobState:
 
 
 def is_code(text: str) -> bool:
-    """Whether ``text`` may stand as the error of a part: up to 64 of a-z and _."""
+    """Whether ``text`` may be the error of a part: up to 64 of a-z and _."""
     return _CODE.fullmatch(text) is not None
 
 
 def number(value: bytes | None) -> int:
-    """A non-negative decimal of at most 15 digits."""
+    """Parse a non-negative decimal of at most 15 digits."""
     if value is None or not _NUMBER.fullmatch(value):
         raise WireError(f"no number: {value[:32] if value else value!r}")
     return int(value)
 
 
 def _bounded(value: bytes | None, most: int) -> int:
-    """A number, at most ``most``; 0 for what is none. For hints, and for what only ever makes somebody wait."""
+    """Return a number, at most ``most``; 0 if malformed. For hints, and for values that only make a reader wait."""
     return min(int(value), most) if value is not None and _NUMBER.fullmatch(value) else 0
 
 
@@ -400,35 +400,35 @@ _MAX_TIME = 16**_TIME_DIGITS - 1
 
 
 Relation = Literal["same", "later", "earlier", "apart"]
-"""Of what stands in a store to what is known: the same purge; one that takes its place; one whose place it took; one
-that was raised without knowing the other, so that nobody can say which of the two all have applied."""
+"""How a stored raise relates to a known one: the same purge, a later one that replaces it, an earlier one that it
+replaced, or apart. Apart: raised without knowledge of the other, so it is unknown which of the two all have applied."""
 
 
 class Raised(NamedTuple):
-    """One raise of a tenant's generation. A store that lost one may give its number again, its token never."""
+    """One raise of a tenant's generation. A store that lost one may reuse its number, but never its token."""
 
     generation: int = 0
-    """0: nobody has raised it."""
+    """0: never raised."""
     token: str = ""
     """See ``new_token``."""
     replica_id: str = ""
     """The replica that raised it."""
     nonce: str = ""
-    """Of that replica's registration."""
+    """Nonce of that replica's registration."""
     proof: str = ""
-    """See ``Proofs.of_raise``: a raise without its proof counts for nothing."""
+    """See ``Proofs.of_raise``: a raise without its proof is ignored."""
 
     @property
     def purge(self) -> str:
-        """Which purge it stands for: the same where a lost raise was given back."""
+        """The purge that it belongs to: the same if a lost raise was written again."""
         return self.token[:_PURGE_DIGITS]
 
     def relation(self, known: Raised) -> Relation:
-        """What it is to one who has applied ``known``, both of them proven.
+        """Return the relation of this raise to ``known``, the last one applied; both are proven.
 
-        A purge is drawn later than all that its raiser knew (``new_token``). So one that was drawn earlier than
-        ``known`` was raised by somebody who didn't know that. Times further apart than clocks may be can be compared
-        where neither knew the other.
+        A purge's token has a later time than all purges that its raiser knew (``new_token``). So a purge with an
+        earlier time than ``known`` was raised without knowledge of it. Two purges raised without knowledge of each
+        other can still be ordered if their times differ by more than the allowed clock skew.
         """
         if (self.generation, self.purge) == (known.generation, known.purge):
             return "same"
@@ -439,7 +439,7 @@ class Raised(NamedTuple):
 
     @property
     def standing(self) -> bytes:
-        """How it stands in a store."""
+        """Its raw form in a store."""
         return _joined(*raised_fields(self)) if self != NEVER else NOTHING
 
 
@@ -447,7 +447,7 @@ class Confirmed(NamedTuple):
     """One replica's confirmation of a raise."""
 
     nonce: str = ""
-    """Of its registration; empty: it hasn't confirmed."""
+    """Nonce of its registration; empty: it hasn't confirmed."""
     proof: str = ""
     """See ``Proofs.of_confirmation``."""
 
@@ -459,7 +459,7 @@ _CONFIRMED = re.compile(rb"([!-9;-~]{1,64}):([0-9a-f]{64})")
 
 
 def raised_fields(raised: Raised) -> tuple[bytes, bytes, bytes]:
-    """The values of ``RAISED_FIELDS``."""
+    """Return the values of ``RAISED_FIELDS``."""
     signed = f"{raised.nonce}:{raised.proof}:{raised.replica_id}"
     return str(raised.generation).encode(), raised.token.encode(), signed.encode()
 
@@ -469,16 +469,16 @@ def _joined(*values: bytes | None) -> bytes:
 
 
 NOTHING = _joined(*[None] * len(RAISED_FIELDS))
-"""How it stands where nothing was ever raised."""
+"""The raw form of a tenant that was never raised."""
 
 
 class Limit(NamedTuple):
-    """What an operator has said that a tenant may use on all replicas together: the last word is the greatest stamp."""
+    """The limit that an operator set for a tenant over all replicas. The highest stamp wins."""
 
     blocks: int | None = None
-    """None: no limit, be it that one was withdrawn."""
+    """None: no limit, or a withdrawn one."""
     stamp: int = 0
-    """0: nobody has said anything, or not in the form of this version."""
+    """0: never set, or not in this version's format."""
     proof: str = ""
     """See ``FleetKeys.limit_proof``."""
 
@@ -488,12 +488,12 @@ _SAID = re.compile(rb"([0-9]{1,15}):([0-9a-f]{64})")
 
 
 def format_said(limit: Limit) -> str:
-    """What stands beside the blocks of a limit: ``stamp:proof``."""
+    """Return the field beside a limit's blocks: ``stamp:proof``."""
     return f"{limit.stamp}:{limit.proof}"
 
 
 def parse_limit(blocks: bytes | None, said: bytes | None) -> Limit:
-    """From two fields of a tenant's hash; what has not the form of this version counts for nothing."""
+    """Parse two fields of a tenant's hash; values without this version's format are ignored."""
     number_of = int(blocks) if blocks and _NUMBER.fullmatch(blocks) else None
     stated = _SAID.fullmatch(said or b"")
     return Limit(number_of, int(stated[1]), stated[2].decode()) if stated else Limit(number_of)
@@ -510,19 +510,19 @@ class TenantFields(NamedTuple):
 
 
 def new_nonce(process: str) -> str:
-    """For a registration of the process that has drawn ``process``: 32 hex digits, which begin with it."""
+    """Return a nonce for a registration of this process: 32 hex digits that begin with ``process``."""
     return process + secrets.token_hex(_RANDOM_BYTES)
 
 
 def new_process() -> str:
-    """What all nonces of a process begin with: 16 hex digits, random."""
+    """Return the beginning of all nonces of a process: 16 hex digits, random."""
     return secrets.token_hex(_RANDOM_BYTES)
 
 
 def new_token(purge: str = "", *, after: Iterable[Raised] = ()) -> str:
-    """For a raise: 16 hex digits that stand for a purge, a new one unless given, and 16 for this raise alone.
+    """Return a token for a raise: 16 hex digits for the purge, a new one unless given, and 16 for this raise.
 
-    Those of a new purge begin with its time in µs since 1970, by this machine's clock, and later than those of
+    The digits of a new purge begin with its time in µs since 1970, by this machine's clock, and later than the times of
     ``after``.
     """
     drawn_us = max(int(time.time() * 1e6), *(_drawn_us(each.purge) + 1 for each in after), 0)
@@ -535,7 +535,7 @@ def _drawn_us(purge: str) -> int:
 
 
 def parse_raised(generation: bytes | None, token: bytes | None, signed: bytes | None) -> tuple[Raised, bytes]:
-    """From ``RAISED_FIELDS`` of a tenant's hash: the raise, ``NEVER`` if it has not this form, and what stands."""
+    """Parse ``RAISED_FIELDS`` of a tenant's hash: return the raise, or ``NEVER`` if malformed, and the raw record."""
     standing = _joined(generation, token, signed)
     by = _SIGNED.fullmatch(signed or b"")
     if not (generation and _NUMBER.fullmatch(generation) and token and _TOKEN.fullmatch(token) and by):
@@ -545,18 +545,18 @@ def parse_raised(generation: bytes | None, token: bytes | None, signed: bytes | 
 
 
 def format_confirmed(confirmed: Confirmed) -> str:
-    """``nonce:proof``."""
+    """Return ``nonce:proof``."""
     return f"{confirmed.nonce}:{confirmed.proof}"
 
 
 def parse_confirmed(value: bytes | None) -> Confirmed:
-    """What a replica has confirmed with; nothing if it has not this form."""
+    """Parse a replica's confirmation; empty if malformed."""
     found = _CONFIRMED.fullmatch(value or b"")
     return Confirmed(found[1].decode(), found[2].decode()) if found else Confirmed()
 
 
 def parse_tenant(fields: Mapping[bytes, bytes]) -> TenantFields:
-    """From all fields of a tenant's hash; those that have not the form of this version are left out."""
+    """Parse all fields of a tenant's hash; malformed ones are left out."""
     limit = fields.get(b"limit", b"")
     shares, confirmed = {}, {}
     for name, value in fields.items():
@@ -580,17 +580,17 @@ _PIN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def is_pin_id(text: str) -> bool:
-    """Whether ``text`` may name a pin of the fleet: 32 hex digits."""
+    """Whether ``text`` may be the id of a pin of the fleet: 32 hex digits."""
     return _PIN_ID.fullmatch(text) is not None
 
 
 def format_pin(pin: FleetPin) -> str:
-    """What stands of a pin behind its end and its state: ``namespace:tokens:wanted``."""
+    """Return the rest of a pin's field, after its end and state: ``namespace:tokens:wanted``."""
     return f"{pin.namespace_digest.hex()}:{pin.num_tokens}:{pin.wanted}"
 
 
 def parse_pins(fields: Mapping[bytes, bytes], now_ms: int) -> list[FleetPin]:
-    """From all fields of a tenant's pins, by id; those that have not the form of this version are left out."""
+    """Parse all fields of a tenant's pins, by id; malformed ones are left out."""
     parts: dict[str, list[JobPart]] = {}
     for name, value in sorted(fields.items()):
         kind, _, rest = name.decode("ascii", "replace").partition(":")

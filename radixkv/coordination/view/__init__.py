@@ -1,1 +1,1 @@
-"""What the other replicas hold, as their logs say."""
+"""The local view of what the other replicas hold, from their logs."""

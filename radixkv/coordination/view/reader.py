@@ -1,18 +1,17 @@
 """Discovers the other replicas, and follows their logs, over any store.
 
-The registrations are fetched at every beat's time, and at least every second. Liveness is the lease's
-remaining time, counted from before the fetch on the local clock, and compared at each question; so a replica
-is gone when its lease is, even if the store is gone too. Only a beat extends it, whatever the store's clock
-does. Only the logs of replicas that are live, proven and compatible are read, each behind its cursor
-``(epoch, seq)``; ``view.RemoteLog`` says what a gap means.
+The registrations are fetched once a beat, and at least every second. Liveness is the lease's remaining time, counted on
+the local clock from before the fetch, and checked at each question. So a replica is gone when its lease is over, even
+if the store is gone too. Only a beat extends a lease, whatever the store's clock does. Only the logs of replicas that
+are live, proven and compatible are read, each after its cursor ``(epoch, seq)``. ``view.RemoteLog`` defines gaps.
 
-A registration counts as far as its last beat is signed (``proofs.py``): one that isn't is nobody's, and a replica whose
-registration was damaged or put back counts as lost by the store until its next beat. One whose signed time is further
-away than its lease and the skew that is allowed (``MAX_CLOCK_SKEW_S``) is shown, and neither followed nor asked: what a
-dead replica once stated can be written back by anybody.
+A registration counts only if its last beat is signed (``proofs.py``); an unsigned one is ignored. If a replica's
+registration was damaged or put back, the replica counts as lost by the store until its next beat. If the signed time is
+further away than its lease plus the allowed skew (``MAX_CLOCK_SKEW_S``), the replica is shown, but neither followed nor
+asked. The reason: any writer can write back an old record of a dead replica.
 
-A registration that can't be read for a moment (one shard of a Cluster is away) is kept as it was until its
-lease is over: other shards go on.
+A registration that can't be read for a moment (one shard of a Cluster is unreachable) is kept until its lease is over.
+The other shards continue.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from radixkv.errors import StoreUnavailable
 
 BLOCK_S = 0.25
 _FETCH_S = 1.0
-"""A new replica is seen after this long at the latest, or a beat's time if that is shorter."""
+"""A new replica is seen after at most this time, or a beat's time if that is shorter."""
 _MIN_FETCH_S = 0.05
 _READS_A_POLL = 64
 _SILENT_S = 0.5
-"""After so long without an answer to a fetch the store counts as lost, well before the client gives it up."""
+"""After this long without an answer to a fetch the store counts as lost, well before the client's timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Another replica as the local view has it: its registration, when it runs out, its column if it has one."""
+    """Another replica in the local view: its registration, when it expires, and its column if it has one."""
 
     info: ReplicaInfo
     column: int | None
@@ -53,7 +52,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Another replica at the last fetch; ``log`` is None where it is not followed."""
+    """Another replica at the last fetch; ``log`` is None if it is not followed."""
 
     registration: Registration
     info: ReplicaInfo
@@ -61,7 +60,7 @@ class Remote:
     log: RemoteLog | None
 
     def known(self, now: float) -> Known:
-        """As of ``now``."""
+        """Return its state as of ``now``."""
         remaining_s = max(0.0, self.live_until - now)
         live = remaining_s > 0
         if self.log is None:
@@ -72,33 +71,33 @@ class Remote:
 
 
 class _Sighted(NamedTuple):
-    """The last beat of a replica that was seen, and when the lease that it stated ends at the latest."""
+    """The last beat seen of a replica, and the latest end of the lease that it stated."""
 
     registration: Registration
     latest: float
 
     @property
     def lease_s(self) -> float:
-        """As stated."""
+        """The lease's length as stated."""
         return self.registration.lease_ms / 1000
 
     def is_before(self, other: Registration) -> bool:
-        """Whether ``other`` is of a later beat, of the same registration or a younger one."""
+        """Whether ``other`` is of a later beat, of the same registration or a newer one."""
         mine = self.registration
         if mine.nonce != other.nonce and mine.epoch == other.epoch:
             return 0 < other.beats
         return 0 < other.beats and (mine.epoch, mine.beats) < (other.epoch, other.beats)
 
     def is_as_new_as(self, other: Registration) -> bool:
-        """Whether ``other`` is of the same registration, and of no later beat; one that has left has none."""
+        """Whether ``other`` is of the same registration and not of a later beat; after leaving there is no beat."""
         mine = self.registration
         return mine.writer == other.writer and 0 < other.beats <= mine.beats
 
 
 class _Replaced(NamedTuple):
-    """Processes that the id was taken from: until when they may think that a lease of theirs runs.
+    """Processes that lost the id to another one, and until when they may think that their lease runs.
 
-    ``writer``: the last registration of the id that was seen. ``most_s``: how long that may be, from whenever on.
+    ``writer``: the last registration of the id that was seen. ``most_s``: the longest such time, from any start.
     """
 
     writer: Writer
@@ -107,10 +106,12 @@ class _Replaced(NamedTuple):
 
 
 class Reader:
-    """Keeps ``remotes``, which is replaced, never changed. One poll at a time; the rest from any thread.
+    """Follows the other replicas. It keeps ``remotes``, which is replaced and never changed.
 
-    any_block_size: follow replicas of any block size, not of the settings' alone. ``fetched_at``: when the
-    registrations were last read; ``failed_at``: when the store didn't answer, and ``failure`` says why.
+    One thread at a time may poll. The rest may be called from any thread.
+
+    ``any_block_size``: follow replicas of any block size, not only of the settings' size. ``fetched_at``: when the
+    registrations were last read. ``failed_at``: when the store last failed to answer; ``failure`` has the reason.
     """
 
     def __init__(
@@ -147,11 +148,11 @@ class Reader:
 
     @property
     def is_lost(self) -> bool:
-        """The store didn't answer the last time, or lets wait for an answer too long; local."""
+        """Whether the store didn't answer the last time, or an answer takes too long now; local."""
         return self._has_failed or self._clock() > self._asked_at + _SILENT_S
 
     def step(self) -> float:
-        """What the reader's thread repeats."""
+        """Run one step of the reader's thread."""
         try:
             self.poll(BLOCK_S)
         except StoreUnavailable:
@@ -161,9 +162,9 @@ class Reader:
         return 0.0 if any(self._followed()) else min(_FETCH_S, max(0.0, self._fetch_at - self._clock()))
 
     def poll(self, block_s: float = 0.0) -> None:
-        """Fetch the registrations if it is time, and read the logs; wait for news up to ``block_s``."""
+        """Fetch the registrations if it is time, and read the logs; wait up to ``block_s`` for new entries."""
         with self._asking():
-            if not self._tried_at <= self._clock() < self._fetch_at:  # be it that the clock was turned back
+            if not self._tried_at <= self._clock() < self._fetch_at:  # or the clock was turned back
                 self._refresh()
                 return
             self._read(max(0.0, min(block_s, self._fetch_at - self._clock())))
@@ -175,7 +176,7 @@ class Reader:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """One thread at a time; what was read is in the view at the end. Not asked, the store is as it was."""
+        """Let one thread read at a time, and flush the view at the end. Only a failed call marks the store as lost."""
         with self._lock:
             try:
                 yield
@@ -186,22 +187,23 @@ class Reader:
                 self.view.flush()
 
     def registrations(self) -> frozenset[Writer]:
-        """Those of all others that are known; local."""
+        """Return the registrations of all other known replicas; local."""
         return frozenset(remote.registration.writer for remote in self.remotes.values())
 
     def is_signed(self, registration: Registration) -> bool:
-        """Whether a replica of the fleet stated it, whenever that was. Local; some 10 µs."""
+        """Whether a replica of the fleet signed it, at any time. Local; about 10 µs."""
         return self._proofs.is_beat(registration) or self._proofs.is_farewell(registration)
 
     def is_registered(self, writer: Writer) -> bool:
-        """Whether the store has this very registration as the last of its id, signed. Raises StoreUnavailable."""
+        """Whether the store has exactly this registration as the last of its id, signed. Raises StoreUnavailable."""
         seen = self._store.fetch([writer.replica_id]).seen
         return any(each.registration.writer == writer and self.is_signed(each.registration) for each in seen)
 
     def sorted_out(self, fetched: Iterable[Seen]) -> tuple[list[Seen], dict[str, bool]]:
-        """The registrations that are signed, and the ids of the others: whether one may be a replica's all the same.
+        """Return the signed registrations, and the ids of the others: True if one may still be a replica's.
 
-        It may for a lease from the first sight of it: a replica that lives states itself anew within that. Local.
+        An unsigned one may be a replica's for one lease after it was first seen, because a live replica writes its
+        registration again within that time. Local.
         """
         now, signed, unsigned = self._clock(), list[Seen](), dict[str, bool]()
         for seen in fetched:
@@ -215,7 +217,8 @@ class Reader:
         return signed, unsigned
 
     def remaining_s(self, seen: Seen) -> float:
-        """How long a replica that was just fetched may think that its lease runs, whatever the store thinks; local."""
+        """Return how long a replica that was just fetched may think that its lease runs, whatever the store thinks;
+        local."""
         registration, now = seen.registration, self._clock()
         sighted = self._sighted.get(registration.replica_id)
         if sighted is None or not sighted.is_as_new_as(registration):
@@ -226,13 +229,14 @@ class Reader:
         return max(0.0, (self._lost_until(sighted) if is_lost else self._latest(sighted)) - now)
 
     def forgotten(self, known: Mapping[str, int]) -> set[str]:
-        """Replicas whose lease may still run, but that a store which has the epochs ``known`` has lost; local."""
+        """Return replicas whose lease may still run, but which a store with the epochs ``known`` has lost; local."""
         now, sighted = self._clock(), list(self._sighted.items())
         lost = [(name, each) for name, each in sighted if known.get(name, 0) < each.registration.epoch]
         return {name for name, each in lost if self._lost_until(each) > now or self._is_turned(now)}
 
     def replaced(self, fetched: Iterable[Seen]) -> set[str]:
-        """Ids that were taken from a process whose lease may still run, be it that the one who did has left; local.
+        """Return ids that were taken over from a process whose lease may still run, even if the new one has left;
+        local.
 
         ``fetched``: the registrations as of now.
         """
@@ -242,7 +246,7 @@ class Reader:
         return {name for name, each in noted.items() if each.until > now}
 
     def _counted_anew(self, now: float) -> dict[str, _Replaced]:
-        """Leases that may have run at the last look may run on, after the clock was turned."""
+        """Recount after the clock was turned: leases that may have run at the last check may still run."""
         last = self._tried_at
         return {
             name: each._replace(until=now + each.most_s * (each.until > last))
@@ -257,7 +261,7 @@ class Reader:
         return {name: each for name, each in noted.items() if each.most_s > 0}
 
     def _note(self, registration: Registration, now: float, known: _Replaced | None) -> _Replaced:
-        """Whom it has replaced, by what it states when it is seen first, and by what was seen before it."""
+        """Record the replaced process, from the registration's first statement and from what was seen before it."""
         if known is not None and known.writer == registration.writer:
             return known
         sighted = self._sighted.get(registration.replica_id)
@@ -271,18 +275,19 @@ class Reader:
         return _Replaced(registration.writer, *(max(each) for each in zip(*found, strict=True)))
 
     def _latest(self, sighted: _Sighted) -> float:
-        """When its lease ends at the latest: a beat that nobody saw may have gone with the store, while it was away."""
+        """Return the latest end of its lease: while the store was unreachable, it may have taken and lost an unseen
+        beat."""
         return max(sighted.latest, self.failed_at + sighted.lease_s)
 
     def _lost_until(self, sighted: _Sighted) -> float:
-        """Until when a replica that the store has lost may think that its lease runs.
+        """Return until when a replica that the store has lost may think that its lease runs.
 
-        Its last beat may be one that was never seen, but none is later than the moment at which this is met.
+        Its last beat may never have been seen, but it is not later than the moment at which the loss is noticed.
         """
         return self._lost.setdefault(sighted.registration.replica_id, self._clock() + sighted.lease_s)
 
     def known(self) -> list[Known]:
-        """All other replicas as of now; local."""
+        """Return all other replicas as of now; local."""
         now = self._clock()
         return [remote.known(now) for remote in self.remotes.values()]
 
@@ -319,11 +324,12 @@ class Reader:
         self._has_failed = False
 
     def _is_turned(self, now: float) -> bool:
-        """Whether the clock has jumped since the last look, or nobody has looked for two leases: times say nothing."""
+        """Whether the clock has jumped since the last check, or there was no check for two leases: times mean
+        nothing then."""
         return not 0.0 <= now - self._tried_at <= 2 * self._settings.lease_s
 
     def _turn(self, now: float) -> None:
-        """Leases that may have run at the last look may run on, by what they were stated for, and no longer."""
+        """Extend leases that may have run at the last check, by their stated length and no longer."""
         self._sighted = {
             name: each._replace(latest=now + each.lease_s) for name, each in self._sighted.items()
         }
@@ -339,7 +345,7 @@ class Reader:
         }
 
     def _pause_s(self, seen: Iterable[Seen]) -> float:
-        """Until the next fetch: no lease that is extended in time may seem to be over before."""
+        """Return the time until the next fetch: soon enough that no lease extended in time seems expired before it."""
         shortest_s = min((each.remaining_s for each in seen if each.remaining_s > 0), default=_FETCH_S)
         return max(_MIN_FETCH_S, min(self._settings.beat_s, _FETCH_S, shortest_s / 2))
 
@@ -367,8 +373,8 @@ class Reader:
     def _keep_sighted(self, fetched: Fetched, signed: list[Seen], now: float) -> None:
         """Drop expired and departed replicas. Any other replica that is missing was lost by the store.
 
-        And note whom those that came have replaced, before they are sighted themselves. Who is still listed is kept:
-        were it sighted for the first time once more, the same beat would count for another lease.
+        Record what the new registrations replaced before they are recorded themselves. Replicas that are still listed
+        are kept: otherwise the same beat would be seen as new, and would count for another lease.
         """
         listed = {seen.registration.replica_id for seen in fetched.seen}.union(fetched.unread)
         self._sighted = {
@@ -389,7 +395,7 @@ class Reader:
             del self._lost[name]
 
     def _sight(self, seen: Seen, after: float) -> float:
-        """When a lease ends at the latest: a beat extends it, by what it states, and nothing else does."""
+        """Return the latest end of a lease: only a beat extends it, by the time that the beat states."""
         registration, latest = seen.registration, after + self._latest_s(seen)
         if not registration.beats:
             return latest
@@ -400,10 +406,10 @@ class Reader:
         return min(latest, sighted.latest)
 
     def _latest_s(self, seen: Seen) -> float:
-        """How long a lease may still run that a beat has extended since the last fetch.
+        """Return how long a lease may still run if a beat has extended it since the last fetch.
 
-        Beside what the store says, the whole lease, if an earlier beat was seen: a store whose clock has just jumped
-        ahead ends leases that have hardly begun.
+        That is the store's value, or the whole lease if an earlier beat was seen. The reason: a store whose clock has
+        just jumped ahead ends leases that have hardly begun.
         """
         sighted = self._sighted.get(seen.registration.replica_id)
         if sighted is not None and sighted.is_before(seen.registration):
@@ -414,7 +420,7 @@ class Reader:
         return ((name, remote.log) for name, remote in self.remotes.items() if remote.log is not None)
 
     def _read(self, block_s: float) -> bool:
-        """Take in what the logs have, in order. Whether there may be more."""
+        """Apply new entries of the logs, in order. Return whether there may be more."""
         logs = dict(self._followed())
         if not logs:
             return False
@@ -427,9 +433,9 @@ class Reader:
         return any(len(entries) >= ENTRIES_A_READ for entries in news.values())
 
     def _take(self, name: str, log: RemoteLog, logged: Logged) -> bool:
-        """Take in one entry; False if it belongs to a registration that isn't known yet."""
+        """Apply one entry; False if it belongs to a registration that isn't known yet."""
         epoch, seq, entry = logged
-        if epoch != log.epoch:  # it has registered anew, or somebody else has written here
+        if epoch != log.epoch:  # it has registered anew, or another writer wrote here
             self._fetch_at = min(self._fetch_at, self._tried_at + _MIN_FETCH_S)
             return False
         if entry is None:
@@ -444,9 +450,10 @@ class Reader:
         return True
 
     def _catch_up(self) -> None:
-        """A log that ends before its registration's last number was trimmed past us, down to nothing.
+        """Handle a log that ends before its registration's last number, because it was trimmed past the cursor to
+        nothing.
 
-        Or it couldn't be read, as while a shard or a master is replaced: so it is begun anew at the next fetch.
+        Or it couldn't be read, as while a shard or a master is replaced. The log is then begun anew at the next fetch.
         """
         for name, remote in self.remotes.items():
             log = remote.log
@@ -458,19 +465,19 @@ class Reader:
                 log.forget(0)
 
     def _load_snapshot(self, name: str, log: RemoteLog, after: int) -> None:
-        """Put the replica's snapshot in the place of what is known, if there is one behind number ``after``."""
+        """Replace what is known by the replica's snapshot, if there is one after number ``after``."""
         saved = self._store.load(name, log.epoch, after)
         if saved is not None:
             log.load(saved.groups, saved.seq)
 
 
 def _stated_s(seen: Seen) -> float:
-    """How long a lease still runs by the store's clock, but at most what it was stated for."""
+    """Return how long a lease still runs by the store's clock, at most the stated length."""
     return min(seen.remaining_s, seen.registration.lease_ms / 1000 or seen.remaining_s)
 
 
 def _off(registration: Registration, wall_s: float) -> float | None:
-    """By how many seconds the time of its last beat is too far from ``wall_s``, which is when; None: it isn't."""
+    """Return by how many seconds its last beat's time is too far from the time ``wall_s``; None if it isn't."""
     ago_s = wall_s - registration.stated_ms / 1000
     longest_s = registration.lease_ms / 1000 + MAX_CLOCK_SKEW_S
     return None if -MAX_CLOCK_SKEW_S <= ago_s <= longest_s else ago_s
@@ -484,7 +491,7 @@ def describe(
     remaining_s: float,
     load: Load,
 ) -> ReplicaInfo:
-    """Another replica's registration, judged by the one who reads it; ``off_s``: see ``_off``."""
+    """Return another replica's ReplicaInfo, as its reader judges it; ``off_s``: see ``_off``."""
     difference = mine.difference(registration)
     reason = None if difference is None else "another {}: {} here, {} there".format(*difference)
     if reason is None and off_s is not None:

@@ -1,21 +1,21 @@
 """Which replicas hold which segments, in about 20 bytes a segment: a hash table of NumPy columns.
 
-A prefix digest names a whole path from the start of a prompt, so a tree over digests needs no edges: a row a
-segment is enough, and the holders of a prefix are what the rows of its segments have in common.
+A prefix digest names a whole path from the start of a prompt, so a tree over digests needs no edges. One row a segment
+is enough: the holders of a prefix are the holders that all rows of its segments share.
 
-    keys   uint64   64 bits of the digest, times a random odd number, so that nobody who can write to the store
-                    can choose where rows stand
+    keys   uint64   64 bits of the digest, times a random odd number, so that a writer to the store can't choose
+                    the position of rows
     sets   uint32   id of a holder set; 0 is an empty row
 
-A **holder set** is a namespace with a bitmap of bits ``3 × column + tier``: a column a replica, one bit of
-its three. Runs of a prompt's segments have the same holders, so there are few sets, whatever the number of
-replicas, and forgetting a replica or one of its namespaces rewrites bitmaps, not rows: O(holder sets).
+A **holder set** is a namespace with a bitmap of bits ``3 × column + tier``: one column a replica, one of its three bits
+set. Segments of one prompt mostly have the same holders, so there are few sets, whatever the number of replicas.
+Forgetting a replica or one of its namespaces rewrites bitmaps, not rows: O(holder sets).
 
-Rows stand at ``home = high bits of the key × capacity`` or behind it, without wrapping: homes grow with the
-keys, so a table is built by one sort. It is built anew, without the rows that nobody holds any more, when it
-is four fifths full, with 1.6 rows a segment.
+Rows are at ``home = high bits of the key × capacity`` or after it, without wrapping. Homes grow with the keys, so one
+sort builds the table. When it is four fifths full, it is built anew without rows that have no holder, with 1.6 rows a
+segment.
 
-Two digests that agree in 63 bits count as one: 1 in 10⁶ for three million segments, and then a hint is wrong.
+Two digests that agree in 63 bits count as one: 1 in 10⁶ for three million segments. Then a hint is wrong.
 Not thread-safe: ``view.View`` has the lock.
 """
 
@@ -33,7 +33,7 @@ Indices = NDArray[np.intp]
 
 REMOVE = 0
 STORE = 1
-"""``STORE + tier``: held there from now on, the tier being 0, 1 or 2."""
+"""``STORE + tier``: held there from now on; the tier is 0, 1 or 2."""
 MOVE = 4
 """``MOVE + tier``: held there from now on, if it is held at all."""
 
@@ -46,7 +46,7 @@ _MAX_IDLE_SETS = 1024
 
 
 class HolderSets:
-    """Bitmaps by id, equal ones of a namespace under one id. Id 0 stands for an empty row."""
+    """Bitmaps by id; equal bitmaps of a namespace share one id. Id 0 means an empty row."""
 
     def __init__(self, *, of: Iterable[tuple[bytes, int]] = ()) -> None:
         self.bitmaps: list[int] = [0]
@@ -59,7 +59,7 @@ class HolderSets:
         return len(self.bitmaps)
 
     def id_of(self, namespace: bytes, bitmap: int) -> int:
-        """The id of a set. O(bits)."""
+        """Return the id of a set. O(bits)."""
         known = self._ids.get((namespace, bitmap))
         if known is None:
             known = self._ids[namespace, bitmap] = len(self.bitmaps)
@@ -68,7 +68,7 @@ class HolderSets:
         return known
 
     def changed(self, set_id: int, column: int, code: int) -> int:
-        """The id of the set after ``code`` happened to one of its segments."""
+        """Return the id of the set after ``code`` was applied to one of its segments."""
         bitmap, place = self.bitmaps[set_id], 3 * column
         without = bitmap & ~(7 << place)
         if code == REMOVE or (code >= MOVE and without == bitmap):
@@ -78,7 +78,7 @@ class HolderSets:
         return set_id if after == bitmap else self.id_of(self._namespaces[set_id], after)
 
     def drop(self, mask: int, namespace: bytes | None) -> bool:
-        """Take bits out of all sets, or those of one namespace. Whether any had them. O(sets)."""
+        """Remove bits from all sets, or from those of one namespace. Return whether any had them. O(sets)."""
         found = False
         for set_id, bitmap in enumerate(self.bitmaps):
             if bitmap & mask and namespace in (None, self._namespaces[set_id]):
@@ -91,7 +91,7 @@ class HolderSets:
         return found
 
     def compacted(self, used: SetIds) -> tuple[HolderSets, SetIds]:
-        """The sets of these ids alone, and the new id of each old one. O(ids + sets)."""
+        """Return the sets of these ids alone, and the new id of each old one. O(ids + sets)."""
         kept = np.flatnonzero(np.bincount(used, minlength=len(self.bitmaps))).tolist()
         sets = HolderSets(of=((self._namespaces[set_id], self.bitmaps[set_id]) for set_id in kept))
         new_ids = np.zeros(len(self.bitmaps), np.uint32)
@@ -100,12 +100,12 @@ class HolderSets:
 
     @property
     def num_bytes(self) -> int:
-        """About what the sets take: an integer, an entry of a dict and of two lists each."""
+        """Approximate bytes of the sets: each has an integer, a dict entry and two list entries."""
         return sum(200 + bitmap.bit_length() // 7 for bitmap in self.bitmaps)
 
 
 class Segments:
-    """The table. At most ``max_segments`` rows are in use; what comes beyond is left out."""
+    """The hash table. At most ``max_segments`` rows are in use; segments beyond that are left out."""
 
     def __init__(self, max_segments: int) -> None:
         self.max_segments = max_segments
@@ -117,25 +117,25 @@ class Segments:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows and the sets. O(sets)."""
+        """Return the bytes of the rows and the sets. O(sets)."""
         return self._keys.nbytes + self._sets.nbytes + self.sets.num_bytes
 
     def count(self, mask: int = -1) -> tuple[int, int]:
-        """Segments that anybody of ``mask`` holds, and placements: each of them counted once a holder. O(rows)."""
+        """Return the segments with a holder in ``mask``, and the placements: each segment once a holder. O(rows)."""
         rows = np.bincount(self._sets, minlength=len(self.sets)).tolist()
         bitmaps = [bitmap & mask for bitmap in self.sets.bitmaps]
         pairs = list(zip(rows, bitmaps, strict=True))
         return sum(num for num, held in pairs if held), sum(num * held.bit_count() for num, held in pairs)
 
     def keys_of(self, digests: bytes) -> Keys:
-        """The key of each packed 16-byte digest."""
+        """Return the key of each packed 16-byte digest."""
         return np.frombuffer(digests, "<u8")[::2] * self._multiplier | _ONE
 
     def apply(self, column: int, keys: Keys, codes: NDArray[np.uint8], namespaces: SetIds) -> int:
-        """Let ``codes`` happen to segments, in order; how many were left out for want of room.
+        """Apply ``codes`` to segments, in order; return how many were left out because the table is full.
 
-        ``namespaces``: for each the id of its namespace's empty set. Of a key that comes more than once, only
-        the last code counts, so that a move must not come with what it depends on. O(n log n).
+        ``namespaces``: for each, the id of its namespace's empty set. If a key occurs more than once, only the last
+        code counts. So a move must not come together with a code that it depends on. O(n log n).
         """
         keys, newest = np.unique(keys[::-1], return_index=True)
         order = len(codes) - 1 - newest
@@ -155,18 +155,18 @@ class Segments:
         return left_out
 
     def drop(self, mask: int, namespace: bytes | None = None) -> None:
-        """Forget bits everywhere, or in one namespace. O(holder sets)."""
+        """Remove bits everywhere, or in one namespace. O(holder sets)."""
         if self.sets.drop(mask, namespace):
             self._num_freed = self._num_used
 
     def holders(self, digests: bytes) -> list[int]:
-        """The set id of each packed digest; 0 where nothing is known. O(n)."""
+        """Return the set id of each packed digest; 0 if unknown. O(n)."""
         rows, found = self._find(self.keys_of(digests))
         ids: list[int] = (self._sets[rows] * found).tolist()
         return ids
 
     def _changed(self, sets: SetIds, codes: NDArray[np.uint8], column: int) -> SetIds:
-        """What becomes of each set: worked out once for each kind of change that occurs."""
+        """Return the changed set of each; computed once for each kind of change that occurs."""
         kinds = sets.astype(np.intp) << 3 | codes
         seen = np.zeros(len(self.sets) << 3, np.bool_)
         seen[kinds] = True
@@ -180,7 +180,7 @@ class Segments:
         return ((keys >> _SHIFT) * np.uint64(self._capacity) >> _SHIFT).astype(np.intp)
 
     def _find(self, keys: Keys) -> tuple[Indices, NDArray[np.bool_]]:
-        """The row of each key, and whether it is there. A key ends at its row, or at an empty one."""
+        """Return the row of each key, and whether it is present. The probe ends at its row, or at an empty one."""
         rows, found = self._home(keys), np.zeros(len(keys), np.bool_)
         going: Indices | slice = slice(None)
         while True:
@@ -196,7 +196,7 @@ class Segments:
             rows[going] += len(_WINDOW)
 
     def _add(self, keys: Keys, sets: SetIds, order: Indices) -> int:
-        """Rows for distinct, sorted keys that have none; those first in ``order`` if there isn't room for all."""
+        """Add rows for distinct, sorted keys that have none; if the table is too full, only the first in ``order``."""
         if self._num_used + len(keys) > self.max_segments and self._num_freed > self._num_used >> 4:
             self._rebuild(keys[:0], sets[:0])
         room = self.max_segments - self._num_used
@@ -211,7 +211,7 @@ class Segments:
         return left_out
 
     def _insert(self, keys: Keys, sets: SetIds) -> None:
-        """Each round every key tries the first empty row behind its home; of several one wins."""
+        """Insert in rounds: in each, every key tries the first empty row after its home; of several keys one wins."""
         rows, end = self._home(keys), len(self._keys) - len(_WINDOW)
         while len(keys):
             empty = self._sets[rows[:, None] + _WINDOW] == 0
@@ -229,7 +229,7 @@ class Segments:
             keys, sets, rows = keys[~won], sets[~won], rows[~won]
 
     def _rebuild(self, keys: Keys, sets: SetIds) -> None:
-        """Build the table anew from the rows that somebody holds, and these."""
+        """Build the table anew from the rows with a holder, and these keys."""
         held = np.array([bitmap != 0 for bitmap in self.sets.bitmaps])
         kept = held[self._sets]
         keys, sets = np.concatenate([self._keys[kept], keys]), np.concatenate([self._sets[kept], sets])
@@ -249,7 +249,7 @@ class Segments:
 
 
 def bits_of(bitmaps: Sequence[int], num_columns: int) -> NDArray[np.uint8]:
-    """Bitmaps as bits: uint8 ``[bitmaps, 3 × num_columns]``."""
+    """Return bitmaps as bits: uint8 ``[bitmaps, 3 × num_columns]``."""
     size = (3 * num_columns + 7) // 8
     packed = np.frombuffer(b"".join([bitmap.to_bytes(size, "little") for bitmap in bitmaps]), np.uint8)
     return np.unpackbits(packed.reshape(-1, size), axis=1, count=3 * num_columns, bitorder="little")

@@ -1,13 +1,12 @@
-"""Following the logs of others: what a reader knows of one registration, and what all of it may take.
+"""Following the logs of others: what a reader knows of each registration, within one budget.
 
-A log is followed by number. Number ``seq + 1`` is applied, older ones are old, a later one is a gap: then the
-snapshot is loaded, which stands at some number ``s``, and reading goes on behind ``s``. If there is no
-snapshot that reaches over the gap, everything known is forgotten: a hint may be missing, but a lost
-``remove`` must not live on. The log has a hole then, until a snapshot is loaded that stands behind it. A new
-epoch is a new log, and the old one is dropped as it is.
+A log is followed by sequence number. Number ``seq + 1`` is applied, older numbers are ignored, a later number is a gap.
+After a gap the snapshot is loaded, which has some number ``s``, and reading continues after ``s``. If no snapshot
+covers the gap, everything known is forgotten: a hint may be missing, but a lost ``remove`` must not stay. The log then
+has a hole until a later snapshot is loaded. A new epoch is a new log, and the old one is dropped.
 
-All logs of a reader share one ``View``, in which each has a column. Entries wait in their log until ``flush``,
-which applies them in bulk; whoever asks something flushes before, unless somebody else is at it.
+All logs of a reader share one ``View``, with one column each. Entries wait in their log until ``flush``, which applies
+them in bulk. Every question flushes first, unless another thread is flushing.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ Outcome = Literal["applied", "old", "gap"]
 Counts = NDArray[np.int64]
 
 _SLICE_DIGESTS = 16_384
-"""Digests that are applied at once, about a millisecond, while questions wait."""
+"""Digests that are applied at once, in about a millisecond, while questions wait."""
 _MAX_WAITING = 4_096
-"""Entries that may wait in one log."""
+"""Most entries that may wait in one log."""
 _CODES = {("store", tier): STORE + at for at, tier in enumerate(TIERS)}
 _CODES |= {("tier", tier): MOVE + at for at, tier in enumerate(TIERS)}
 _CODES |= {("remove", tier): REMOVE for tier in TIERS}
@@ -40,8 +39,8 @@ _CODES |= {("remove", tier): REMOVE for tier in TIERS}
 class View:
     """Which segments all others hold, and in which tier. Thread-safe.
 
-    At most ``max_segments`` different ones are kept; ``num_forgotten`` counts placements left out for that,
-    ``num_gaps`` gaps that were met in logs.
+    At most ``max_segments`` different segments are kept. ``num_forgotten`` counts placements left out for that,
+    ``num_gaps`` counts gaps that were met in logs.
     """
 
     def __init__(self, max_segments: int) -> None:
@@ -53,7 +52,7 @@ class View:
         self._waiting: set[RemoteLog] = set()
         self._table = threading.Lock()
         self.writing = threading.RLock()
-        """Held by who changes the view, in order; ``_table`` is held for one step of it."""
+        """Held by a thread that changes the view, for the whole change; ``_table`` is held for one step of it."""
 
     @property
     def num_digests(self) -> int:
@@ -64,19 +63,19 @@ class View:
 
     @property
     def num_segments(self) -> int:
-        """Different segments that somebody holds. O(rows)."""
+        """Different segments that have a holder. O(rows)."""
         self.flush(wait=False)
         with self._table:
             return self._segments.count()[0]
 
     @property
     def num_bytes(self) -> int:
-        """What the view takes. O(holder sets)."""
+        """Bytes of the view. O(holder sets)."""
         with self._table:
             return self._segments.num_bytes
 
     def open(self) -> int:
-        """A column that nobody has."""
+        """Return an unused column."""
         with self._table:
             if not self._columns:
                 self._columns.append(self._num_columns)
@@ -95,7 +94,7 @@ class View:
             self._segments.drop(7 << 3 * column, namespace)
 
     def apply(self, column: int, entries: Iterable[Entry]) -> None:
-        """Take in entries of one log, in order. O(digests), in slices."""
+        """Apply entries of one log, in order. O(digests), in slices."""
         with self.writing:
             for op, batch in groupby(entries, key=lambda entry: _batch(entry.op)):
                 if op == "clear":
@@ -106,7 +105,7 @@ class View:
                         self._apply(column, part)
 
     def load(self, column: int, groups: Groups) -> None:
-        """Take in a snapshot: ``(namespace digest, tier, packed digests)``."""
+        """Load a snapshot: ``(namespace digest, tier, packed digests)``."""
         size = _SLICE_DIGESTS * DIGEST_BYTES
         self.apply(
             column,
@@ -118,11 +117,11 @@ class View:
         )
 
     def queue(self, log: RemoteLog) -> None:
-        """``log`` has something for the next ``flush``."""
+        """Record that ``log`` has entries for the next ``flush``."""
         self._waiting.add(log)
 
     def flush(self, *, wait: bool = True) -> None:
-        """Apply all that waits; without ``wait`` only if nobody else is changing the view."""
+        """Apply all queued entries; without ``wait`` only if no other thread is changing the view."""
         if not self._waiting or not self.writing.acquire(blocking=wait):
             return
         try:
@@ -132,7 +131,10 @@ class View:
             self.writing.release()
 
     def leading(self, digests: bytes) -> Prefix:
-        """Who holds how much of a path without a hole: ``digests`` packed, from the start. O(digests × sets met)."""
+        """Return the holders of each leading part of a path; ``digests`` packed, from the start.
+
+        O(digests × sets met).
+        """
         self.flush(wait=False)
         with self._table:
             runs, bitmaps = groupby(self._segments.holders(digests)), self._segments.sets.bitmaps
@@ -159,13 +161,17 @@ class View:
 
 
 class Prefix(NamedTuple):
-    """Who holds a path: stretches of ``(segments, bitmap)``, the bitmap being of those who hold all up to there."""
+    """The holders of a path: stretches of ``(segments, bitmap)``; the bitmap has those that hold everything up to
+    there."""
 
     stretches: tuple[tuple[int, int], ...]
     num_columns: int
 
     def counts(self) -> Counts:
-        """Leading segments by column and tier: int64 ``[columns + 1, 3]``, the last row 0. O(stretches × columns)."""
+        """Return leading segments by column and tier: int64 ``[columns + 1, 3]``, the last row 0.
+
+        O(stretches × columns).
+        """
         counts = np.zeros((self.num_columns + 1, len(TIERS)), np.int64)
         if self.stretches:
             sizes = np.array([size for size, _ in self.stretches])
@@ -175,7 +181,8 @@ class Prefix(NamedTuple):
 
 
 def _batch(op: str) -> str:
-    """Moves depend on what is held, and clears are no digests: each kind is applied by itself."""
+    """Return the kind of batch: moves depend on what is held, and clears have no digests, so each kind is applied
+    apart."""
     return op if op in ("clear", "tier") else "digests"
 
 
@@ -193,9 +200,9 @@ def _slices(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 class RemoteLog:
-    """What is known of what one registration holds, up to number ``seq`` of its log. One thread offers.
+    """What is known of one registration's holdings, up to number ``seq`` of its log. One thread offers entries.
 
-    ``hole``: the last number that was missed, and that no snapshot has made good; 0: none.
+    ``hole``: the last number that was missed and that no snapshot has covered; 0: none.
     """
 
     def __init__(self, epoch: int, nonce: str, view: View) -> None:
@@ -206,7 +213,7 @@ class RemoteLog:
         self._queue: deque[Entry] = deque()
 
     def offer(self, seq: int, entry: Entry) -> Outcome:
-        """Take in the entry at ``seq`` if it is the next one: O(1), it waits for the next ``flush``."""
+        """Queue the entry at ``seq`` if it is the next one, for the next ``flush``: O(1)."""
         if seq <= self.seq:
             return "old"
         if seq > self.seq + 1:
@@ -219,13 +226,13 @@ class RemoteLog:
         return "applied"
 
     def load(self, groups: Groups, seq: int) -> None:
-        """Put a snapshot in the place of everything known."""
+        """Replace everything known by a snapshot."""
         with self._view.writing:
             self.forget(seq)
             self._view.load(self._open(), groups)
 
     def forget(self, seq: int) -> None:
-        """Know nothing, and go on behind ``seq``. O(holder sets)."""
+        """Forget everything, and continue after ``seq``. O(holder sets)."""
         with self._view.writing:
             self.seq, self.hole = seq, 0
             self._queue.clear()
@@ -234,12 +241,12 @@ class RemoteLog:
                 self._view.close(column)
 
     def miss(self, seq: int) -> None:
-        """Know nothing, and go on behind ``seq``, where a hole ends. O(holder sets)."""
+        """Forget everything, and continue after ``seq``, where a hole ends. O(holder sets)."""
         self.forget(seq)
         self.hole = seq
 
     def flush(self) -> None:
-        """Apply what waits."""
+        """Apply the queued entries."""
         with self._view.writing:
             entries = [self._queue.popleft() for _ in range(len(self._queue))]
             if entries:
