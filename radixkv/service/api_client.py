@@ -1,7 +1,7 @@
-"""What the command line says to a running service: a thin HTTP client, and prompts out of files.
+"""The command line's HTTP client of a running service, and its reader of prompt files.
 
-A file is one prompt, its text; a ``.jsonl`` file is a prompt a line: a JSON string, or an object with one of
-``prompt``, ``messages`` and ``token_ids``, and ``salt`` and ``adapter`` of its own if it wants.
+A file is one prompt, its text. A ``.jsonl`` file has one prompt a line: a JSON string, or an object with one of
+``prompt``, ``messages`` and ``token_ids``, and optionally ``salt`` and ``adapter``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Document = dict[str, Any]
 
 
 class ServiceError(RadixKVError):
-    """The service can't be reached, or refused; one line that says why."""
+    """The service can't be reached, or refused the request; one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A prompt, as fields of a request, and where it came from."""
+    """A prompt, as fields of a request, and its place in the files."""
 
     name: str
     fields: Document
@@ -77,9 +77,9 @@ class Client:
         self._http.close()
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Document:
-        """The JSON answer to a request, empty if there is none; waits and asks again while the service is busy.
+        """Return the JSON answer to a request, empty if there is none; retries while the service is busy.
 
-        Raises ServiceError, and ArgumentError for a body that JSON can't say.
+        Raises ServiceError, and ArgumentError for a body that can't be written as JSON.
         """
         for _ in range(_BUSY_RETRIES):
             answer = self._send(method, path, body)
@@ -103,7 +103,7 @@ class Client:
             raise ServiceError(f"{self._http.base_url} can't be reached: {reason}") from None
 
     def warm(self, fields: Mapping[str, Any], on_progress: Callable[[float], None]) -> Document:
-        """Warm in the background and follow its job. ``on_progress`` hears the share that is done."""
+        """Warm in the background and follow the job. ``on_progress`` gets the share that is done."""
         job = self.call("POST", "/v1/warm", {**fields, "wait": False})["job"]
         while True:
             status = self.call("GET", f"/v1/warm/{job}")
@@ -118,7 +118,7 @@ class Client:
 
 
 def _pause_s(retry_after: str | None) -> float:
-    """Seconds until a busy service is asked again: as it says, at most MAX_WAIT_S; one where it says no number."""
+    """Return the seconds to wait for a busy service: as it says, at most MAX_WAIT_S; 1 if it gives no number."""
     is_number = retry_after is not None and retry_after.isascii() and retry_after.isdecimal()
     return min(float(retry_after or 1), MAX_WAIT_S) if is_number else 1.0
 
@@ -140,7 +140,7 @@ def _complaint(url: httpx.URL, answer: httpx.Response, document: Document | None
 
 
 def sources(files: Sequence[str]) -> list[Source]:
-    """All prompts of the files, in their order. Raises ConfigError naming file and line."""
+    """Return all prompts of the files, in order. Raises ConfigError with file and line."""
     return [source for name in files for source in _of_file(Path(name))]
 
 

@@ -1,10 +1,10 @@
 """``create_app``: the service as a Starlette application, and the table of its endpoints.
 
-Who may call what: prompts and caches are for tenants' keys (the operator owns no namespace and gets 403), counts
-and replicas for either (a tenant sees its own), ``/metrics``, keys, tenants and bases for the operator (a tenant gets
-403); health and the interface's description need no key; ``/internal/…`` takes only requests that the fleet's secret
-signed, and exists only where a fleet is configured. What a tenant may not know of answers 404, byte for byte like
-what doesn't exist.
+Access: prompts and caches need a tenant's key (the operator owns no namespace and gets 403). Counts and replicas accept
+either key (a tenant sees its own). ``/metrics``, keys, tenants and bases need the operator's key (a tenant gets 403).
+Health and the OpenAPI document need no key. ``/internal/…`` accepts only requests signed with the fleet secret, and
+exists only if a fleet is configured. Anything that a tenant may not know of answers 404, with the same bytes as
+something that doesn't exist.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SECURITY_HEADERS = {
 
 
 class _Segment(StringConvertor):
-    """One segment of a path, the empty one too: that is no tenant's id, and refused as one."""
+    """One segment of a path. It may be empty: an empty segment is no tenant's id, and is refused as one."""
 
     regex = "[^/]*"
 
@@ -63,7 +63,7 @@ ENDPOINTS: Sequence[Endpoint[Service]] = (
 
 
 def create_app(service: Service, *, version: str = "0") -> Starlette:
-    """The application that serves ``service``, and closes it when the application ends."""
+    """Make the application that serves ``service``, and closes it when the application ends."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -81,9 +81,9 @@ def create_app(service: Service, *, version: str = "0") -> Starlette:
 def make_app(
     host: H, endpoints: Sequence[Endpoint[H]], version: str, lifespan: Lifespan | None = None
 ) -> Starlette:
-    """An application of some endpoints, and ``/openapi.json`` about them.
+    """Make an application of some endpoints, with ``/openapi.json`` about them.
 
-    Raises AssertionError for a body whose schema doesn't bound it.
+    Raises AssertionError for a request schema that doesn't bound its body.
     """
     for endpoint in endpoints:
         if endpoint.body is not None:
@@ -105,12 +105,12 @@ def make_app(
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:
-    """404 for a path that there isn't, in the shape of all errors."""
+    """Answer 404 for an unknown path, in the shape of all errors."""
     return not_found("path").response()
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    """405, in the shape of all errors, with the methods that there are."""
+    """Answer 405, in the shape of all errors, with the allowed methods."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
     problem = ApiError(
@@ -121,12 +121,12 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
 
 
 async def _crashed(request: Request, error: Exception) -> Response:
-    """500 for what is a bug of ours; nothing of it is told."""
+    """Answer 500 for a bug in radixkv, without details."""
     return internal().response()
 
 
 class SecurityHeaders:
-    """Puts SECURITY_HEADERS on every answer that doesn't have its own: a browser may be what asks."""
+    """Adds SECURITY_HEADERS to every answer that doesn't set them: the client may be a browser."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -149,8 +149,8 @@ class SecurityHeaders:
 class EncodedSlashes:
     """Keeps a slash that the client encoded inside its segment: ``/v1/tenants/a%2Fkeys`` isn't ``…/a/keys``.
 
-    Servers decode ``path``, so without this the one path would be routed as the other. In ``path`` the slash stays
-    ``%2F``; ``Call.path_text`` decodes it. One search in the path for all other requests.
+    Servers decode ``path``, so without this the first path would be routed as the second. In ``path`` the slash stays
+    ``%2F``; ``Call.path_text`` decodes it. Cost for all other requests: one search in the path.
     """
 
     def __init__(self, app: ASGIApp) -> None:

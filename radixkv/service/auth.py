@@ -1,14 +1,13 @@
-"""Bearer keys, and who they stand for.
+"""Bearer keys, and the principals that they belong to.
 
-A Keyring maps SHA-256 digests of keys to principals: the operator, or one tenant. Keys themselves are not
-kept. A presented key is hashed and compared with *every* digest in constant time, so the time it takes tells
-neither how much of a key was right nor whose it is. The tenant of a request comes from here and from nowhere
-else, and so do a tenant's own settings.
+A Keyring maps SHA-256 digests of keys to principals: the operator, or one tenant. The keys themselves are not kept. A
+presented key is hashed and compared with *every* digest in constant time. So the time reveals neither how much of a key
+was right nor its owner. The tenant of a request comes only from here, and so do a tenant's settings.
 
-The file is JSON: ``{"operator": ENTRY, "tenants": {"acme": ENTRY}}``. An entry is a key, or an object with a list
-of ``keys`` and, for a tenant, its settings (``schemas.tenants.TenantSettings``). A key is its text, ``sha256:`` and
-the 64 hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``: that is how radixkv writes
-it. ``operator`` may be left out: then nobody may use the operator's endpoints.
+The file is JSON: ``{"operator": ENTRY, "tenants": {"acme": ENTRY}}``. An entry is a key, or an object with a list of
+``keys`` and, for a tenant, its settings (``schemas.tenants.TenantSettings``). A key is its text, or ``sha256:`` and
+the 64 hex digits of its digest, or an object with ``sha256``, ``prefix`` and ``created``, the form that radixkv writes.
+Without ``operator``, the operator's endpoints can't be used.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ DEMO_KEYS: Mapping[str, str] = {"acme": "demo-acme", "globex": "demo-globex"}
 """Keys of the two demo tenants. Public knowledge: served on loopback only."""
 DEMO_OPERATOR_KEY = "demo-operator"
 OPERATOR_ACCOUNT = "\x00operator"
-"""The operator where tenants are told apart by name: its lanes, and the bases that it publishes. No tenant can have it,
-as names of tenants are printable."""
+"""The operator's name where tenants are told apart by name: for its lanes and its bases. No tenant can have it, because
+names of tenants are printable."""
 DEMO_PINNED_BLOCKS = 1024
-"""How many blocks each demo tenant may pin: a quarter of the default pool."""
+"""Blocks that each demo tenant may pin: a quarter of the default pool."""
 
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}\Z")
@@ -52,7 +51,7 @@ TENANT_ALLOWED = (
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who is calling: a tenant, or the operator (``tenant`` is None)."""
+    """The caller: a tenant, or the operator (``tenant`` is None)."""
 
     tenant: str | None
 
@@ -63,13 +62,13 @@ class Principal:
 
     @property
     def place(self) -> str:
-        """Where its entry stands in a keys file."""
+        """The place of its entry in a keys file."""
         return "operator" if self.tenant is None else f"tenants.{self.tenant}"
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key without the key: its digest, whose it is, how it begins and when it was made, if that is known."""
+    """A key without its text: its digest, owner, beginning, and creation time if known."""
 
     digest: bytes
     principal: Principal
@@ -78,8 +77,9 @@ class Key:
 
     @classmethod
     def of(cls, text: str, principal: Principal, created: str | None = None) -> Key:
-        """What is kept of a key. Its prefix holds at most a quarter of it. Where that is fewer than 8 characters,
-        6 digits of the id tell the key apart.
+        """Make the record of a key. Its prefix has at most a quarter of the key.
+
+        If that is fewer than 8 characters, 6 digits of the id identify the key.
         """
         key = cls(hashlib.sha256(text.encode("ascii")).digest(), principal, created=created)
         beginning = text[: min(8, len(text) // 4)]
@@ -87,16 +87,19 @@ class Key:
 
     @property
     def id(self) -> str:
-        """What the operator calls it: 16 hex digits from which neither key nor digest follows."""
+        """The key's name for the operator: 16 hex digits that reveal neither key nor digest."""
         return hashlib.blake2b(self.digest, digest_size=8, person=b"radixkv key id").hexdigest()
 
     def document(self) -> dict[str, str | None]:
-        """The key as a keys file holds it."""
+        """Return the key in the form of a keys file."""
         return {"sha256": self.digest.hex(), "prefix": self.prefix, "created": self.created}
 
 
 class Keyring:
-    """Keys and tenants. Immutable; ``authenticate`` is O(keys). Raises ConfigError for a key that two have."""
+    """Keys and tenants.
+
+    Immutable; ``authenticate`` is O(keys). Raises ConfigError if two principals have the same key.
+    """
 
     def __init__(
         self, keys: Iterable[Key], settings: Mapping[str, TenantSettings], place: str = "keys"
@@ -106,7 +109,7 @@ class Keyring:
 
     @classmethod
     def demo(cls) -> Keyring:
-        """Two demo tenants, which may pin, and a demo operator, with keys that everybody knows."""
+        """Make a keyring of two demo tenants, which may pin, and a demo operator, with public keys."""
         tenants = {
             tenant: {"keys": [key], "max_pinned_blocks": DEMO_PINNED_BLOCKS}
             for tenant, key in DEMO_KEYS.items()
@@ -115,7 +118,7 @@ class Keyring:
 
     @classmethod
     def load(cls, path: Path) -> Keyring:
-        """The keyring of a keys file. Raises ConfigError that names the place, never a key."""
+        """Load the keyring of a keys file. Raises ConfigError with the place, never with a key."""
         place = str(path)
         try:
             document = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique_names)
@@ -129,7 +132,7 @@ class Keyring:
 
     @classmethod
     def from_document(cls, document: object, place: str) -> Keyring:
-        """The keyring of a parsed keys file; ``place`` is where errors say it came from. Raises ConfigError."""
+        """Make the keyring of a parsed keys file; errors name ``place`` as its source. Raises ConfigError."""
         if not isinstance(document, dict):
             raise ConfigError("keys", place, "a JSON object with operator and tenants")
         _refuse_unknown(document, ("operator", "tenants"), place)
@@ -155,7 +158,7 @@ class Keyring:
         return cls(keys, settings, place)
 
     def document(self) -> dict[str, Any]:
-        """The keys file that holds this keyring: digests, no keys."""
+        """Return the keys file of this keyring: digests, no keys."""
         return {
             "operator": {"keys": [key.document() for key in self.of(Principal(None))]},
             "tenants": {
@@ -173,11 +176,11 @@ class Keyring:
         return tuple(self.settings)
 
     def of(self, principal: Principal) -> list[Key]:
-        """The keys of one principal. O(keys)."""
+        """Return the keys of one principal. O(keys)."""
         return [key for key in self.keys if key.principal == principal]
 
     def authenticate(self, authorization: str | None) -> Principal | None:
-        """Whom an ``Authorization`` header stands for, or None. Looks at every digest, whatever it finds."""
+        """Return the principal of an ``Authorization`` header, or None. Always compares every digest."""
         scheme, _, key = (authorization or "").partition(" ")
         presented = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found: Principal | None = None
@@ -208,14 +211,14 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What a JSON error says, without the text it is about (that may be a key)."""
+    """Return a JSON error's message without the text that it quotes, which may be a key."""
     return (
         str(error).splitlines()[0][:120] if isinstance(error, json.JSONDecodeError) else type(error).__name__
     )
 
 
 def _entry(entry: object, principal: Principal, place: str) -> tuple[list[Key], dict[str, Any]]:
-    """The keys of an entry, and what else it has."""
+    """Return the keys of an entry, and its other fields."""
     if not isinstance(entry, dict):
         return [_key(entry, principal, place)], {}
     keys = entry.get("keys")
@@ -256,10 +259,10 @@ def _settings(values: Mapping[str, Any], place: str) -> TenantSettings:
 
 
 def tenant_named(name: str) -> Principal | None:
-    """The tenant of that id; None if no tenant can have it (see TENANT_ALLOWED)."""
+    """Return the tenant of that id; None if no tenant can have it (see TENANT_ALLOWED)."""
     is_short = (
         name.isprintable() and len(name.encode()) <= _MAX_TENANT_BYTES
-    )  # what has no UTF-8 form isn't printable
+    )  # text without a UTF-8 form isn't printable
     return Principal(name) if is_short and name == name.strip() and is_tenant_id(name) else None
 
 

@@ -1,6 +1,6 @@
-"""What ``radixkv serve`` prints once it listens: what is served, where, and what to paste.
+"""The text that ``radixkv serve`` prints once it listens: what it serves, where, and commands to paste.
 
-Each curl command is one line that works in any POSIX shell. The prompt is made by ``printf``, so nothing has
+Each curl command is one line that works in any POSIX shell. ``printf`` makes the prompt, so nothing has
 to be downloaded or copied; with the shipped tokenizer it has about 1,500 tokens.
 """
 
@@ -16,7 +16,7 @@ _PROMPT = (
 
 
 def banner(settings: ServeSettings, service: Service, url: str) -> str:
-    """The text, several lines, without a newline at its end."""
+    """Return the text, several lines, without a newline at its end."""
     lines = [f"radixkv serves {service.model_name} at {url}", *_model(settings, service), *_keys(settings)]
     if settings.keys is None:
         lines += ["", *_commands(url)]

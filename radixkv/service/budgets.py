@@ -1,11 +1,11 @@
-"""How much a body may hold, known before it is parsed.
+"""Bounds on the content of a body, checked before it is parsed.
 
 A parser allocates an object for every value of a body and holds the interpreter's lock meanwhile. So the number of
-values is bounded first, on the raw bytes. The bounds follow from the schema alone: a new endpoint has them without
-any further code. A schema with a list, a map or a string without a maximum is refused when its budget is made, unless
-the field doesn't reach the event loop (``RequestBody.without_prompts``).
+values is bounded first, on the raw bytes. The bounds follow from the schema alone, so a new endpoint needs no further
+code. A schema with a list, a map or a string without a maximum is refused when its budget is made, unless the field
+doesn't reach the event loop (``RequestBody.without_prompts``).
 
-The count is exact, as brackets, braces and commas inside strings don't count. Cost: a few passes of ``bytes.count``,
+The count is exact: brackets, braces and commas inside strings don't count. Cost: a few passes of ``bytes.count``,
 about 0.5 ms a megabyte each. A body with many strings is also scanned by one regular expression: 40 ms a megabyte.
 """
 
@@ -21,7 +21,7 @@ from radixkv.service.problems import ApiError, invalid
 from radixkv.service.schemas.base import RequestBody
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
-"""A string, or what is left of the body where a string doesn't end. Possessive, so that it never goes back: linear."""
+"""A string, or the rest of the body if a string doesn't end. Possessive, so it never backtracks: linear time."""
 _MAX_NUMBER_BYTES: Final = 400
 _MAX_CHAR_BYTES: Final = 12
 """A character outside of the basic plane as two escapes."""
@@ -34,7 +34,7 @@ _MIN_BYTES: Final = 16 * 1024
 class Budget:
     """Bounds of a body: JSON values, and bytes (None: strings of the schema have no maximum).
 
-    Both are at least twice what a valid body needs, so that a body that is slightly too long still gets an answer that
+    Both are at least twice the need of a valid body. So a body that is slightly too long still gets an answer that
     names the field.
     """
 
@@ -42,11 +42,11 @@ class Budget:
     max_bytes: int | None
 
     def check(self, raw: bytes) -> None:
-        """Raise ApiError 422 for a body with more values than it may have, 400 if its brackets don't match."""
+        """Raise ApiError 422 for a body with too many values, 400 if its brackets don't match."""
         if _num_separators(raw) <= self.max_values:
             return
         num_quotes = raw.count(b'"') - raw.count(b'\\"')
-        if num_quotes <= 4 * self.max_values:  # a value has a name at most
+        if num_quotes <= 4 * self.max_values:  # a value has one name at most
             outside = _STRING.sub(b"0", raw)
             if not _is_balanced(outside):
                 raise ApiError(
@@ -62,7 +62,7 @@ class Budget:
 
 @cache
 def budget_of(model: type[RequestBody], max_ids: int) -> Budget:
-    """The budget of a schema; ``max_ids``: token ids that all prompts of a body may have together.
+    """Return the budget of a schema; ``max_ids``: token ids that all prompts of a body may have together.
 
     Raises AssertionError for a schema that doesn't bound its bodies.
     """
@@ -80,7 +80,7 @@ def budget_of(model: type[RequestBody], max_ids: int) -> Budget:
 
 
 def _num_separators(raw: bytes) -> int:
-    """Commas and opening brackets: one less than the number of values at least."""
+    """Count commas and opening brackets: at least the number of values, less one."""
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[")
 
 
@@ -89,13 +89,13 @@ def _is_balanced(outside: bytes) -> bool:
 
 
 class _Need:
-    """What valid bodies of a JSON schema need: the most values, and the most bytes or None."""
+    """The need of valid bodies of a JSON schema: the most values, and the most bytes or None."""
 
     def __init__(self, definitions: Mapping[str, Any]) -> None:
         self._definitions, self.has_ids = definitions, False
 
     def of(self, schema: Mapping[str, Any]) -> tuple[int, int | None]:
-        """The need of one schema. Lists of integers without a maximum are token ids, which are counted once."""
+        """Return the need of one schema. Lists of integers without a maximum are token ids, which are counted once."""
         if "$ref" in schema:
             return self.of(self._definitions[schema["$ref"].rsplit("/", 1)[-1]])
         alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]

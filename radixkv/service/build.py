@@ -1,6 +1,6 @@
 """From settings to a service: tokenizer, model, fingerprint, coordinator, cache, engine, in this order.
 
-The fingerprint covers model, tokenizer and block size; the coordinator needs it, and the cache reports to the
+The fingerprint covers model, tokenizer and block size. The coordinator needs it, and the cache reports to the
 coordinator's journal, so the engine comes last. Nothing here listens, registers or sends.
 """
 
@@ -30,9 +30,9 @@ DEMO_MODEL = "radixkv-demo"
 
 
 def build_service(settings: ServeSettings, address: str | None, limits: Limits | None = None) -> Service:
-    """Load everything that ``settings`` name. Seconds, and the model's memory. Raises ConfigError.
+    """Load everything that ``settings`` name. Takes seconds, and the model's memory. Raises ConfigError.
 
-    ``address`` is the base URL at which other replicas reach this one; ``limits`` stand for those of ``settings``.
+    ``address`` is the base URL at which other replicas reach this one; ``limits`` replace those of ``settings``.
     """
     keys = KeyStore.open(settings.keys)
 
@@ -93,7 +93,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
 
 
 def model_name(settings: ServeSettings) -> str:
-    """What the model is called in requests and replies."""
+    """Return the model's name in requests and replies."""
     return DEMO_MODEL if settings.model is None else settings.model.resolve().name
 
 
@@ -119,5 +119,5 @@ def _check_device(device: str) -> None:
 
 
 def _purge(cache: PrefixCache, tenant: str, generation: int) -> None:
-    """The fleet raised a tenant's generation: what this replica has of it is of an older one."""
+    """Drop what this replica has of a tenant, because the fleet raised the tenant's generation."""
     cache.purge(tenant)

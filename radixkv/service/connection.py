@@ -1,9 +1,9 @@
 """One HTTP/1.1 connection: uvicorn's, with bounds on what a client can make the server wait for, keep, or log.
 
-- The head of a request has HEAD_TIMEOUT_S to arrive.
-- Of an answer that the client doesn't read, about UNREAD_BYTES are kept here and as much again in the kernel. Then
-  ``send`` waits, and with it the work that makes the answer.
-- A request that is not HTTP is answered with 400 and its connection closed, without a traceback. The log has at most
+- The head of a request must arrive within HEAD_TIMEOUT_S.
+- If the client doesn't read an answer, about UNREAD_BYTES of it are kept here and as much again in the kernel. Then
+  ``send`` waits, and so does the work that makes the answer.
+- A request that is not HTTP is answered with 400 and its connection is closed, without a traceback. The log has at most
   one line about such requests every NOISE_EVERY_S, with their number.
 """
 
@@ -26,20 +26,20 @@ _NOISE = ("Invalid HTTP request received", "Unsupported upgrade request", "No su
 
 
 class Connection(H11Protocol):
-    """See the module's docstring."""
+    """A bounded HTTP/1.1 connection; see the module's docstring."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Bound what is kept for the client, and wait for the first head."""
         super().connection_made(transport)
-        self.access_log = False  # a request isn't worth a line, whatever handlers the root logger has
+        self.access_log = False  # no line for each request, whatever handlers the root logger has
         transport.set_write_buffer_limits(high=UNREAD_BYTES)
         _bound_unsent(transport.get_extra_info("socket"))
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Wait on, unless these bytes ended a head."""
+        """Restart the wait for a head, unless these bytes ended one."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._await_head()
@@ -47,7 +47,7 @@ class Connection(H11Protocol):
             self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, if an answer can still be given, and close."""
+        """Answer bytes that are not HTTP, if an answer can still be sent, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and (
             self.cycle is None or self.cycle.response_complete
         ):
@@ -56,7 +56,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing."""
+        """Cancel the wait for a head."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -71,14 +71,15 @@ class Connection(H11Protocol):
 
 
 def _bound_unsent(connection: socket.socket | None) -> None:
-    """Let the kernel keep no more than UNREAD_BYTES that it hasn't sent, where it can be told to."""
+    """Limit the kernel's unsent bytes to UNREAD_BYTES, if the system allows it."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if connection is not None and option is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, UNREAD_BYTES)
 
 
 class Noise(logging.Filter):
-    """Lets one line through every NOISE_EVERY_S of those that any sender of rubbish can cause; it says how many."""
+    """Passes one log line every NOISE_EVERY_S of those that any sender of garbage can cause; the line has their
+    number."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Noise(logging.Filter):
         self._count, self._again_at = 0, float("-inf")
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged."""
+        """Whether to log the record."""
         if record.levelno != logging.WARNING or not str(record.msg).startswith(_NOISE):
             return True
         with self._lock:

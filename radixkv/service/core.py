@@ -1,4 +1,4 @@
-"""What one process of the service consists of, wired together; it knows no HTTP.
+"""The parts of one service process, wired together. It has no HTTP code.
 
 event loop:  handlers, lookups, jobs, fleet      one thread at a time:  the model
      └────────────── worker (fair, bounded lanes) ─────┘
@@ -65,7 +65,7 @@ class Service:
         recorder: Recorder | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """``tokenizer_path``: where ``load_tokenizer`` finds the same tokenizer."""
+        """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
         self.engine, self.tokenizer, self.keys, self.fleet = engine, tokenizer, keys, fleet
         self.model_name, self.clock = model_name, clock
         self.limits = limits or Limits()
@@ -123,11 +123,11 @@ class Service:
 
     @property
     def keyring(self) -> Keyring:
-        """Who may call now."""
+        """The keyring in force now."""
         return self.keys.ring
 
     def namespace(self, tenant: str, salt: str, adapter: str | None) -> Namespace:
-        """The key space of a request. Raises ApiError where the tenant isn't to be served now."""
+        """Return the namespace of a request. Raises ApiError if the tenant can't be served now."""
         own = self.keyring.settings.get(tenant)
         refuses = own is not None and own.on_unconfirmed_generation == "refuse"
         if refuses and not self.fleet.coordinator.knows_generations:
@@ -135,11 +135,11 @@ class Service:
         return self.engine.namespace(tenant, adapter=adapter, salt=salt)
 
     def replicas(self) -> list[ReplicaInfo]:
-        """This replica, and all others that are known."""
+        """Return this replica, and all other known ones."""
         return self.fleet.coordinator.replicas()
 
     def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
-        """The namespace of a prompt that is to be routed; its model may have the name that completions give it.
+        """Return the namespace of a prompt for routing; its model may have the name that completions use.
 
         Raises ApiError.
         """
@@ -152,10 +152,10 @@ class Service:
         return self.cache.match(namespace, prompt_key).num_tokens
 
     def sickness(self) -> list[str]:
-        """Why this process ought to be replaced; empty if it is well."""
+        """Return the reasons to replace this process; empty if it is healthy."""
         if self.cache.is_broken:
             try:
-                self.cache.require_alive()  # repairs it, if that can be done
+                self.cache.require_alive()  # repairs it, if possible
             except IntegrityError as error:
                 self.failures.note(error)
         reasons = ["integrity: a law of the cache was found broken"] if self.failures.has_broken_laws else []
@@ -165,11 +165,11 @@ class Service:
         return reasons
 
     def coordination(self) -> str:
-        """Standing in the fleet."""
+        """Return the state of this process in the fleet."""
         return self.fleet.coordinator.health().state
 
     def unreadiness(self) -> list[str]:
-        """Why no requests should be sent here now; empty if it is ready."""
+        """Return the reasons to send no requests here now; empty if it is ready."""
         reasons = self.sickness()
         if self.drain.is_stopping:
             reasons.append("stopping")
@@ -181,20 +181,20 @@ class Service:
         return reasons
 
     async def upkeep(self) -> None:
-        """Again and again, until cancelled: tell the coordinator the load, and keep to quotas and pins of the fleet."""
+        """Until cancelled, repeat: report the load to the coordinator, apply quotas and pins of the fleet."""
         while True:
             try:
                 await self._look_after()
             except (CoordinationError, CapacityError):
-                pass  # an outage, or no room: the next time
-            except Exception as error:  # noqa: BLE001 a bug of ours, which must not end upkeep for good
+                pass  # an outage, or not enough blocks: try again next time
+            except Exception as error:  # noqa: BLE001 a bug in radixkv must not end upkeep for good
                 self.failures.log(error)
             await asyncio.sleep(_UPKEEP_EVERY_S)
 
     async def _look_after(self) -> None:
         self.fleet_pins.tick()
         self.warm_jobs.table.sweep()
-        with suppress(CoordinationError):  # the next time
+        with suppress(CoordinationError):  # try again next time
             await self.purges.purge_removed()
         stats = self.cache.stats()
         load = Load(self.worker.num_prefill_tokens, stats.sequence_blocks, stats.resident_blocks)
@@ -202,7 +202,7 @@ class Service:
         await self.threads.administer(self.quotas.step)
 
     async def close(self) -> None:
-        """Cancel jobs and work, leave the fleet. The event loop goes on meanwhile."""
+        """Cancel jobs and work, leave the fleet. The event loop keeps running meanwhile."""
         self.intake.close()
         await self.warm_jobs.table.close()
         await self.fleet_pins.close()

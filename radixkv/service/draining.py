@@ -1,6 +1,6 @@
 """How requests end when the process does.
 
-begin ──▶ new requests are 503, those under way go on ──▶ end ──▶ those under way are answered 503
+begin ──▶ new requests get 503, requests in progress continue ──▶ end ──▶ requests in progress get 503
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from contextlib import contextmanager
 
 
 class Drain:
-    """Requests of a process that are being answered. To be used from the event loop's thread."""
+    """Requests that a process is answering. To be used from the event loop's thread."""
 
     def __init__(self) -> None:
         self.is_stopping = False
-        """No new requests are taken."""
+        """Whether new requests are refused."""
         self.is_over = False
-        """Those under way are told to end."""
+        """Whether requests in progress were told to end."""
         self._tasks: set[asyncio.Task[object]] = set()
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """The current task answers a request as long as the ``with`` lasts. Raises Ended when ``end`` ends it."""
+        """Count the current task as a request in progress during the ``with``. Raises Ended when ``end`` ends it."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -37,11 +37,11 @@ class Drain:
             self._tasks.discard(task)
 
     def end(self) -> None:
-        """End all requests under way."""
+        """End all requests in progress."""
         self.is_stopping = self.is_over = True
         for task in self._tasks:
             task.cancel()
 
 
 class Ended(Exception):
-    """The process ends, and the request with it."""
+    """The process ends, and so does the request."""

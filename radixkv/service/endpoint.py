@@ -1,16 +1,16 @@
-"""An endpoint as a value: what routes are made of, and what OpenAPI is generated from.
+"""An endpoint as a value: the source of routes and of the OpenAPI document.
 
     caller's key or signature (401, 403) ──▶ gate (429) ──▶ body received, bounded (408, 413) ──▶ read (400, 415, 422)
       ──▶ handler (504) ──▶ reply
 
-Authentication comes before the body is received, so that a caller without a key can neither tell a good body from a
-bad one nor make the server buffer one. This holds for replicas too: their signature covers the body's digest, which
-is a header. A header that decides about access counts only if it occurs once. Every error leaves as
-``problems.ApiError`` says. Logs name endpoints, statuses, types and places in the code; no text that a client sent,
-and no message of an unforeseen error, as it may quote one.
+Authentication comes before the body is received. So a caller without a key can't distinguish a valid body from an
+invalid one, and can't make the server buffer a body. This holds for replicas too: their signature covers the body's
+digest, which is a header. A header that decides access counts only if it occurs once. Every error is sent in the form
+of ``problems.ApiError``. Logs have endpoints, statuses, types and places in the code. They have no text from a client,
+and no message of an unexpected error, because it may quote such text.
 
-The intake decides how a body is read, on the event loop or in a process (``service.intake``). Handlers only name a
-schema, so no endpoint can read a body in another way.
+The intake decides how a body is read: on the event loop or in a process (``service.intake``). Handlers only name a
+schema, so every endpoint reads its body in the same way.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ class Host(Protocol):
 
     @property
     def clock(self) -> Clock:
-        """Seconds."""
+        """Time in seconds."""
 
     @property
     def keyring(self) -> Keyring:
-        """Who may call."""
+        """The keys that may call."""
 
     @property
     def limits(self) -> Limits:
-        """What clients may ask."""
+        """Bounds on requests."""
 
     @property
     def gate(self) -> Gate:
-        """Holds tenants to their rates."""
+        """The rate limits of tenants."""
 
     @property
     def drain(self) -> Drain:
-        """The requests under way."""
+        """The requests in progress."""
 
     @property
     def metrics(self) -> RequestMetrics:
-        """What is counted."""
+        """The counters."""
 
     @property
     def router(self) -> Router:
@@ -105,14 +105,14 @@ class Host(Protocol):
 
     @property
     def fleet(self) -> Fleet | None:
-        """Verifies requests of other replicas; None where there are no endpoints for them."""
+        """Verifies requests of other replicas; None if there are no endpoints for them."""
 
     def replicas(self) -> list[ReplicaInfo]:
-        """All replicas that are known here."""
+        """Return all replicas that are known here."""
 
     @property
     def rules(self) -> PromptRules:
-        """What prompts may be."""
+        """The rules for prompts."""
 
     @property
     def intake(self) -> Intake:
@@ -123,16 +123,16 @@ class Host(Protocol):
         """Runs calls that block."""
 
     def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
-        """The namespace of a prompt that is to be routed. Raises ApiError."""
+        """Return the namespace of a prompt for routing. Raises ApiError."""
 
     def coordination(self) -> str:
-        """``ok``, or what is wrong between this process and the fleet's store."""
+        """Return ``ok``, or the problem between this process and the fleet's store."""
 
     def unreadiness(self) -> list[str]:
-        """Why no requests should be sent here now."""
+        """Return the reasons to send no requests here now."""
 
     def sickness(self) -> list[str]:
-        """Why this process ought to be replaced."""
+        """Return the reasons to replace this process."""
 
 
 H = TypeVar("H", bound=Host)
@@ -142,7 +142,7 @@ H_contra = TypeVar("H_contra", bound=Host, contravariant=True)
 
 @dataclass(slots=True)
 class Call(Generic[H_co]):
-    """One request on its way through a handler."""
+    """One request, as a handler sees it."""
 
     host: H_co
     request: Request
@@ -156,31 +156,32 @@ class Call(Generic[H_co]):
 
     @property
     def tenant(self) -> str:
-        """The tenant that calls; only behind endpoints for tenants."""
+        """The calling tenant; only in endpoints for tenants."""
         assert self.principal is not None and self.principal.tenant is not None
         return self.principal.tenant
 
     @property
     def signed_tenant(self) -> str:
-        """The tenant that another replica's request acts for; only behind endpoints for replicas."""
+        """The tenant that another replica's request acts for; only in endpoints for replicas."""
         assert self.signed is not None
         return self.signed.tenant
 
     def header(self, name: str) -> str | None:
-        """A header that occurs exactly once, or None."""
+        """Return a header that occurs exactly once, or None."""
         values = self.request.headers.getlist(name)
         return values[0] if len(values) == 1 else None
 
     @property
     def lane(self) -> str:
-        """Whose turn this request waits for: its tenant's, also if a replica asks for the tenant, or the operator's."""
+        """The lane that this request waits in: its tenant's, also if a replica asks for the tenant, or the
+        operator's."""
         if self.signed is not None:
             return self.signed.tenant
         assert self.principal is not None
         return OPERATOR_ACCOUNT if self.principal.tenant is None else self.principal.tenant
 
     async def read(self, model: type[B]) -> Reading[B]:
-        """The body as ``model``, and its prompts. Raises ApiError 400, 415 or 422, Busy or Closed.
+        """Return the body as ``model``, and its prompts. Raises ApiError 400, 415 or 422, Busy or Closed.
 
         Raises ClientDisconnect when the client hangs up while its body waits for a process.
         """
@@ -208,12 +209,12 @@ class Call(Generic[H_co]):
             )
 
     def path_text(self, name: str) -> str:
-        """A parameter of the path, decoded; a slash in it was written as ``%2F``."""
+        """Return a parameter of the path, decoded; a slash in it was written as ``%2F``."""
         text = str(self.request.path_params[name])
         return text.replace(ENCODED_SLASH, "/") if has_encoded_slash(self.request.scope) else text
 
     def query(self, *allowed: str) -> dict[str, str]:
-        """The query's fields, each at most once. Raises ApiError 422 for others."""
+        """Return the query's fields, each at most once. Raises ApiError 422 for others."""
         length = len(self.request.scope["query_string"])
         if length > MAX_QUERY_BYTES:
             message = f"the query has {length} bytes, more than {MAX_QUERY_BYTES}"
@@ -231,7 +232,7 @@ class Call(Generic[H_co]):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[H_contra]):
-    """A path, a method, who may call it, what goes in and what comes out; for hosts of a kind."""
+    """A path, a method, the allowed callers, the request and the replies; for hosts of a kind."""
 
     method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
@@ -248,7 +249,7 @@ class Endpoint(Generic[H_contra]):
 
 
 async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
-    """Answer one request; whatever goes wrong becomes an answer too, except a bug of ours."""
+    """Answer one request; every error becomes an answer, except a bug in radixkv."""
     call = Call(host, request, endpoint, host.clock())
     response: Response | None = None
     try:
@@ -260,7 +261,7 @@ async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
     except ClientDisconnect:
         response = Response(status_code=499)
         return response
-    except Exception as error:  # noqa: BLE001 the one place where errors become answers
+    except Exception as error:  # noqa: BLE001 the one place that turns errors into answers
         response = host.failures.answer(error).response()
         return response
     finally:
@@ -301,7 +302,7 @@ async def _answer_replica(call: Call[Host]) -> Response:
 
 @contextmanager
 def _admitted(call: Call[Host]) -> Iterator[int]:
-    """Pass the gate, if a tenant calls; the most bytes that its body may have. Raises TooFast or Busy."""
+    """Pass the gate, if a tenant calls; yield the maximum size of its body in bytes. Raises TooFast or Busy."""
     limits, principal = call.host.limits, call.principal
     if principal is None or principal.tenant is None:
         yield limits.max_body_bytes
@@ -313,7 +314,7 @@ def _admitted(call: Call[Host]) -> Iterator[int]:
 
 
 async def _received(call: Call[Host], model: type[RequestBody], max_bytes: int) -> bytes:
-    """The bytes of the body. A long one waits until its tenant has room for it."""
+    """Return the bytes of the body. A long body waits until its tenant's limit on bytes allows it."""
     max_bytes = min(max_bytes, call.host.intake.max_bytes(model) or max_bytes)
     stated = call.request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated) > max_bytes:
@@ -386,12 +387,13 @@ def _too_large(max_bytes: int, stated: int | None) -> ApiError:
 
 
 def reply(body: BaseModel, status: int = 200) -> Json:
-    """A body of ``schemas`` as an answer."""
+    """Return a body of ``schemas`` as an answer."""
     return Json(body.model_dump(), status)
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, or ClientDisconnect as soon as the client has hung up (``work`` is cancelled)."""
+    """Return the result of ``work``, or raise ClientDisconnect as soon as the client hangs up (``work`` is
+    cancelled)."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_disconnected(request))
     try:

@@ -1,6 +1,6 @@
-"""What an error becomes: an answer for the client, and a line in the log.
+"""Handling of errors: an answer for the client, and a line in the log.
 
-The log names types and places in the code, and no message of an unforeseen error: it may quote what a client sent.
+The log has types and places in the code. It has no message of an unexpected error, because it may quote a client.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ log = logging.getLogger("radixkv.service")
 
 
 class Failures:
-    """The errors of one process. ``has_broken_laws``: a law of the cache was broken, so the process is unhealthy."""
+    """The errors of one process.
+
+    ``has_broken_laws``: an invariant of the cache was broken, so the process is unhealthy.
+    """
 
     def __init__(self) -> None:
         self.has_broken_laws = False
 
     def note(self, error: Exception) -> None:
-        """Remember a broken law."""
+        """Remember a broken invariant."""
         if isinstance(error, IntegrityError):
             self.has_broken_laws = True
 
     def answer(self, error: Exception) -> ApiError:
-        """The answer to an error."""
+        """Return the answer to an error."""
         self.note(error)
         return answer_to(error)
 
@@ -41,7 +44,7 @@ class Failures:
 
 
 def answer_to(error: Exception) -> ApiError:
-    """The answer to an error; an unforeseen one is logged and answered with 500."""
+    """Return the answer to an error; an unexpected one is logged and answered with 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):
@@ -59,14 +62,14 @@ def answer_to(error: Exception) -> ApiError:
 
 
 def log_unforeseen(error: Exception) -> None:
-    """Log a bug of ours: what it is and where, but not what it says."""
+    """Log a bug in radixkv: its type and place, but not its message."""
     is_ours = isinstance(error, IntegrityError)
     kind = f"a law of the cache is broken: {error}" if is_ours else "unforeseen error"
     log.error("%s\n%s", kind, _places(error))
 
 
 def _places(error: BaseException | None) -> str:
-    """Types of an error and of those before it, and where they were raised; not what they say."""
+    """Return the types of an error and of its causes, and where they were raised, without their messages."""
     lines: list[str] = []
     while error is not None:
         lines += [f"{type(error).__qualname__}:\n", *traceback.format_tb(error.__traceback__)]

@@ -1,4 +1,4 @@
-"""Messages between a service and its reading processes: a number of byte strings, with their lengths in front.
+"""Messages between a service and its reading processes: byte strings, preceded by their lengths.
 
 u64 size of the rest | u64 number of parts | u64 length of each | the parts, each padded to 8 bytes
 """
@@ -14,7 +14,7 @@ HEAD = struct.Struct("<Q")
 
 
 def framed(parts: Sequence[bytes]) -> list[bytes]:
-    """A message as byte strings to send one after the other; long parts aren't copied."""
+    """Return a message as byte strings to send one after the other; long parts aren't copied."""
     lengths = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
     out, size = [lengths], len(lengths)
     for part in parts:
@@ -25,7 +25,7 @@ def framed(parts: Sequence[bytes]) -> list[bytes]:
 
 
 def parts_of(message: bytearray) -> list[memoryview]:
-    """The parts of a message without its first field. Nothing is copied."""
+    """Return the parts of a message without its first field. Nothing is copied."""
     view = memoryview(message)
     (num,) = HEAD.unpack_from(message)
     lengths = struct.unpack_from(f"<{num}Q", message, HEAD.size)
@@ -43,7 +43,7 @@ def send(connection: socket.socket, parts: Sequence[bytes]) -> None:
 
 
 def receive(connection: socket.socket) -> list[memoryview] | None:
-    """The next message; None once the other end has closed. Blocks."""
+    """Return the next message; None once the other end has closed. Blocks."""
     head = _exactly(connection, HEAD.size)
     if head is None:
         return None

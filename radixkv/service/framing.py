@@ -1,7 +1,7 @@
 """Refuses requests whose length can be read in two ways.
 
-A proxy and this server that read a request's length differently see different requests on one connection: one client's
-body is then another's request. So ``Content-Length`` together with ``Transfer-Encoding``, and a second
+If a proxy and this server read a request's length differently, they see different requests on one connection. One
+client's body is then another client's request. So ``Content-Length`` together with ``Transfer-Encoding``, and a second
 ``Content-Length``, are answered with 400, and the connection is closed.
 """
 

@@ -1,16 +1,16 @@
-"""Where a body is read: at once on the event loop, or in a process.
+"""Chooses where a body is read: at once on the event loop, or in a process.
 
 | body | read | why |
 |---|---|---|
 | up to INLINE_COST, and its tenant has loop time left | on the loop, a few milliseconds at most | nothing is faster |
-| up to SHORT_COST | in the process for short bodies | so that it waits behind short ones only |
-| longer | in the processes for long ones | anything up to a second and more |
+| up to SHORT_COST | in the process for short bodies | it waits behind short bodies only |
+| longer | in the processes for long bodies | it may take a second and more |
 
-A tenant has LOOP_SHARE of the loop's time for its bodies, LOOP_BURST_S at once. Beyond that its short bodies are read
-in the process for them, so that no tenant takes the loop from others by many small requests.
+A tenant may use LOOP_SHARE of the loop's time for its bodies, and LOOP_BURST_S at once. Beyond that, the process for
+short bodies reads its short bodies. So no tenant takes the loop from others by many small requests.
 
-A tenant's bodies over INLINE_COST have at most RECEIVING_BYTES together, from when they are received until they are
-read; further ones wait, unread (``admit``). They are received at RECEIVING_RATE at most (``pace``), as receiving takes
+A tenant's bodies over INLINE_COST have at most RECEIVING_BYTES together, from reception until they are read. Further
+bodies wait, not received (``admit``). They are received at RECEIVING_RATE at most (``pace``), because receiving uses
 the loop's time too.
 """
 
@@ -37,14 +37,14 @@ B = TypeVar("B", bound=RequestBody)
 INLINE_COST = 8 * 1024
 SHORT_COST = 32 * 1024
 _OBJECT_COST = 100
-"""Bytes that an object counts for: a message is validated and rendered, however short it is."""
+"""The cost of an object in bytes: each message is validated and rendered, however short it is."""
 LOOP_SHARE = 0.25
 LOOP_BURST_S = 0.1
 RECEIVING_BYTES = 32 * 2**20
 RECEIVING_RATE = 64 * 2**20
 RECEIVING_BURST = 2**20
 _SHORT_NICENESS, _LONG_NICENESS = 2, 15
-"""So that the event loop gets a core at once, even where it shares one with the processes."""
+"""Niceness of the processes, so that the event loop gets a core at once, even if they share one."""
 _MAX_PROCESSES = 4
 _MAX_DEBTS = 1024
 """Lanes that are remembered, before those without a debt are dropped."""
@@ -56,7 +56,7 @@ class Intake:
     def __init__(
         self, tokenizer: Tokenizer, rules: PromptRules, path: str | None, clock: Clock = monotonic
     ) -> None:
-        """``path``: where processes load the same tokenizer from, as ``load_tokenizer`` takes it."""
+        """``path``: the path from which processes load the same tokenizer, as ``load_tokenizer`` takes it."""
         self._reader = Reader(tokenizer, rules)
         specification = Specification(path, tokenizer.digest, rules)
         num_long = min(max((os.cpu_count() or 1) - 1, 1), _MAX_PROCESSES)
@@ -72,16 +72,16 @@ class Intake:
         return INLINE_COST
 
     def max_bytes(self, model: type[RequestBody]) -> int | None:
-        """The most bytes that a body of this schema may have, if that follows from it."""
+        """Return the most bytes that a body of this schema may have, if the schema bounds them."""
         return budget_of(model, self._reader.rules.max_ids).max_bytes
 
     @property
     def num_waiting(self) -> int:
-        """Bodies that wait for a process."""
+        """Number of bodies that wait for a process."""
         return self._short.num_waiting + self._long.num_waiting
 
     def start(self) -> None:
-        """Start a process of each kind, so that the first body needn't wait for that."""
+        """Start a process of each kind, so that the first body doesn't wait for it."""
         for pool in (self._short, self._long):
             pool.processes[0].start()
 
@@ -91,7 +91,7 @@ class Intake:
         self._long.close()
 
     def read_now(self, lane: str, raw: bytes, model: type[B]) -> Reading[B] | None:
-        """The reading, if the body may be read on the loop; None if not. Raises ApiError."""
+        """Read the body if it may be read on the loop; otherwise return None. Raises ApiError."""
         if cost_of(raw) > INLINE_COST or self._loop_time.wait_s(lane):
             return None
         began_at = time.thread_time()
@@ -101,13 +101,13 @@ class Intake:
             self._loop_time.spend(lane, time.thread_time() - began_at)
 
     async def read(self, lane: str, raw: bytes, model: type[B]) -> Reading[B]:
-        """The reading, made in a process. Raises ApiError, Busy or Closed."""
+        """Read the body in a process. Raises ApiError, Busy or Closed."""
         pool = self._short if cost_of(raw) <= SHORT_COST else self._long
         return unpacked(await pool.ask(lane, [name_of(model), raw]), model)
 
     @asynccontextmanager
     async def admit(self, lane: str, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until a body of so many bytes may be received; until the ``with`` ends it counts."""
+        """Wait until a body of this size may be received; it counts until the ``with`` ends."""
         room = self._rooms.setdefault(lane, _Room())
         room.num_users += 1
         try:
@@ -119,14 +119,17 @@ class Intake:
                 del self._rooms[lane]
 
     async def pace(self, lane: str, num_bytes: int) -> None:
-        """Wait as long as it takes before more is received, after so many bytes were."""
+        """Wait before receiving more, after ``num_bytes`` were received."""
         self._received.spend(lane, num_bytes)
         if wait_s := self._received.wait_s(lane):
             await asyncio.sleep(wait_s)
 
 
 def cost_of(raw: bytes) -> int:
-    """About what it costs to read a body: 0.5 µs each on one core. Cheap: long bodies aren't looked at."""
+    """Return the approximate cost of reading a body, in units of 0.5 µs on one core.
+
+    Cheap: doesn't scan long bodies.
+    """
     return len(raw) if len(raw) > SHORT_COST else len(raw) + _OBJECT_COST * raw.count(b"{")
 
 
@@ -140,7 +143,7 @@ class _Room:
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Wait for room, and take it until the ``with`` ends."""
+        """Wait until ``size`` bytes are free, and take them until the ``with`` ends."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((size, turn))
         self._admit()
@@ -161,18 +164,18 @@ class _Room:
 
 
 class Allowance:
-    """What each lane may use of something: ``rate`` of it a second, ``burst`` at once. O(1)."""
+    """A limit on what each lane uses: ``rate`` a second, ``burst`` at once. O(1)."""
 
     def __init__(self, clock: Clock, rate: float, burst: float) -> None:
         self._clock, self._rate, self._burst = clock, rate, burst
         self._debts: dict[str, tuple[float, float]] = {}
 
     def wait_s(self, lane: str) -> float:
-        """Seconds until the lane may use more; 0.0 if it may now."""
+        """Return the seconds until the lane may use more; 0.0 if it may now."""
         return max(self._debt(lane) - self._burst, 0.0) / self._rate
 
     def spend(self, lane: str, amount: float) -> None:
-        """The lane has used so much."""
+        """Record that the lane has used this amount."""
         self._debts[lane] = (self._debt(lane) + amount, self._clock())
         if len(self._debts) > _MAX_DEBTS:
             self._debts = {each: debt for each, debt in self._debts.items() if self._debt(each)}

@@ -1,11 +1,11 @@
-"""The KeyStore: the keyring that is in force, and its changes while the service runs.
+"""The KeyStore: the keyring in force, and its changes while the service runs.
 
-    create, rotate, revoke, tenants ──▶ edit ──▶ told to the cache ──▶ written to the file ──▶ in force
+    create, rotate, revoke, tenants ──▶ edit ──▶ applied to the cache ──▶ written to the file ──▶ in force
 
-A change begins with what the file says now, under a lock that all processes with this file share, and replaces the
-file at once and whole (mode 0600, digests only), so replicas that share a file lose nothing of each other's. Whoever
-else changes the file is heard within LOOK_EVERY_S of the next request; a file that can't be one is complained about
-in the log, and the keyring that was in force stays. Without a file (the demo keys) changes last as long as the process.
+A change starts from the file's present content, under a lock that all processes with this file share. It replaces the
+whole file atomically (mode 0600, digests only). So replicas that share a file lose none of each other's changes.
+Changes by other writers are noticed within LOOK_EVERY_S of the next request. A malformed file is reported in the log,
+and the keyring in force stays. Without a file (the demo keys), changes last as long as the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from radixkv.service.schemas.tenants import TenantSettings
 
 LOOK_EVERY_S = 1.0
 MAX_KEYS = 16
-"""Keys of one principal: enough to rotate, few enough to compare each with every request."""
+"""Most keys of one principal: enough to rotate, few enough to compare each with every request."""
 
 log = logging.getLogger("radixkv.service")
 
@@ -39,11 +39,11 @@ class UnknownKey(Exception):
 
 
 class KeyRefused(Exception):
-    """The change would leave no way back: it says why."""
+    """The change would lock the operator out; the message has the reason."""
 
 
 class KeyStore:
-    """Keys that can be changed while they are in force. Thread-safe; ``ring`` costs a ``stat`` a second.
+    """Keys that can be changed while in force. Thread-safe; ``ring`` costs a ``stat`` a second.
 
     ``on_change(ring)`` is called before a new keyring comes into force; if it raises, the change is refused.
     """
@@ -57,7 +57,7 @@ class KeyStore:
 
     @classmethod
     def open(cls, path: Path | None) -> KeyStore:
-        """The keys of a file, or the demo keys. Raises ConfigError."""
+        """Open the keys of a file, or the demo keys. Raises ConfigError."""
         if path is None:
             return cls(Keyring.demo())
         warn_unless_private(path, "keys file")
@@ -65,7 +65,7 @@ class KeyStore:
 
     @property
     def ring(self) -> Keyring:
-        """The keyring that is in force."""
+        """The keyring in force."""
         now = self._clock()
         if self._path is not None and now >= self._look_again_at:
             self._look_again_at = now + LOOK_EVERY_S
@@ -73,7 +73,10 @@ class KeyStore:
         return self._ring
 
     def create(self, principal: Principal) -> tuple[str, Key]:
-        """A further key, and what is kept of it; its tenant comes into being if there is none. Raises KeyRefused."""
+        """Make a new key; return it, and its stored record.
+
+        Creates the tenant if it doesn't exist. Raises KeyRefused.
+        """
         text, key = _new_key(principal)
 
         def edit(ring: Keyring) -> Keyring:
@@ -88,7 +91,7 @@ class KeyStore:
         return text, key
 
     def rotate(self, key_id: str) -> tuple[str, Key]:
-        """A new key in the place of an old one, which is nobody's from then on. Raises UnknownKey."""
+        """Replace an old key by a new one; the old one is refused from then on. Raises UnknownKey."""
         made: list[tuple[str, Key]] = []
 
         def edit(ring: Keyring) -> Keyring:
@@ -100,7 +103,7 @@ class KeyStore:
         return made[-1]
 
     def revoke(self, key_id: str) -> None:
-        """The key is nobody's from now on. Raises UnknownKey, or KeyRefused for the operator's last."""
+        """Revoke a key from now on. Raises UnknownKey, or KeyRefused for the operator's last."""
 
         def edit(ring: Keyring) -> Keyring:
             old = _find(ring, key_id)
@@ -111,11 +114,11 @@ class KeyStore:
         self._change(edit)
 
     def put_tenant(self, tenant: str, settings: TenantSettings) -> None:
-        """A tenant with these settings; its keys stay."""
+        """Set a tenant's settings; its keys stay."""
         self._change(lambda ring: Keyring(ring.keys, {**ring.settings, tenant: settings}))
 
     def remove_tenant(self, tenant: str) -> None:
-        """The tenant and its keys are gone. Raises UnknownKey."""
+        """Remove the tenant and its keys. Raises UnknownKey."""
 
         def edit(ring: Keyring) -> Keyring:
             if tenant not in ring.settings:
@@ -126,7 +129,7 @@ class KeyStore:
         self._change(edit)
 
     def _change(self, edit: Callable[[Keyring], Keyring]) -> None:
-        """Raises what ``edit`` and ``on_change`` raise, ConfigError for a file that can't be one, OSError."""
+        """Apply an edit. Raises what ``edit`` and ``on_change`` raise, ConfigError for a malformed file, OSError."""
         with self._lock, self._file_lock():
             before = self._ring if self._path is None else Keyring.load(self._path)
             after = edit(before)
@@ -139,7 +142,7 @@ class KeyStore:
             self._ring = after
 
     def _look_again(self) -> None:
-        """Take a file that somebody else has changed; while a change of ours is being written, the next time."""
+        """Load a file that another writer has changed; if this process is writing a change, do it next time."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -158,14 +161,14 @@ class KeyStore:
     def _signature(self) -> tuple[int, int, int] | None:
         if self._path is None:
             return None
-        with suppress(OSError):  # a file that is gone has no signature; the keyring stays in force
+        with suppress(OSError):  # a missing file has no signature; the keyring stays in force
             status = self._path.stat()
             return status.st_ino, status.st_size, status.st_mtime_ns
         return None
 
     @contextmanager
     def _file_lock(self) -> Iterator[None]:
-        """Keep other processes that change files of this directory out."""
+        """Lock out other processes that change files of this directory."""
         if self._path is None:
             yield
             return
@@ -177,10 +180,10 @@ class KeyStore:
             os.close(directory)
 
     def _write(self, ring: Keyring) -> None:
-        """Replace the file: whoever reads it finds the old one or the new one, also after a crash."""
+        """Replace the file atomically: readers find the old file or the new one, also after a crash."""
         if self._path is None:
             return
-        target = self._path.resolve()  # a link stays one
+        target = self._path.resolve()  # keep a symbolic link
         new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
             with os.fdopen(

@@ -1,8 +1,8 @@
-"""What clients may ask: bounds for every tenant, and the gate that holds each tenant to its rate.
+"""Limits on requests: bounds for every tenant, and the gate that holds each tenant to its rate.
 
-A tenant's rate is a token bucket: ``burst`` requests at once, ``requests_per_s`` from then on. Beside it the gate
-counts the requests under way. Both are the tenant's own: no other tenant's requests move them, so what a refusal
-says (and when it says to try again) tells nothing of anybody else. O(1) a request, a few words a tenant.
+A tenant's rate is a token bucket: ``burst`` requests at once, then ``requests_per_s``. The gate also counts the
+requests in progress. Both are kept by tenant and don't depend on other tenants' requests. So a refusal, and its time
+to retry, reveals nothing about other tenants. O(1) a request, a few words of memory a tenant.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from radixkv.service.worker import Busy
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of what clients may ask. Rates, requests under way, queues and jobs are each tenant's own.
+    """Bounds on client requests. Rates, requests in progress, queues and jobs are counted by tenant.
 
-    ``requests_per_s``, ``burst`` and ``max_body_bytes`` hold for tenants whose entry in the keys file says nothing
-    else. ``body_timeout_s`` is the time a body may take to arrive, ``timeout_s`` that of a whole answer; jobs take
-    as long as they take. When the process is told to end, answers under way have ``drain_s`` to end by themselves.
+    ``requests_per_s``, ``burst`` and ``max_body_bytes`` apply to tenants whose entry in the keys file doesn't set them.
+    ``body_timeout_s`` is the time for a body to arrive, ``timeout_s`` that for a whole answer; jobs have no limit.
+    When the process is told to end, answers in progress have ``drain_s`` to finish.
     """
 
     max_body_bytes: int = 4 * 2**20
@@ -45,7 +45,7 @@ class TooFast(Exception):
 
 
 class TokenBucket:
-    """``burst`` tokens at most, ``rate`` new ones a second; full at first."""
+    """At most ``burst`` tokens, ``rate`` new ones a second; full at first."""
 
     __slots__ = ("at", "level")
 
@@ -53,7 +53,7 @@ class TokenBucket:
         self.level, self.at = level, at
 
     def take(self, now: float, rate: float, burst: int) -> float:
-        """Take a token: 0.0 if there was one, otherwise the seconds until there will be. O(1)."""
+        """Take a token: return 0.0 if there was one, otherwise the seconds until there will be. O(1)."""
         self.level = min(burst, self.level + (now - self.at) * rate)
         self.at = now
         if self.level < 1.0:
@@ -63,7 +63,7 @@ class TokenBucket:
 
 
 class Gate:
-    """Buckets and requests under way, by tenant. To be used from the event loop's thread."""
+    """Buckets and requests in progress, by tenant. To be used from the event loop's thread."""
 
     def __init__(self, max_concurrent: int, clock: Clock) -> None:
         self._max_concurrent, self._clock = max_concurrent, clock
@@ -72,7 +72,7 @@ class Gate:
 
     @contextmanager
     def admit(self, tenant: str, requests_per_s: float, burst: int) -> Iterator[None]:
-        """Let one request of the tenant's pass; it is under way until the ``with`` ends. Raises TooFast or Busy."""
+        """Admit one request of the tenant; it is in progress until the ``with`` ends. Raises TooFast or Busy."""
         now = self._clock()
         bucket = self._buckets.setdefault(tenant, TokenBucket(burst, now))
         wait_s = bucket.take(now, requests_per_s, burst)
@@ -87,5 +87,5 @@ class Gate:
             self._under_way[tenant] -= 1
 
     def forget(self, tenant: str) -> None:
-        """The tenant was removed."""
+        """Forget a tenant that was removed."""
         self._buckets.pop(tenant, None)

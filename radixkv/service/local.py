@@ -1,4 +1,4 @@
-"""A service of one's own in a thread of this process, over a real socket: for benchmarks and notebooks."""
+"""A private service in a thread of this process, over a real socket: for benchmarks and notebooks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from radixkv.service.server import Server, base_url, bind, registered
 
 @contextmanager
 def demo_service(**settings: str | None) -> Iterator[str]:
-    """The base URL of a service with embedded defaults on a free port, as long as the ``with`` lasts."""
+    """Run a service with embedded defaults on a free port during the ``with``; yield its base URL."""
     with running(ServeSettings.parse({"port": "0", **settings})) as (_, url):
         yield url
 
 
 @contextmanager
 def running(settings: ServeSettings, limits: Limits | None = None) -> Iterator[tuple[Service, str]]:
-    """A registered service and its base URL, as long as the ``with`` lasts. Raises ConfigError."""
+    """Run a registered service during the ``with``; yield it and its base URL. Raises ConfigError."""
     with bind(settings.host, settings.port) as listener:
         service = registered(settings, listener, limits)
         ready = threading.Event()

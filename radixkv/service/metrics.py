@@ -1,8 +1,8 @@
-"""Counters and gauges for Prometheus, by its own client library, in a registry of their own.
+"""Counters and gauges for Prometheus, by its client library, in a separate registry.
 
-Counts of the cache, its tenants and the fleet are read when scraped, so they cost nothing in between and can't
-drift from the truth; what happens once (a request, a first token) is counted when it happens. Everything
-here is for the operator: the tenant is a label, and no token id, prompt or key is anywhere.
+Counts of the cache, its tenants and the fleet are read when scraped. So they cost nothing in between and can't drift
+from the truth. Events (a request, a first token) are counted when they happen. Everything here is for the operator: the
+tenant is a label. No token id, prompt or key appears.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 Level = tuple[str, str, Callable[[], float]]
-"""A gauge: its name, its text, and what reads it."""
+"""A gauge: its name, its text, and the function that reads it."""
 
 
 class RequestMetrics:
-    """What any HTTP process counts. ``levels`` are read when scraped."""
+    """The metrics of any HTTP process. ``levels`` are read when scraped."""
 
     def __init__(self, levels: Sequence[Level] = ()) -> None:
         self.registry = CollectorRegistry()
@@ -88,17 +88,17 @@ class RequestMetrics:
         )
 
     def answered(self, method: str, path: str, status: int, seconds: float) -> None:
-        """A request was answered; ``path`` is the endpoint's, never the client's text."""
+        """Count an answered request; ``path`` is the endpoint's, never the client's text."""
         self._requests.labels(method, path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
     def render(self) -> bytes:
-        """The registry as Prometheus' text format. O(series)."""
+        """Return the registry in Prometheus' text format. O(series)."""
         return generate_latest(self.registry)
 
 
 class Metrics(RequestMetrics):
-    """What one process of the service counts. ``tenants`` tells which there are, when scraped."""
+    """The metrics of one service process. ``tenants`` lists the tenants at each scrape."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Metrics(RequestMetrics):
     def completed(
         self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float
     ) -> None:
-        """A completion ended."""
+        """Count a completion that ended."""
         self._first_token.labels(tenant).observe(first_token_s)
         for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
             self._tokens.labels(tenant, kind).inc(max(count, 0))

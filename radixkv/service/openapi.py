@@ -53,11 +53,11 @@ _FORMS: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {"type": "string", "pattern": r"^[\x21-\x7e]{1,255}$"},
     "tenant": {"type": "string", "pattern": r"^[^/\s]([^/]*[^/\s])?$", "minLength": 1, "maxLength": 256},
 }
-"""What parameters may be, where that isn't any text."""
+"""Formats of parameters, where not any text is allowed."""
 
 
 def document(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> dict[str, Any]:
-    """The OpenAPI document of the public endpoints, for prompts of these rules. Made once at start."""
+    """Return the OpenAPI document of the public endpoints, for prompts of these rules. Made once at start."""
     public = [endpoint for endpoint in endpoints if not endpoint.internal]
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in public:
@@ -181,7 +181,7 @@ def _schemas(endpoints: Sequence[Endpoint[H]]) -> dict[str, Any]:
 
 
 def _bounded(schemas: Any, rules: PromptRules) -> Any:
-    """The schemas with token ids of this service's vocabulary, and with as many as a prompt may have."""
+    """Bound the schemas: token ids of this service's vocabulary, and at most as many as a prompt may have."""
     if isinstance(schemas, list):
         return [_bounded(each, rules) for each in schemas]
     if not isinstance(schemas, dict):
@@ -194,7 +194,7 @@ def _bounded(schemas: Any, rules: PromptRules) -> Any:
         }
     if (
         schemas.get("items") == _MESSAGE and rules.roles is not None
-    ):  # each has two markers of its role at least
+    ):  # each has at least two markers of its role
         return {**schemas, "maxItems": min(schemas["maxItems"], max((rules.max_tokens - 1) // 2, 1))}
     bounded = {name: _bounded(each, rules) for name, each in schemas.items()}
     if rules.roles is not None and isinstance(schemas.get("role"), dict):
@@ -207,7 +207,7 @@ _ANY_ID = TypeAdapter(TokenIds).json_schema()["items"]
 
 
 def _request_names(inputs: set[type[RequestBody]]) -> set[str]:
-    """Names of the request bodies and of what they contain."""
+    """Return the names of the request bodies and of their parts."""
     names: set[str] = set()
     for model in inputs:
         names.add(model.__name__)
@@ -216,7 +216,7 @@ def _request_names(inputs: set[type[RequestBody]]) -> set[str]:
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
-    """Null stands for an optional field that was left out (see ``schemas.base.RequestBody``)."""
+    """Allow null for an optional field, with the meaning of leaving it out (see ``schemas.base.RequestBody``)."""
     required = set(schema.get("required", ()))
     for name, field in schema.get("properties", {}).items():
         types_ = [field.get("type"), *(each.get("type") for each in field.get("anyOf", ()))]

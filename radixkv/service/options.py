@@ -1,11 +1,11 @@
-"""What ``radixkv serve`` can be told, validated when made and frozen from then on.
+"""The settings of ``radixkv serve``, validated when made and frozen from then on.
 
-Every setting comes as text, from an option or from the environment; ``ServeSettings.parse`` turns all of
-them into one frozen value. The first that can't work raises ConfigError with its name as the user wrote it
-(``--port`` or ``RADIXKV_PORT``), its value and what is allowed. Imports neither torch nor starlette.
+Every setting comes as text, from an option or from the environment; ``ServeSettings.parse`` turns all of them into one
+frozen value. The first invalid setting raises ConfigError with its name as the user wrote it (``--port`` or
+``RADIXKV_PORT``), its value and what is allowed. Imports neither torch nor starlette.
 
-Rules that span settings: ``--redis`` needs ``--fleet-secret`` (a fleet without a shared secret can't prove
-anything), and an address that is not loopback needs ``--keys`` (the demo keys are public knowledge).
+Rules that span settings: ``--redis`` needs ``--fleet-secret`` (a fleet without a shared secret can't prove anything).
+An address that is not loopback needs ``--keys`` (the demo keys are public knowledge).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HTTP_DEFAULTS: Mapping[str, str] = {
     "drain-s": "20",
     "log-level": "warning",
 }
-"""What holds for services and routers alike."""
+"""Settings of services and routers alike."""
 
 DEFAULTS: Mapping[str, str] = {
     "host": "127.0.0.1",
@@ -54,7 +54,7 @@ DEFAULTS: Mapping[str, str] = {
     "threads": "0",
     **HTTP_DEFAULTS,
 }
-"""What a setting is when nobody sets it. Settings that are not here default to nothing."""
+"""Default values. Settings that are not here have no default."""
 
 _OPTIONAL = (
     "model",
@@ -76,7 +76,7 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files in PEM: a certificate with those that vouch for it, and its key, unencrypted."""
+    """Files in PEM: a certificate with its chain, and its key, unencrypted."""
 
     cert: Path
     key: Path
@@ -115,9 +115,9 @@ class ServeSettings:
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> ServeSettings:
-        """Settings from text. ``values`` maps names such as ``num-blocks`` to text or None (the default).
+        """Parse settings from text. ``values`` maps names such as ``num-blocks`` to text or None (the default).
 
-        ``names`` says what each setting is called in an error; ``--num-blocks`` if it doesn't say.
+        ``names`` gives each setting's name in errors; the default is ``--num-blocks``.
         Raises ConfigError.
         """
         reader = _Reader({**DEFAULTS, **{k: v for k, v in values.items() if v is not None}}, names or {})
@@ -176,7 +176,7 @@ class RouteSettings:
 
     @classmethod
     def parse(cls, values: Mapping[str, str | None], names: Mapping[str, str] | None = None) -> RouteSettings:
-        """Settings from text, as ``ServeSettings.parse``. Raises ConfigError."""
+        """Parse settings from text, as ``ServeSettings.parse`` does. Raises ConfigError."""
         given = {name: value for name, value in values.items() if value is not None}
         reader = _Reader({**ROUTE_DEFAULTS, **given}, names or {})
         redis = reader.redis_url()
@@ -246,7 +246,7 @@ class _Reader:
         return text
 
     def policy(self) -> str:
-        """The name of a policy, which is imported if it isn't built in."""
+        """Return the name of a policy, which is imported if it isn't built in."""
         name = self._values["policy"]
         try:
             resolve("policy", name)
@@ -306,7 +306,7 @@ class _Reader:
             raise self.refuse(missing, f"an existing file, as {self.name(given)} is set")
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(cert, key, password=lambda: b"")  # nobody is there to be asked
+            context.load_cert_chain(cert, key, password=lambda: b"")  # never prompt for a password
         except (OSError, ValueError):
             allowed = f"a certificate in PEM that belongs to the unencrypted key of {self.name('tls-key')}"
             raise self.refuse("tls-cert", allowed) from None

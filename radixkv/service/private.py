@@ -15,7 +15,7 @@ def warn_unless_private(path: Path, what: str) -> None:
     """Log a warning if the file's group or others have any access to it. Says nothing of its content."""
     if os.name != "posix":
         return
-    with suppress(OSError):  # whoever reads the file says that it can't be read
+    with suppress(OSError):  # reading the file reports its own error
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
             log.warning("%s %s: other users have access to it (mode %04o); chmod 600 it", what, path, mode)

@@ -2,9 +2,8 @@
 
     {"error": {"type": "validation_error", "message": "…", "field": "token_ids[3]", "value": 99999, "allowed": "…"}}
 
-All five names are always there; what does not apply is null. Values that a client sent are shortened before
-they are echoed. Nothing here tells one tenant about another: what does not exist and what is someone else's
-are the same bytes.
+All five names are always there; a name that does not apply is null. Values that a client sent are shortened before they
+are echoed. No answer tells one tenant about another: an unknown object and another tenant's object give the same bytes.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from radixkv.service.wording import allowed_at, schema_of
 
 MAX_ECHO = 80
 RETRY_AFTER_S = 1
-"""When to ask again for what passes by itself."""
+"""Seconds to retry after a temporary problem."""
 OUTAGE_RETRY_AFTER_S = 5
-"""The same where something has to come back first."""
+"""Seconds to retry after an outage."""
 _TAGS = frozenset({"text", "ids", "texts", "batch", "one", "many", "place", "count", "names"})
 
 
 class ApiError(Exception):
-    """An answer other than success. ``status`` is HTTP's; ``retry_after_s``: asked again then, it may be another one.
+    """An answer other than success. ``status`` is HTTP's; ``retry_after_s``: a retry after it may succeed.
 
-    The rest, but for ``headers``, is the body's.
+    The other fields, except ``headers``, go into the body.
     """
 
     def __init__(
@@ -73,19 +72,19 @@ class ApiError(Exception):
         }
 
     def response(self) -> JSONResponse:
-        """The answer to send."""
+        """Return the answer to send."""
         return Json({"error": self.body}, self.status, self.headers)
 
 
 class Json(JSONResponse):
-    """JSON that ends with a newline, so that a terminal's prompt starts on a line of its own."""
+    """JSON that ends with a newline, so that a terminal's prompt starts on a new line."""
 
     def render(self, content: Any) -> bytes:
         return super().render(content) + b"\n"
 
 
 class LongJson(Json):
-    """The same bytes, made string by string: other threads run meanwhile, where a thread makes a long answer."""
+    """The same bytes, made string by string: if a thread makes a long answer, other threads can run meanwhile."""
 
     def render(self, content: Any) -> bytes:
         encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -93,7 +92,7 @@ class LongJson(Json):
 
 
 def shown(value: object) -> object:
-    """``value`` as it may be echoed: JSON, and no longer than MAX_ECHO characters."""
+    """Return ``value`` as it may be echoed: JSON, and no longer than MAX_ECHO characters."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float) and abs(value) < 2**63:
@@ -114,7 +113,7 @@ def _short_repr(value: object) -> str:
 
 
 def invalid(message: str, field: str | None, value: object, allowed: str) -> ApiError:
-    """422: a body that can't be served as it is. The message says what is allowed, too."""
+    """422: a body that can't be served as it is. The message also says what is allowed."""
     said = message if "; allowed: " in message else f"{message}; allowed: {allowed}"
     return ApiError(422, "validation_error", said, field=field, value=value, allowed=allowed)
 
@@ -128,7 +127,7 @@ def refused(field: str, value: object, reason: str | None, allowed: str) -> ApiE
 
 
 def _as_json(value: object) -> str:
-    """A value as a body would have it, cut as it is echoed; of lists and objects how many items they have."""
+    """Return a value as JSON, cut as in an echo; for lists and objects the number of items."""
     told = shown(value)
     return (
         json.dumps(told, ensure_ascii=False) if value is None or isinstance(value, str | bool) else str(told)
@@ -136,18 +135,18 @@ def _as_json(value: object) -> str:
 
 
 def not_found(what: str) -> ApiError:
-    """404: there is no such thing, or it is someone else's."""
+    """404: it doesn't exist, or belongs to another tenant."""
     return ApiError(404, "not_found", f"no such {what}")
 
 
 def busy() -> ApiError:
-    """429: the caller has as much waiting as it may."""
+    """429: the caller has too many requests waiting."""
     message = "too many of your requests are waiting; try again shortly"
     return ApiError(429, "busy", message, retry_after_s=RETRY_AFTER_S)
 
 
 def too_fast(wait_s: float, allowed: str) -> ApiError:
-    """429: the caller asks more often than it may."""
+    """429: the caller sends requests too often."""
     message = "too many requests; try again later"
     return ApiError(429, "rate_limited", message, allowed=allowed, retry_after_s=wait_s)
 
@@ -158,18 +157,18 @@ def body_timed_out(timeout_s: float) -> ApiError:
 
 
 def timed_out(timeout_s: float) -> ApiError:
-    """504: the answer wasn't there in time; what was begun for it is cancelled."""
+    """504: the answer wasn't ready in time; its work is cancelled."""
     return ApiError(504, "timeout", "the answer wasn't there in time", allowed=f"{timeout_s:g} seconds")
 
 
 def no_capacity() -> ApiError:
-    """503: no room for this request now."""
+    """503: no capacity for this request now."""
     message = "no room for this request at the moment; try again"
     return ApiError(503, "no_capacity", message, retry_after_s=RETRY_AFTER_S)
 
 
 def quota_exceeded(error: QuotaExceeded) -> ApiError:
-    """503: no room within the caller's own limit; its own numbers only."""
+    """503: the caller's own limit leaves no capacity; only its own numbers are shown."""
     return ApiError(
         503,
         "quota_exceeded",
@@ -181,25 +180,25 @@ def quota_exceeded(error: QuotaExceeded) -> ApiError:
 
 
 def pin_budget_exceeded(error: PinBudgetExceeded) -> ApiError:
-    """409: the caller may not pin so much; its own numbers only."""
+    """409: the caller may not pin so much; only its own numbers are shown."""
     allowed = f"at most {error.budget} blocks"
     return ApiError(409, "pin_budget_exceeded", str(error), value=error.needed, allowed=allowed)
 
 
 def pin_limit_exceeded(error: PinLimitExceeded) -> ApiError:
-    """409: the caller may not have more pins; its own numbers only."""
+    """409: the caller may not have more pins; only its own numbers are shown."""
     allowed = f"at most {error.limit} pins"
     return ApiError(409, "pin_limit_exceeded", str(error), value=error.num_pins, allowed=allowed)
 
 
 def not_resident(error: NotResident) -> ApiError:
-    """409: what is to be pinned isn't there as a whole."""
+    """409: the prefix to pin is not completely resident."""
     allowed = f"a prefix that is resident, with all its {error.num_tokens} tokens: warm it first"
     return ApiError(409, "not_resident", str(error), value=error.resident_tokens, allowed=allowed)
 
 
 def cleared() -> ApiError:
-    """409: what the request worked on was forgotten, by a clear or a purge; asked again, it begins anew."""
+    """409: a clear or a purge removed what the request worked on; a retry starts anew."""
     message = "the cache of this namespace was cleared meanwhile; try again"
     return ApiError(409, "conflict", message, retry_after_s=RETRY_AFTER_S)
 
@@ -222,28 +221,28 @@ def not_read() -> ApiError:
 
 
 def store_unavailable(message: str) -> ApiError:
-    """503: what the fleet shares can't be reached."""
+    """503: the fleet's store can't be reached."""
     return ApiError(503, "store_unavailable", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
 
 
 def no_replica(message: str) -> ApiError:
-    """503: nobody is known who could serve this."""
+    """503: no known replica could serve this."""
     return ApiError(503, "no_replica", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
 
 
 def generation_unconfirmed() -> ApiError:
-    """503: the tenant may have been purged, and would rather not be served than served what was."""
+    """503: the tenant may have been purged, and forbids service from before the purge."""
     message = "this replica can't know whether you were purged, and you said that it must not serve you then"
     return ApiError(503, "generation_unconfirmed", message, retry_after_s=RETRY_AFTER_S)
 
 
 def internal() -> ApiError:
-    """500: a bug of ours; nothing of it is told."""
+    """500: a bug in radixkv; no details are shown."""
     return ApiError(500, "internal", "an error inside the server; its log says more")
 
 
 def of_library(error: RadixKVError) -> ApiError:
-    """The answer to an error of the library's; what is not the client's to mend is 500."""
+    """Return the answer to an error of the library; 500 if the client can't correct it."""
     if isinstance(error, TokenError):
         field = "token_ids" if error.index is None else f"token_ids[{error.index}]"
         return invalid(str(error), field, None, "token ids of the vocabulary")
@@ -267,7 +266,7 @@ def of_library(error: RadixKVError) -> ApiError:
 
 
 def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """The answer to a body that is not what ``model`` says: the first thing that is wrong, and how much more is.
+    """Return the answer to a body that doesn't match ``model``: the first error, and the number of further ones.
 
     The schemas bound the number of errors: unknown fields are one, lists stop at the first bad item.
     """
@@ -296,20 +295,20 @@ def _validation_error(message: str, field: str | None, value: object, allowed: s
 
 
 def _allowed(error: ErrorDetails, model: type[BaseModel]) -> str:
-    """What the schema allows there, in words; what pydantic or a validator says where the schema has none."""
+    """Return what the schema allows there, in words, or else the text of pydantic or of a validator."""
     said = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     is_own = error["type"] in ("value_error", "where", "top_k")
     return said if is_own else allowed_at(model, error["loc"]) or said
 
 
 def place_of(error: ErrorDetails) -> tuple[int | str, ...]:
-    """Where one of pydantic's errors is; unknown fields are reported as one error of the object that has them."""
+    """Return the place of a pydantic error; unknown fields are reported as one error of their object."""
     names = error["type"] in (UNKNOWN_FIELDS, TWO_VALUES)
     return (*error["loc"], error["ctx"]["name"]) if names else error["loc"]
 
 
 def field_name(loc: tuple[int | str, ...]) -> str:
-    """A place in a body as a path such as ``messages[2].role``."""
+    """Return a place in a body as a path such as ``messages[2].role``."""
     name = ""
     for part in loc:
         if isinstance(part, int):
@@ -330,7 +329,7 @@ def _known_fields(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _reference(schema: dict[str, Any]) -> str | None:
-    """Name of the definition that a property, or the items of its list, refer to."""
+    """Return the name of the definition that a property, or the items of its list, refer to."""
     for candidate in (schema, schema.get("items", {}), *schema.get("anyOf", [])):
         target = candidate.get("$ref") or candidate.get("items", {}).get("$ref")
         if target:

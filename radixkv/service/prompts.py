@@ -1,17 +1,17 @@
-"""From the fields of a body to prompt keys, and the checks that token ids have to pass.
+"""From the fields of a body to prompt keys, and the checks of token ids.
 
-A **prompt key** is the canonical form of token ids (``radixkv.index.tokens``). It is made here, once for a prompt, and
-is the same object at lookup, warm, pin, completion and route, in the engine and in the cache.
+A **prompt key** is the canonical form of token ids (``radixkv.index.tokens``). It is made here, once for a prompt. The
+same object is used in lookup, warm, pin, completion and route, in the engine and in the cache.
 
-Warm, lookup, pin and route look at the same **prefix** of a prompt: what every continuation of it begins with, down to
-a whole block.
+Warm, lookup, pin and route use the same **prefix** of a prompt: the part with which every continuation begins, cut to
+whole blocks.
 
     [0, prefix)  whole blocks before the last stable boundary: warmed, looked up
-    [prefix, n)  left out: may be tokenized differently once the text goes on, or is shorter than a block
+    [prefix, n)  left out: may be tokenized differently once the text continues, or is shorter than a block
 
-Ids given as ids are stable anywhere. A completion takes its prompt as it is, without cutting.
+Ids given as ids are stable anywhere. A completion takes its whole prompt.
 
-Nothing here knows an event loop: ``prompts_of`` runs on it for short bodies, and in a process of its own for others.
+Nothing here uses an event loop: ``prompts_of`` runs on it for short bodies, and in a separate process for others.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CHARS_PER_TOKEN = 64
-"""A text with more characters for each token that a prompt may have is refused before it is tokenized."""
+"""A text with more characters than this for each token that a prompt may have is refused before it is tokenized."""
 
 _LIKELY_CHARS_PER_TOKEN = 8
-"""Of a text with more characters than this for each token, the beginning is tokenized alone first."""
+"""If a text has more characters than this for each token, its beginning is tokenized alone first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The key of a prompt, and how many of its tokens come after it. ``text``: what a completion may echo."""
+    """The key of a prompt, and the number of its tokens after the key. ``text``: what a completion may echo."""
 
     key: bytes
     left_out: int
@@ -63,10 +63,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """What a prompt may be: ids below ``vocab_size``, at most ``max_tokens`` of them, blocks of ``block_size``.
+    """Rules for prompts: ids below ``vocab_size``, at most ``max_tokens`` of them, blocks of ``block_size``.
 
-    All prompts of one body have at most ``max_total_tokens``; None: no more than one may have.
-    ``roles``: those of messages, for the description; None where only the chat template knows them.
+    All prompts of one body have at most ``max_total_tokens``; None: no more than one prompt may have.
+    ``roles``: allowed roles of messages, for the description; None if only the chat template knows them.
     """
 
     vocab_size: int
@@ -77,11 +77,14 @@ class PromptRules:
 
     @property
     def max_ids(self) -> int:
-        """Token ids that a body may have."""
+        """Most token ids that a body may have."""
         return max(self.max_tokens, self.max_total_tokens or 0)
 
     def key_of(self, ids: Sequence[int], field: str) -> bytes:
-        """The key of 1 to ``max_tokens`` ids. An ApiError (422) names the first that isn't in the vocabulary."""
+        """Return the key of 1 to ``max_tokens`` ids.
+
+        An ApiError (422) names the first id that isn't in the vocabulary.
+        """
         self.check_length(len(ids), field)
         key = encode(ids)
         found = decode(key)
@@ -93,7 +96,7 @@ class PromptRules:
         return key
 
     def check_length(self, num_tokens: int, field: str) -> None:
-        """An ApiError (422) unless a prompt may have so many tokens."""
+        """Raise ApiError (422) unless a prompt may have so many tokens."""
         if not num_tokens:
             raise invalid(f"{field} has no tokens", field, 0, f"1 to {self.max_tokens} tokens")
         if num_tokens > self.max_tokens:
@@ -101,13 +104,13 @@ class PromptRules:
             raise invalid(message, field, num_tokens, f"at most {self.max_tokens} tokens")
 
     def check_total(self, num_tokens: int, field: str) -> None:
-        """An ApiError (422) unless the prompts of a body may have so many tokens together."""
+        """Raise ApiError (422) unless the prompts of a body may have so many tokens together."""
         if num_tokens > self.max_ids:
             message = f"the prompts have {num_tokens} tokens or more together, more than {self.max_ids}"
             raise invalid(message, field, num_tokens, f"at most {self.max_ids} tokens")
 
     def check_text(self, num_chars: int, field: str) -> None:
-        """An ApiError (422) for a text that is not worth tokenizing, being too long for any tokenizer."""
+        """Raise ApiError (422) for a text that is too long for any tokenizer, before it is tokenized."""
         limit = self.max_tokens * MAX_CHARS_PER_TOKEN
         if num_chars > limit:
             message = f"{field} has {num_chars} characters, more than {limit}"
@@ -116,7 +119,8 @@ class PromptRules:
             )
 
     def check_beginning(self, text: str, field: str, tokenizer: Tokenizer) -> None:
-        """An ApiError (422) if the beginning of a long text has too many tokens already; the rest isn't tokenized."""
+        """Raise ApiError (422) if the beginning of a long text has too many tokens already; the rest isn't
+        tokenized."""
         self.check_text(len(text), field)
         likely = self.max_tokens * _LIKELY_CHARS_PER_TOKEN
         if len(text) > likely:
@@ -126,13 +130,13 @@ class PromptRules:
                 raise invalid(message, field, len(ids), f"at most {self.max_tokens} tokens")
 
     def whole_blocks(self, prompt_key: bytes, left_out: int) -> Prompt:
-        """Cut down to a whole block."""
+        """Cut the key to whole blocks."""
         num_cut = len(prompt_key) // TOKEN_BYTES % self.block_size
         return Prompt(prompt_key[: len(prompt_key) - num_cut * TOKEN_BYTES], left_out + num_cut)
 
 
 def prompts_of(body: BaseModel, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:
-    """All prompts that a body has, as keys; about 1 µs a token of a text. Raises ApiError (422)."""
+    """Return all prompts of a body, as keys; about 1 µs a token of a text. Raises ApiError (422)."""
     if isinstance(body, PromptForms):
         return [_prefix_of(body, tokenizer, rules)]
     if isinstance(body, PromptOrder):
@@ -177,7 +181,7 @@ def _the_one_field(body: PromptForms) -> str:
 
 
 def _completed(body: CompletionRequest, tokenizer: Tokenizer, rules: PromptRules) -> list[Prompt]:
-    """The prompts of a completion, uncut."""
+    """Return the prompts of a completion, uncut."""
     is_batch = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     given: list[Any] = list(body.prompt) if is_batch else [body.prompt]
     names = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
@@ -204,7 +208,7 @@ def _whole(
 
 
 def _tokenized(field: str, tokenize: Callable[[], T]) -> T:
-    """``tokenize()``; what it refuses becomes an ApiError on ``field``."""
+    """Return ``tokenize()``; its errors become an ApiError on ``field``."""
     try:
         return tokenize()
     except ArgumentError as error:

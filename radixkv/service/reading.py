@@ -2,7 +2,7 @@
 
     bytes ─▶ budget (values, before anything is parsed) ─▶ JSON and schema ─▶ prompts as keys ─▶ Reading
 
-What a process sends back is JSON and prompt keys, never a pickle. A refusal travels as the fields of its ApiError.
+A process sends back JSON and prompt keys, never a pickle. A refusal is sent as the fields of its ApiError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_REPARSED_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[B]):
-    """A valid body, whose fields of prompts are ``without_prompts``, and its prompts."""
+    """A valid body, with its prompt fields replaced as in ``without_prompts``, and its prompts."""
 
     body: B
     prompts: tuple[Prompt, ...]
@@ -41,9 +41,9 @@ class Reader:
         self._tokenizer, self.rules = tokenizer, rules
 
     def read(self, raw: bytes, model: type[B]) -> Reading[B]:
-        """The body and its prompts. Raises ApiError 400 or 422, for the first thing that is wrong.
+        """Return the body and its prompts. Raises ApiError 400 or 422, for the first error.
 
-        At worst about a second for 4 MB of text or short strings, most of it holding the interpreter's lock.
+        At worst it takes about a second for 4 MB of text or short strings, mostly with the interpreter's lock held.
         """
         budget_of(model, self.rules.max_ids).check(raw)
         try:
@@ -57,7 +57,9 @@ class Reader:
 
 
 def _validated(raw: bytes, model: type[B]) -> B:
-    """The body; of a short one, numbers such as ``5.0`` are taken for integers: JSON has one kind of number.
+    """Return the validated body.
+
+    In a short one, numbers such as ``5.0`` count as integers: JSON has one kind of number.
 
     pydantic's strict mode refuses those. Only a body that it has refused is parsed again, in 1 ms at most.
     """
@@ -80,12 +82,12 @@ def _number(text: str) -> int | float:
 
 
 def name_of(model: type[RequestBody]) -> bytes:
-    """What a message to a process calls a schema."""
+    """Return the name of a schema in messages to a process."""
     return f"{model.__module__}:{model.__qualname__}".encode()
 
 
 def packed(reading: Reading[Any]) -> list[bytes]:
-    """A reading as parts to send: a JSON header, then the key of each prompt, then its text."""
+    """Pack a reading as parts to send: a JSON header, then the key of each prompt, then its text."""
     header = {
         "body": reading.body.model_dump(mode="json", exclude_unset=True),
         "left_out": [each.left_out for each in reading.prompts],
@@ -97,12 +99,12 @@ def packed(reading: Reading[Any]) -> list[bytes]:
 
 
 def packed_problem(error: ApiError) -> list[bytes]:
-    """A refusal as the one part to send."""
+    """Pack a refusal as the one part to send."""
     return [json.dumps({"status": error.status, **error.body}).encode()]
 
 
 def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
-    """What ``packed`` made; copies each key once. Raises the ApiError that ``packed_problem`` made."""
+    """Unpack the result of ``packed``; copies each key once. Raises the ApiError of ``packed_problem``."""
     header = json.loads(bytes(parts[0]))
     if "status" in header:
         status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")

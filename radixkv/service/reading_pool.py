@@ -1,13 +1,13 @@
-"""Processes that read bodies, and the lanes before them: what holds the interpreter's lock for long isn't done here.
+"""Processes that read bodies, and the lanes before them. They do the work that holds the interpreter's lock for long.
 
     read ─▶ lane of its tenant ─(turn by turn)─▶ a process ─▶ packed ids
 
 Each tenant has a lane, bounded in number and bytes: beyond that it gets Busy, whatever others do. Lanes are served in
-turn, so a tenant waits behind one body of each other tenant that has some waiting, however many those have. A body
-whose client hangs up leaves its lane; one that is being read is read to its end, and dropped.
+turn. So a tenant waits behind at most one body of each other tenant, however many those have waiting. If a client hangs
+up, its body leaves the lane; a body that is being read is read to its end, and dropped.
 
 A process starts with its first body (0.5 s of a core, 60 MB) and ends with the service. It is replaced when it dies or
-takes longer than MAX_READING_S; only the body that it had fails then. The event loop only moves bytes.
+takes longer than MAX_READING_S; then only its present body fails. The event loop only moves bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_READING_S = 60.0
 """A process that takes longer for one body, its own start included, is ended."""
 MAX_WAITING = 256
 MAX_WAITING_BYTES = 64 * 2**20
-"""Bounds of a lane. A longer body is taken by an empty lane."""
+"""Most bytes in a lane. A longer body is accepted by an empty lane."""
 _RESTART_AFTER_S = 1.0
 _CODE = "import sys; from radixkv.service.reading_process import main; main(int(sys.argv[1]), sys.argv[2])"
 
@@ -42,14 +42,14 @@ log = logging.getLogger("radixkv.service")
 
 @dataclass(frozen=True, slots=True)
 class Specification:
-    """What a process has to know: where its tokenizer is, that tokenizer's digest, the rules of prompts."""
+    """The arguments of a process: the tokenizer's path, its digest, and the rules for prompts."""
 
     tokenizer: str | None
     digest: str
     rules: PromptRules
 
     def document(self, niceness: int) -> str:
-        """The specification as an argument of the process."""
+        """Return the specification as an argument of the process."""
         return json.dumps({**asdict(self), "niceness": niceness})
 
 
@@ -58,7 +58,7 @@ class Died(Exception):
 
 
 class ReadingProcess:
-    """One process; it is started when it is first asked. To be asked one thing at a time, on one event loop."""
+    """One process, started at its first call. It takes one call at a time, on one event loop."""
 
     def __init__(self, specification: Specification, niceness: int = 0, clock: Clock = monotonic) -> None:
         self._argument, self._clock = specification.document(niceness), clock
@@ -68,7 +68,7 @@ class ReadingProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that runs, if one does."""
+        """The id of the process if it runs."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class ReadingProcess:
             )
 
     def stop(self) -> None:
-        """End it now. A few milliseconds."""
+        """End it now. Takes a few milliseconds."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -101,7 +101,7 @@ class ReadingProcess:
         self._socket = self._process = None
 
     async def ask(self, parts: Sequence[bytes]) -> list[memoryview]:
-        """The answer to a message. Raises Died; then it was ended, and the next call starts another."""
+        """Return the answer to a message. Raises Died; then the process was ended, and the next call starts another."""
         try:
             async with asyncio.timeout(MAX_READING_S):
                 self.start()
@@ -111,7 +111,7 @@ class ReadingProcess:
             self.stop()
             raise Died from None
         except BaseException:
-            self.stop()  # in the middle of a message, so that it can't be asked again
+            self.stop()  # in the middle of a message, so it can't be used again
             raise
 
     async def _answer(self, parts: Sequence[bytes]) -> list[memoryview]:
@@ -142,7 +142,7 @@ class _Piece:
 
 
 class ReadingPool:
-    """Some processes, and a lane a tenant. To be used from one event loop; ``close`` it when done."""
+    """Some processes, and one lane a tenant. To be used from one event loop; ``close`` it when done."""
 
     def __init__(self, specification: Specification, num_processes: int, niceness: int = 0) -> None:
         self.processes = [ReadingProcess(specification, niceness) for _ in range(num_processes)]
@@ -154,11 +154,11 @@ class ReadingPool:
 
     @property
     def num_waiting(self) -> int:
-        """Messages in lanes."""
+        """Number of messages in lanes."""
         return sum(map(len, self._lanes.values()))
 
     async def ask(self, lane: str, parts: Sequence[bytes]) -> list[memoryview]:
-        """The answer of a process, when the lane's turn has come. Raises Busy, Closed or ApiError 503."""
+        """Return the answer of a process, when the lane's turn has come. Raises Busy, Closed or ApiError 503."""
         if self._is_closed:
             raise Closed
         piece = _Piece(parts)
@@ -173,7 +173,7 @@ class ReadingPool:
             self._leave(lane, piece)
 
     def close(self) -> None:
-        """End the processes; what waits gets Closed."""
+        """End the processes; waiting messages get Closed."""
         self._is_closed = True
         for task in self._tasks:
             if not task.get_loop().is_closed():
@@ -206,7 +206,7 @@ class ReadingPool:
             del self._lanes[lane], self._num_bytes[lane]
 
     def _next(self) -> _Piece | None:
-        """The next piece of the lane whose turn it is."""
+        """Return the next piece, from the lane whose turn it is."""
         if not self._lanes:
             return None
         lane, waiting = next(iter(self._lanes.items()))
@@ -226,7 +226,7 @@ class ReadingPool:
             except asyncio.CancelledError:
                 _settle(piece, Closed())
                 raise
-            except Exception as error:  # noqa: BLE001 whoever waits gets it
+            except Exception as error:  # noqa: BLE001 the waiting caller gets it
                 _settle(piece, error)
             else:
                 if not piece.answer.done():
@@ -234,7 +234,7 @@ class ReadingPool:
 
 
 def _environment() -> dict[str, str]:
-    """The service's environment without its settings, of which some are secrets; the same modules are found."""
+    """Return the service's environment without its settings, because some are secrets; module paths are kept."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RADIXKV_")}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

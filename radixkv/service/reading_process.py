@@ -1,7 +1,7 @@
-"""A process that reads bodies for a service: started by ``reading_pool``, ends when the service closes its socket.
+"""A process that reads bodies for a service. ``reading_pool`` starts it; it ends when the service closes its socket.
 
-It imports no torch and holds no key: it has the schemas, a tokenizer and the rules of prompts. It ignores SIGINT and
-SIGTERM, which a terminal or a supervisor may send to the service and to it at once: the service ends it.
+It imports no torch and holds no key: it has the schemas, a tokenizer and the rules for prompts. A terminal or a
+supervisor may send SIGINT and SIGTERM to the service and to this process at once. It ignores them; the service ends it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def main(descriptor: int, specification: str) -> None:
 
 
 def answer(reader: Reader, parts: Sequence[memoryview]) -> list[bytes]:
-    """The answer to one message: the name of a schema, and a body."""
+    """Return the answer to one message: the name of a schema, and a body."""
     module, _, name = bytes(parts[0]).decode().partition(":")
     model: type[RequestBody] = getattr(import_module(module), name)
     try:
         return packed(reader.read(bytes(parts[1]), model))
     except ApiError as error:
         return packed_problem(error)
-    except Exception as error:  # noqa: BLE001 a bug of ours, which must not end the process
+    except Exception as error:  # noqa: BLE001 a bug in radixkv must not end the process
         log_unforeseen(error)
         return packed_problem(internal())

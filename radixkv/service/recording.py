@@ -1,13 +1,13 @@
 """Recorder: a service's own traffic as a trace for ``radixkv simulate``, in the plain format of docs/simulation.md.
 
-What is written of a request: when it came, how long it took, whose it was, how long prompt and answer were, a keyed
-hash for each whole block, chained from the namespace and its tenant's generation on, and the hints that came with it,
-as they are. No token id, no text of a prompt or an answer. The key comes from the fleet's secret: replicas that share
-it write hashes that compare; without ``--redis`` it is drawn anew at each start. Whoever has the file and not the key
-can't confirm a guessed prompt; equal prefixes are equal hashes, which is what the file is for.
+It writes for each request: arrival time, duration, tenant, lengths of prompt and answer, a keyed hash for each whole
+block, and the hints that came with the request, unchanged. The hashes are chained from the namespace and its tenant's
+generation. It writes no token id, and no text of a prompt or an answer. The key comes from the fleet secret, so hashes
+of replicas that share it can be compared; without ``--redis`` it is drawn anew at each start. A reader of the file
+without the key can't confirm a guessed prompt. Equal prefixes have equal hashes; that is the purpose of the file.
 
-A request that makes several answers is one line, with its first answer. One that fails or is cancelled is none. Cost: a
-BLAKE2b a block, in the model's thread, and only if recording is on.
+A request that makes several answers is one line, with its first answer. A failed or cancelled request is not written.
+Cost: a BLAKE2b a block, in the model's thread, and only if recording is on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from radixkv.config import Namespace
 
 COMPLETION, WARM = "completion", "warm"
-"""Types of requests, unless a client labels them otherwise: recorded, and told to eviction policies."""
+"""Types of requests, unless a client labels them otherwise: recorded, and passed to eviction policies."""
 
 _HASH_BYTES = 8
 
@@ -38,7 +38,7 @@ log = logging.getLogger("radixkv.service")
 
 
 def labels_of(hints: RequestHints) -> dict[str, Any]:
-    """What the cache is told of a request, as a trace's labels, of which a simulation makes the same hints again."""
+    """Return the hints that the cache gets, as a trace's labels; a simulation makes the same hints from them."""
     given = {"priority": hints.priority, "priority_duration_s": hints.duration_s}
     return {**hints.labels, **{name: value for name, value in given.items() if value is not None}}
 
@@ -46,7 +46,7 @@ def labels_of(hints: RequestHints) -> dict[str, Any]:
 class Recorder:
     """Appends to a file that only its owner may read. Thread-safe; ``close`` it when done. Raises ConfigError.
 
-    ``generation_of``: how often a tenant was purged; what it asks afterwards has other hashes.
+    ``generation_of``: the number of purges of a tenant; requests after a purge have other hashes.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Recorder:
         seconds: float,
         hints: RequestHints,
     ) -> None:
-        """A request that ends now and began ``seconds`` ago. O(tokens)."""
+        """Record a request that ends now and began ``seconds`` ago. O(tokens)."""
         answer_key = encode(answer)
         fields = {
             "time": round(time.time() - seconds, 3),
@@ -90,7 +90,7 @@ class Recorder:
         self._write(json.dumps(fields, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Nothing is written afterwards."""
+        """End the recording; nothing is written afterwards."""
         with self._lock:
             self._file.close()
 

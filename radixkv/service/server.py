@@ -2,12 +2,12 @@
 
     bind ─▶ load ─▶ listen ─▶ register ─▶ serve ─▶ signal ─▶ leave the fleet, drain ─▶ end requests ─▶ close
 
-The port is taken before the model is loaded, so that a busy port is known at once, and it listens before the
-replica registers, so that no other replica gets an address where nothing answers.
+The port is taken before the model is loaded, so that a busy port is reported at once. The port listens before the
+replica registers, so that no other replica gets an address that doesn't answer.
 
-SIGINT and SIGTERM end the process with exit code 0. While it drains, at most ``Limits.drain_s``, requests under way
-go on; ``/readyz`` says ``stopping``, and new requests are answered 503. Then each stream ends with an error event, and
-each request that still waits is answered 503. A client has GRACE_S to read that; then its connection is cut. A second
+SIGINT and SIGTERM end the process with exit code 0. While it drains, for at most ``Limits.drain_s``, requests in
+progress continue; ``/readyz`` says ``stopping``, and new requests get 503. Then each stream ends with an error event,
+and each request that still waits gets 503. A client has GRACE_S to read that; then its connection is cut. A second
 signal ends the draining and the grace at once.
 """
 
@@ -36,16 +36,16 @@ from radixkv.service.limits import Limits
 from radixkv.service.options import ServeSettings, Tls
 
 GRACE_S = 2.0
-"""What clients have to read how their answers ended."""
+"""Time for clients to read the end of their answers."""
 _HURRIED_GRACE_S = 0.2
 _LAST_RESORT_S = 30
-"""After this, uvicorn cancels what still runs; a request can't, since its connection was cut long before."""
+"""After this, uvicorn cancels remaining tasks. No request is among them: their connections were cut long before."""
 _LOOK_EVERY_S = 0.05
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server around one host's application. Says when it listens; drains when it is told to end."""
+    """uvicorn's server around one host's application. It reports when it listens, and drains when it is told to end."""
 
     def __init__(
         self, app: Starlette, host: Host, on_ready: Callable[[], None] | None = None, tls: Tls | None = None
@@ -68,13 +68,13 @@ class Listener(uvicorn.Server):
         self._is_hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept, and say so."""
+        """Begin to accept, and report it."""
         await super().startup(sockets=sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, end what is under way, close."""
+        """Drain, end requests in progress, close."""
         self._host.drain.is_stopping = True
         leaving = asyncio.create_task(self.leave())
         await self._until_idle(self._host.limits.drain_s)
@@ -89,17 +89,17 @@ class Listener(uvicorn.Server):
         """Tell others that this process ends."""
 
     async def end_work(self) -> None:
-        """End what streams wait for."""
+        """End the work that streams wait for."""
 
     async def _until_idle(self, most_s: float) -> None:
-        """Wait for requests under way, at most so long, and not after a second signal."""
+        """Wait for requests in progress, for at most this long, and not after a second signal."""
         clock = asyncio.get_running_loop().time
         until = clock() + most_s
         while self.server_state.tasks and not self._is_hurried and clock() < until:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _cut_off(self) -> None:
-        """Cut connections whose clients don't read how their answers ended."""
+        """Cut connections whose clients don't read the end of their answers."""
         clock = asyncio.get_running_loop().time
         until = clock() + GRACE_S
         while self.server_state.connections and not self._is_hurried and clock() < until:
@@ -109,12 +109,12 @@ class Listener(uvicorn.Server):
             connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; the second time, hurry."""
+        """Begin to end; at the second signal, end at once."""
         self._is_hurried, self.should_exit = self.should_exit, True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop on SIGINT and SIGTERM; a signal that was obeyed is not raised again."""
+        """Stop on SIGINT and SIGTERM; a handled signal is not raised again."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -160,7 +160,7 @@ def run(settings: ServeSettings, version: str, on_ready: Callable[[Service, str]
 
 
 def registered(settings: ServeSettings, listener: socket.socket, limits: Limits | None = None) -> Service:
-    """A service that listens on a bound socket and has joined its fleet. Raises ConfigError."""
+    """Return a service that listens on a bound socket and has joined its fleet. Raises ConfigError."""
     local = base_url(listener, settings.tls)
     service = build_service(settings, address_of(settings, local), limits)
     try:
@@ -173,7 +173,10 @@ def registered(settings: ServeSettings, listener: socket.socket, limits: Limits 
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at host and port (0: any free one), not listening yet. Raises ConfigError if it is taken."""
+    """Return a socket bound to host and port (0: any free one), not listening yet.
+
+    Raises ConfigError if it is taken.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -190,14 +193,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def base_url(listener: socket.socket, tls: Tls | None = None) -> str:
-    """``http://host:port`` of a bound socket, or ``https://…``."""
+    """Return ``http://host:port`` of a bound socket, or ``https://…``."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def address_of(settings: ServeSettings, local: str) -> str:
-    """Where other replicas reach this one. Raises ConfigError if that can't be told from the host."""
+    """Return the address at which other replicas reach this one.
+
+    Raises ConfigError if the host doesn't determine it.
+    """
     if settings.advertise is not None:
         return settings.advertise
     if settings.redis is not None and settings.host in _WILDCARDS:

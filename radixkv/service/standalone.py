@@ -1,4 +1,4 @@
-"""``radixkv route``: a router as a process of its own, beside any number of replicas. Needs no torch.
+"""``radixkv route``: a router as a separate process, beside any number of replicas. Needs no torch.
 
 It follows the replicas over Redis, registers nothing, and serves ``/v1/route``, ``/v1/replicas``, ``/metrics`` and
 health. The model's fingerprint comes from the replicas; if they serve several, a request names one. Tenants
@@ -51,7 +51,7 @@ class RouterHost:
         clock: Clock = monotonic,
         tokenizer_path: str | None = None,
     ) -> None:
-        """``tokenizer_path``: where ``load_tokenizer`` finds the same tokenizer."""
+        """``tokenizer_path``: the path from which ``load_tokenizer`` loads the same tokenizer."""
         source = router.source
         assert isinstance(source, Observer)
         self.router, self.source, self.keys, self.clock = router, source, keys, clock
@@ -76,7 +76,7 @@ class RouterHost:
 
     @property
     def keyring(self) -> Keyring:
-        """Who may call now."""
+        """The keyring in force now."""
         return self.keys.ring
 
     def close(self) -> None:
@@ -85,25 +85,25 @@ class RouterHost:
         self.router.close()
 
     def replicas(self) -> list[ReplicaInfo]:
-        """All replicas that are known here, by id."""
+        """Return all known replicas, by id."""
         known = [each.info for each in self.source.reader.known()]
         return sorted(known, key=lambda info: info.id)
 
     def routed_to(self, tenant: str, body: RouteRequest) -> Namespace:
-        """The namespace of a prompt. Raises ApiError."""
+        """Return the namespace of a prompt. Raises ApiError."""
         return Namespace(tenant, body.model or self._model(), body.adapter, body.salt)
 
     def sickness(self) -> list[str]:
-        """Why this process ought to be replaced."""
+        """Return the reasons to replace this process."""
         failure = self.source.failure
         return [] if failure is None else [f"following: {failure!r}"]
 
     def coordination(self) -> str:
-        """Whether the store answers."""
+        """Return ``ok``, or the problem with the store."""
         return "unavailable" if self.source.is_lost else "ok"
 
     def unreadiness(self) -> list[str]:
-        """Why no requests should be sent here now; a lost store is no reason while replicas are known."""
+        """Return the reasons to send no requests here now; a lost store is no reason while replicas are known."""
         reasons = self.sickness()
         if self.drain.is_stopping:
             reasons.append("stopping")
@@ -116,7 +116,7 @@ class RouterHost:
         return [each for each in self.source.members() if each.live_until > now]
 
     def _model(self) -> str:
-        """The one model of the living, or of those last known if none lives."""
+        """Return the one model of the live replicas, or of the last known ones if none is live."""
         found = sorted({each.info.fingerprint for each in self._living() or self.source.members()})
         if not found:
             raise no_replica("no replica is known")
@@ -139,7 +139,7 @@ def run(settings: RouteSettings, version: str, on_ready: Callable[[RouterHost, s
 
 
 def make_host(settings: RouteSettings) -> RouterHost:
-    """A router that follows the replicas already. Raises ConfigError."""
+    """Return a router that follows the replicas already. Raises ConfigError."""
     keys = KeyStore.open(settings.keys)
     tokenizer_path = None if settings.model is None else str(settings.model)
     tokenizer = load_tokenizer(tokenizer_path)

@@ -1,7 +1,7 @@
-"""From keys to tenants: the only place that tells the cache and the fleet which tenants there are.
+"""From keys to tenants: the only place that gives the list of tenants to the cache and the fleet.
 
-The cache has exactly the tenants of the keyring. A keyring is taken whole or not at all: guarantees that shrink come
-first, those that grow last; if one can't be kept, all changes are undone.
+The cache has exactly the tenants of the keyring. A keyring is applied completely or not at all. Guarantees that shrink
+are applied first, those that grow last. If one can't be kept, all changes are undone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TenantSync:
         self._lock = threading.Lock()
 
     def num_removals(self, tenant: str) -> int:
-        """How often a tenant of this name was removed here: tells it from the one before."""
+        """Return how often a tenant of this name was removed here, to distinguish it from an earlier one."""
         return self._removals.get(tenant, 0)
 
     def era(self, tenant: str) -> tuple[int, bytes]:
-        """A value that differs after a tenant was purged, anywhere, or removed here. Local."""
+        """Return a value that changes when a tenant is purged, anywhere, or removed here. Local."""
         return self.num_removals(tenant), self._coordinator.job_owner(tenant)
 
     def require_purged(self, tenant: str) -> None:
@@ -50,19 +50,19 @@ class TenantSync:
 
     @property
     def unpurged(self) -> frozenset[str]:
-        """Names that were removed here and weren't purged in the fleet since."""
+        """Return the names that were removed here and weren't purged in the fleet since."""
         return frozenset(self._unpurged)
 
     def purged(self, tenant: str) -> None:
-        """A removed tenant was purged in the fleet."""
+        """Record that a removed tenant was purged in the fleet."""
         self._unpurged.discard(tenant)
 
     def granted(self, tenant: str) -> int | None:
-        """This replica's share of a tenant's quota, in force; None if it has none, or none was granted yet."""
+        """Return this replica's share of a tenant's quota, in force; None if it has none, or none was granted yet."""
         return self._granted.get(tenant)
 
     def grant(self, tenant: str, blocks: int | None) -> None:
-        """Hold a tenant to this share of its quota; None: to none. Raises ArgumentError if that can't be kept."""
+        """Limit a tenant to this share of its quota; None: no share. Raises ArgumentError if that can't be kept."""
         with self._lock:
             settings = self._settings.get(tenant)
             if settings is not None and self._granted.get(tenant) != blocks:
@@ -75,7 +75,7 @@ class TenantSync:
                     self._granted[tenant] = blocks
 
     def take(self, ring: Keyring) -> None:
-        """Add, change and remove tenants until they are the ring's. Raises ArgumentError, and changes nothing."""
+        """Add, change and remove tenants to match the ring. If it raises ArgumentError, nothing is changed."""
         with self._lock:
             self._take(ring)
 
@@ -95,7 +95,7 @@ class TenantSync:
         self._coordinator.purges.meet(wanted)
 
     def _strike(self, tenant: str) -> None:
-        """Off the lists of bases: a tenant that is called so one day is another one."""
+        """Remove a tenant from the readers of bases: a later tenant of the same name is another one."""
         for base in self._cache.bases():
             if tenant in base.readers:
                 self._cache.set_readers(base.base_id, [each for each in base.readers if each != tenant])

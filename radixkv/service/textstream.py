@@ -1,16 +1,15 @@
 """From new token ids to text, a piece at a time, and stop strings across pieces.
 
-A token's text depends on what stands before it, and a character may span tokens. So a piece is what decoding a
-short run of ids *with* the newest one adds to decoding it *without*, and nothing is handed out while the text
-ends in the middle of a character. Streamed pieces joined are the text that a request without streaming gets:
-both come from here.
+A token's text depends on the text before it, and a character may span tokens. So a piece is the difference between
+decoding a short run of ids *with* the newest id and *without* it. Nothing is handed out while the text ends in the
+middle of a character. Joined streamed pieces equal the text of a request without streaming: both come from here.
 
     ids:   … prompt tail | new …
                 ▲ start        ▲ done      decode([start, now)) − decode([start, done)) is the next piece
 
-Stop strings are matched by the automaton of Knuth, Morris and Pratt: each character of the text is looked at once for
-each stop string, whatever their lengths, and the state of the automaton is how much of the text's end may become a
-stop string. So a completion costs O(text × stop strings).
+Stop strings are matched by the automaton of Knuth, Morris and Pratt. It looks at each character of the text once for
+each stop string, whatever their lengths. Its state is the length of the text's end that may become a stop string. So a
+completion costs O(text × stop strings).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from collections.abc import Iterable, Sequence
 from radixkv.tokenizer import Tokenizer
 
 _CONTEXT = 6
-"""Ids of the prompt that the first piece is decoded after."""
+"""Ids of the prompt that precede the first piece when it is decoded."""
 _UNFINISHED = "\ufffd"
 _MAX_UNFINISHED = 16
-"""Ids that may wait for the end of a character; a character has at most 4 bytes, so more of them are broken text."""
+"""Most ids that may wait for the end of a character; a character has at most 4 bytes, so more ids mean broken text."""
 
 
 class Stop:
@@ -42,7 +41,7 @@ class Stop:
 
 
 class _Matcher:
-    """How much of a stop string the text so far ends with."""
+    """Tracks how much of a stop string the text so far ends with."""
 
     __slots__ = ("matched", "stop")
 
@@ -50,7 +49,7 @@ class _Matcher:
         self.stop, self.matched = stop, 0
 
     def feed(self, piece: str) -> int | None:
-        """Where in ``piece`` the stop string first ends, or None. O(piece), amortised."""
+        """Return where in ``piece`` the stop string first ends, or None. O(piece), amortised."""
         text, fallback, matched = self.stop.text, self.stop.fallback, self.matched
         for place, character in enumerate(piece, 1):
             while matched and text[matched] != character:
@@ -63,7 +62,7 @@ class _Matcher:
 
 
 class TextStream:
-    """The text of one completion: ``push`` ids, ``take`` what may be shown.
+    """The text of one completion: ``push`` ids, ``take`` the text that may be shown.
 
     One thread pushes and another may take.
     """
@@ -79,7 +78,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, ids: Iterable[int]) -> None:
-        """Add new ids; those behind a stop string are ignored. O(1) decodes an id."""
+        """Add new ids; ids after a stop string are ignored. O(1) decodes an id."""
         for token_id in ids:
             if self.stopped:
                 return
@@ -89,14 +88,14 @@ class TextStream:
                 self._decode(final=False)
 
     def close(self) -> None:
-        """No more ids: what was held back is text now."""
+        """End the ids: text that was held back is released."""
         if not self.stopped:
             self._decode(final=True)
             self._show(self._held)
             self._held = ""
 
     def take(self) -> str:
-        """The text that may be shown and was not taken yet; what may become a stop string is held back."""
+        """Return the text that may be shown and was not taken yet; a possible stop string is held back."""
         parts = []
         while self._ready:
             parts.append(self._ready.popleft())
@@ -122,7 +121,7 @@ class TextStream:
                 return
 
     def _add(self, piece: str) -> None:
-        """More text: show it up to the first stop string in it, or up to what may become one."""
+        """Add text: show it up to the first stop string in it, or up to a possible one."""
         ends = [
             (end - len(each.stop.text)) for each in self._matchers if (end := each.feed(piece)) is not None
         ]

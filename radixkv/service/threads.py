@@ -1,12 +1,12 @@
-"""Threads for calls that block: the only place where the event loop hands such a call to a thread.
+"""Threads for calls that block: the only place where the event loop passes such a call to a thread.
 
 | calls | threads |
 |---|---|
-| of the operator and of maintenance, of the store too | OPERATOR_THREADS, which no call of a tenant takes |
-| of the store for a tenant's jobs and pins | STORE_THREADS, so that an outage of the store holds up nothing else |
+| of the operator and of maintenance, also to the store | OPERATOR_THREADS, which no tenant's call uses |
+| to the store for a tenant's jobs and pins | STORE_THREADS, so that an outage of the store blocks nothing else |
 | of a tenant | TENANT_THREADS at once, however many requests it makes; ALL_TENANTS_THREADS for all tenants together |
 
-Only leaving the fleet, when the process ends, takes a thread of its own: it waits behind no other call.
+Leaving the fleet, when the process ends, has a separate thread, so that it waits behind no other call.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Threads:
         self._own: dict[str, anyio.CapacityLimiter] = {}
 
     async def administer(self, call: Callable[[], T]) -> T:
-        """``call()`` in a thread of the operator's. A cancelled wait leaves a call that runs alone."""
+        """Run ``call()`` in a thread of the operator. If the wait is cancelled, a running call continues."""
         self._operator = self._operator or anyio.CapacityLimiter(OPERATOR_THREADS)
         return await anyio.to_thread.run_sync(call, limiter=self._operator)
 
     async def ask_store(self, function: Callable[..., T], *args: object, **named: object) -> T:
-        """A call of the store for a tenant's job or pin."""
+        """Call the store for a tenant's job or pin."""
         self._store = self._store or anyio.CapacityLimiter(STORE_THREADS)
         return await anyio.to_thread.run_sync(partial(function, *args, **named), limiter=self._store)
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
-        """``call()`` in a thread, in the tenant's turn."""
+        """Run ``call()`` in a thread, in the tenant's turn."""
         self._tenants = self._tenants or anyio.CapacityLimiter(ALL_TENANTS_THREADS)
         own = self._own.setdefault(tenant, anyio.CapacityLimiter(TENANT_THREADS))
         try:

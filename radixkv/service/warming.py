@@ -1,9 +1,9 @@
 """Prefixes that are being computed, and requests that wait for them.
 
-A ``Warming`` computes one prefix of one namespace. Requests for the same prefix, while it is under way, join
-it instead of computing again. Each request holds a share; when the last share is gone before the end, the
-computation is cancelled (what it has committed stays), so one client that hangs up never takes the prefix
-from another, and a prefix that nobody wants any more costs nothing.
+A ``Warming`` computes one prefix of one namespace. Requests for the same prefix join it while it is in progress,
+instead of computing again. Each request holds a share. When the last share is released before the end, the computation
+is cancelled (what it has committed stays). So a client that hangs up never takes the prefix from another, and an
+unneeded prefix costs nothing.
 
     absent ──join──▶ queued ──thread──▶ running ──▶ done | failed | cancelled
                         ▲ join: one share more        the entry is gone from the table
@@ -38,7 +38,7 @@ _HINTS = RequestHints({"type": WARM})
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A prefix that is resident: ``num_tokens`` of it, of which ``num_cached`` were before."""
+    """A resident prefix: ``num_tokens`` of it, of which ``num_cached`` were resident before."""
 
     num_tokens: int
     num_cached: int
@@ -51,7 +51,7 @@ class Warmed:
 
 
 class Warming:
-    """A prefix on its way. ``num_ready`` tokens of ``num_tokens`` are computed; made by ``Warmer.join``."""
+    """A prefix in progress. ``num_ready`` tokens of ``num_tokens`` are computed; made by ``Warmer.join``."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -68,7 +68,7 @@ class Warming:
 
 
 class Warmer:
-    """The table of what is under way. To be used from the event loop's thread."""
+    """The table of prefixes in progress. To be used from the event loop's thread."""
 
     def __init__(self, engine: HFEngine, worker: ModelWorker, recorder: Recorder | None = None) -> None:
         self._engine, self._worker, self._recorder = engine, worker, recorder
@@ -76,16 +76,16 @@ class Warmer:
 
     @property
     def num_under_way(self) -> int:
-        """Prefixes that wait or are computed."""
+        """Number of prefixes that wait or are computed."""
         return len(self._under_way)
 
     def under_way(self) -> list[Warming]:
-        """What waits or is computed."""
+        """Return the prefixes that wait or are computed."""
         return list(self._under_way.values())
 
     @contextmanager
     def join(self, namespace: Namespace, prompt_key: bytes) -> Iterator[Warming]:
-        """A share in computing a prompt (whole blocks), held until the ``with`` is left. Raises Busy or Closed."""
+        """Take a share in computing a prompt (whole blocks), until the ``with`` ends. Raises Busy or Closed."""
         key = (namespace, prompt_key)
         warming = self._under_way.get(key) or self._begin(namespace, prompt_key)
         warming.num_shares += 1
@@ -97,12 +97,12 @@ class Warmer:
                 self._end(key, warming)
 
     def forget(self, namespaces: Collection[Namespace]) -> None:
-        """Namespaces are cleared: what is under way there can't be joined any more."""
+        """Forget cleared namespaces: their prefixes in progress can't be joined any more."""
         for key in [key for key in self._under_way if key[0] in namespaces]:
             del self._under_way[key]
 
     def forget_tenant(self, tenant: str) -> None:
-        """A tenant was purged: the same for all of its namespaces."""
+        """Forget all namespaces of a purged tenant in the same way."""
         for key in [key for key in self._under_way if key[0].tenant == tenant]:
             del self._under_way[key]
 
@@ -126,7 +126,7 @@ class Warmer:
     def _compute(
         self, namespace: Namespace, prompt_key: bytes, warming: Warming, work: Work[Warmed]
     ) -> Warmed:
-        """In the model's thread."""
+        """Compute a prefix, in the model's thread."""
         warming.started, began_at, num_tokens = True, monotonic(), warming.num_tokens
 
         def on_chunk(num_ready: int, _total: int) -> None:

@@ -16,14 +16,14 @@ Schema = Mapping[str, Any]
 
 
 def allowed_at(model: type[BaseModel], loc: Sequence[int | str]) -> str | None:
-    """What a body may have at a place; None if the schema doesn't say. Tags of unions in ``loc`` are skipped."""
+    """Return what a body may have at a place; None if the schema doesn't say. Tags of unions in ``loc`` are skipped."""
     words = _Words(schema_of(model))
     return words.at(loc)
 
 
 @cache
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a body. Made once."""
+    """Return the JSON schema of a body. Made once."""
     return model.model_json_schema()
 
 
@@ -38,7 +38,7 @@ class _Words:
         return self._any(found) if found != [self._document] or not loc else None
 
     def _inside(self, schemas: Sequence[Schema], part: int | str) -> list[Schema]:
-        """What a name or an index leads to; nothing for the tag of a union."""
+        """Return the schemas behind a name or an index; none for the tag of a union."""
         options = [option for schema in schemas for option in self._options(schema)]
         if isinstance(part, int):
             return [option["items"] for option in options if "items" in option]

@@ -2,23 +2,22 @@
 
     submit ──▶ lane of its tenant ──(turn by turn, a step each)──▶ a thread with the turn ──▶ Work.future
 
-The queue has one lane a tenant. Tenants take turns, a step each: between two steps a piece of work calls
+The queue has one lane a tenant. Tenants take turns, one step each: between two steps a piece of work calls
 ``Work.turn``, which lets the other tenants' work run first. So a tenant with much or endless work slows another down
-by its share of the steps, and no more. Each lane is bounded: beyond that the tenant's next request is Busy, whatever
-others do.
+only by its share of the steps. Each lane is bounded: beyond that the tenant's next request is Busy, whatever others do.
 
-Work that has begun is *open*. It keeps its thread and its place in the cache until it ends, but computes only while
-it has the turn, so one thread at a time uses the model. Open work without the turn is
+Work that has begun is *open*. It keeps its thread and its place in the cache until it ends. It computes only while it
+has the turn, so one thread at a time uses the model. Open work without the turn is
 
 - ready: it waits for its next turn;
-- suspended: its reader has to take what is there first (``Work.turn(is_ahead)``), and it isn't given a turn until then;
-- short of room: other open work has to end first (``Work.wait_for_room``).
+- suspended: its reader must first take the available output (``Work.turn(is_ahead)``); it gets no turn until then;
+- short of blocks: other open work has to end first (``Work.wait_for_room``).
 
-A lane begins its next piece of work when it has none that is ready. At most MAX_OPEN_EACH pieces of a lane and MAX_OPEN
-in all are open. Where that bound, or the room in the cache, keeps other work waiting, the piece that has been suspended
-longest is ended, if that is longer than STALLED_AFTER_S: it raises Stalled.
+A lane begins its next piece of work when none of its open work is ready. At most MAX_OPEN_EACH pieces of a lane and
+MAX_OPEN in all are open. If that bound, or the cache's capacity, keeps other work waiting, the piece that has been
+suspended longest is ended, if that is longer than STALLED_AFTER_S: it raises Stalled.
 
-Work is cancelled by its ``Work`` handle: what waits never starts, what is open ends itself at its next step.
+Work is cancelled by its ``Work`` handle: waiting work never starts, open work ends itself at its next step.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from radixkv.errors import CapacityError, QuotaExceeded
 T = TypeVar("T")
 
 MAX_OPEN_EACH = 4
-"""Pieces of a tenant's work that are open at once; all but one of them are suspended or short of room."""
+"""Most pieces of a tenant's work that are open at once; all but one of them are suspended or short of blocks."""
 MAX_OPEN = 64
-"""Pieces of work that are open at once: each has a thread."""
+"""Most pieces of work that are open at once: each has a thread."""
 STALLED_AFTER_S = 1.0
-"""Work that has been suspended for so long may be ended when its place is needed."""
+"""Work that has been suspended for this long may be ended when its place is needed."""
 
 
 class Busy(Exception):
@@ -61,7 +60,7 @@ class Stalled(Cancelled):
 
 
 class Work(Generic[T]):
-    """One piece of work: its future, whether it has to stop, and how many prompt tokens it has still to compute."""
+    """One piece of work: its future, whether it has to stop, and its prompt tokens still to compute."""
 
     def __init__(
         self, worker: ModelWorker, tenant: str, run: Callable[[Work[T]], T], num_prefill_tokens: int = 0
@@ -76,34 +75,34 @@ class Work(Generic[T]):
 
     @property
     def stopping(self) -> bool:
-        """Whether the work was cancelled; asked by what runs, between its steps."""
+        """Whether the work was cancelled; the work checks it between its steps."""
         return self._stopping.is_set()
 
     def check(self) -> None:
-        """Raise Cancelled if the work was cancelled, Stalled if that was because nobody read what it made."""
+        """Raise Cancelled if the work was cancelled, Stalled if the reason was an unread answer."""
         if self._stopping.is_set():
             raise Stalled if self._is_stalled else Cancelled
 
     def turn(self, is_ahead: Callable[[], bool] | None = None) -> None:
         """Let the other tenants' work make a step, and wait while ``is_ahead()``; from the work's own thread.
 
-        ``is_ahead`` is asked once and has to be quick; ``resume`` ends the wait, and so does ``cancel``.
+        ``is_ahead`` is called once and has to be quick; ``resume`` ends the wait, and so does ``cancel``.
         """
         self._worker.give_way(self, is_ahead)
 
     def wait_for_room(self, error: CapacityError) -> bool:
         """Wait until other open work has ended; False if there is none, so that waiting won't help.
 
-        From the work's own thread, when it found no room for its next step.
+        Called from the work's own thread, when the cache has no blocks for its next step.
         """
         return self._worker.wait_for_room(self, error)
 
     def resume(self) -> None:
-        """The reader took what was there: go on. From any thread."""
+        """Continue, because the reader took the output. From any thread."""
         self._worker.wake(self)
 
     def cancel(self) -> None:
-        """Never start, or stop at the next step. From any thread, as often as you like."""
+        """Never start, or stop at the next step. From any thread; may be repeated."""
         self._stopping.set()
         self.future.cancel()
         self._worker.wake(self)
@@ -118,7 +117,7 @@ class Work(Generic[T]):
         if self.future.set_running_or_notify_cancel():
             try:
                 result = self._run(self)
-            except BaseException as error:  # noqa: BLE001 whoever waits gets it, whatever it is
+            except BaseException as error:  # noqa: BLE001 the waiting caller gets it, whatever it is
                 if isinstance(error, Exception):
                     on_error(error)
                 self.future.set_exception(error)
@@ -127,7 +126,7 @@ class Work(Generic[T]):
 
 
 class _Lane:
-    """A tenant's work that hasn't begun, that is ready for a turn, and the number of pieces that are open."""
+    """A tenant's work that hasn't begun, its work that is ready for a turn, and its number of open pieces."""
 
     __slots__ = ("num_open", "ready", "waiting")
 
@@ -142,7 +141,7 @@ class _Lane:
 
 
 class _Thread(threading.Thread):
-    """Runs a piece of work, and then the next one that it is given; None ends it."""
+    """Runs a piece of work, and then the next one that it gets; None ends it."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(name="radixkv-model", daemon=True)
@@ -174,19 +173,19 @@ class ModelWorker:
 
     @property
     def num_unfinished(self) -> int:
-        """Pieces of work that wait or are open."""
+        """Number of pieces of work that wait or are open."""
         with self._lock:
             return len(self._unfinished)
 
     @property
     def num_suspended(self) -> int:
-        """Pieces of work that wait until their reader takes what is there."""
+        """Number of pieces of work that wait for their reader."""
         with self._lock:
             return len(self._suspended)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens that all of it has still to compute, as far as its ``submit`` said. O(unfinished)."""
+        """Prompt tokens still to compute in all work, as far as its ``submit`` said. O(unfinished)."""
         with self._lock:
             return sum(work.num_prefill_tokens for work in self._unfinished if not work.future.cancelled())
 
@@ -207,7 +206,7 @@ class ModelWorker:
             return work
 
     def close(self) -> None:
-        """Cancel everything, wait for what runs to stop, end the threads."""
+        """Cancel everything, wait for running work to stop, end the threads."""
         with self._lock:
             self._closed = True
             unfinished = list(self._unfinished)
@@ -261,7 +260,7 @@ class ModelWorker:
         work.has_turn.acquire()
 
     def wait_for_room(self, work: Work[Any], error: CapacityError) -> bool:
-        """Wait for the end of other work, of the same tenant if its own quota is what is over."""
+        """Wait for the end of other work; of the same tenant if its own quota is exceeded."""
         with self._lock:
             is_own = isinstance(error, QuotaExceeded)
             others = [
@@ -279,7 +278,7 @@ class ModelWorker:
         return not work.stopping
 
     def wake(self, work: Work[Any]) -> None:
-        """Suspended work, and work that is short of room, is ready for a turn."""
+        """Make suspended work, or work that is short of blocks, ready for a turn."""
         with self._lock:
             if work in self._suspended or work in self._short:
                 self._make_ready(work)
@@ -293,11 +292,11 @@ class ModelWorker:
         self._lanes[work.tenant].ready.append(work)
 
     def _is_awaited(self, tenant: str) -> bool:
-        """Whether anything else than this tenant's one open piece of work could have the turn."""
+        """Whether any work other than this tenant's one open piece could have the turn."""
         return any(lane.ready or (lane.waiting and name != tenant) for name, lane in self._lanes.items())
 
     def _dispatch(self) -> None:
-        """Give the turn to the next piece of work, if nothing has it."""
+        """Give the turn to the next piece of work, if it is free."""
         if self._running is not None or (work := self._next()) is None:
             return
         self._running = work
@@ -339,7 +338,7 @@ class ModelWorker:
         return found
 
     def _relieve(self) -> None:
-        """End stalled work for each piece that is short of room."""
+        """End stalled work for each piece that is short of blocks."""
         for work, is_own in list(self._short.items()):
             found = self._stalled(work.tenant if is_own else None)
             if found is not None:
@@ -347,7 +346,8 @@ class ModelWorker:
                 self._lanes[found.tenant].ready.append(found)
 
     def _stalled(self, tenant: str | None) -> Work[Any] | None:
-        """The work, of a tenant or of any, that was suspended longest, if long enough; else look again in time."""
+        """Return the work, of a tenant or of any, that was suspended longest, if long enough; otherwise check again
+        in time."""
         for work, since in self._suspended.items():
             if tenant in (None, work.tenant):
                 wait_s = since + STALLED_AFTER_S - monotonic()
@@ -374,7 +374,7 @@ class ModelWorker:
         work.stall()
 
     def _drop_cancelled(self, lane: _Lane) -> None:
-        """Forget what would never start. O(lane), and only when the lane is full or the worker is closed."""
+        """Forget cancelled work that never started. O(lane), and only when the lane is full or the worker is closed."""
         kept = [work for work in lane.waiting if not work.future.cancelled()]
         for work in lane.waiting:
             if work.future.cancelled():
@@ -384,7 +384,7 @@ class ModelWorker:
 
 
 async def finished(work: Work[T]) -> T:
-    """The work's result. Cancelling the wait leaves the work alone; a cancelled work raises Cancelled."""
+    """Return the work's result. Cancelling the wait leaves the work alone; a cancelled work raises Cancelled."""
     waiting = asyncio.wrap_future(work.future)
     try:
         await asyncio.wait([waiting])

@@ -1,1 +1,1 @@
-"""What the endpoints do, one module a subject."""
+"""The handlers of the endpoints, one module a subject."""

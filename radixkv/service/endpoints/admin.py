@@ -1,7 +1,7 @@
-"""What the operator's key may change while the service runs: keys, and the tenants that they are for.
+"""Endpoints of the operator, to change keys and tenants while the service runs.
 
-A key is shown once, when it is made; from then on it is an id and a prefix. A change is in force, and in the keys
-file, before it is answered. Requests that are under way with a key that goes end as they would have.
+A key is shown once, when it is made; from then on only its id and a prefix are shown. A change is in force, and in the
+keys file, before it is answered. Requests in progress with a removed key end normally.
 """
 
 from __future__ import annotations
@@ -136,19 +136,19 @@ async def remove_tenant(call: Call[Service]) -> Response:
     await _purged(call, tenant)
     await _changed(call, lambda: call.host.keys.remove_tenant(tenant), "tenant")
     await _said(call, tenant)
-    with suppress(CoordinationError):  # what its last requests left; upkeep tries it again
+    with suppress(CoordinationError):  # remains of its last requests; upkeep tries again
         await call.host.purges.purge_removed()
     return Response(status_code=204)
 
 
 async def _said(call: Call[Service], tenant: str) -> None:
-    """State the quota now, so that what is said next, wherever, is said later; without the store once it is back."""
+    """Write the quota now, so that later changes on any replica come later; if the store is away, once it is back."""
     with suppress(CoordinationError):
         await call.host.threads.administer(partial(call.host.quotas.say, tenant))
 
 
 async def _purged(call: Call[Service], tenant: str) -> PurgeReply:
-    """Purge here, then in the store, then nudge the others. Raises ApiError 503 if the store can't be reached."""
+    """Purge here, then in the store, then notify the others. Raises ApiError 503 if the store can't be reached."""
     try:
         num_blocks, purge = await call.host.purges.purge(tenant)
     except CoordinationError as error:
@@ -187,7 +187,7 @@ async def _created(call: Call[Service], principal: Principal) -> Response:
 
 
 async def _changed(call: Call[Service], change: Callable[[], T], what: str) -> T:
-    """Make a change, off the event loop, as it ends on the disk. Raises ApiError."""
+    """Make a change, in a thread because it is written to disk. Raises ApiError."""
     try:
         return await call.host.threads.administer(change)
     except UnknownKey:

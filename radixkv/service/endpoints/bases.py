@@ -1,8 +1,8 @@
 """Bases over HTTP: the operator publishes a prefix on this replica, for tenants to read.
 
-The blocks are those of an account that no key can name (``OPERATOR_ACCOUNT``), so no tenant pays for a base, and a
-tenant reaches it as its reader only. The model's thread computes a base in a lane of the operator's own. A client that
-hangs up ends the computation. No tenant is told of a base: its reader notices it by its hits alone.
+The blocks belong to an account that no key can name (``OPERATOR_ACCOUNT``). So no tenant pays for a base, and tenants
+can only read it. The model's thread computes a base in the operator's lane. A client that hangs up ends the
+computation. Tenants aren't informed of a base: a reader sees it only by its hits.
 """
 
 from __future__ import annotations

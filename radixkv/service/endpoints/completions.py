@@ -6,8 +6,8 @@
 A client that hangs up cancels the work: the generation ends at its next step and releases what it holds. A
 stream begins once the first token is there, so that a refusal is still an HTTP status.
 
-A stream that isn't read is suspended after MAX_STEPS_AHEAD steps, and goes on once it is read. If another request needs
-its place first, or its time is over, it is ended.
+A stream that isn't read is suspended after MAX_STEPS_AHEAD steps, and continues once it is read. It is ended if another
+request needs its place first, or if its time is over.
 
 Temperatures below 0.001 are greedy (dividing logits by less overflows fp32). Greedy completions of one prompt
 are equal, so ``n`` of them cost one. Beam search takes no temperature, top_p or top_k and isn't streamed:
@@ -56,13 +56,13 @@ MAX_STEPS_AHEAD = 16
 _TEXT_SLICE = 64
 """Tokens whose text is made before other tenants have a turn, once the generation is over."""
 MAX_ECHOED_CHARS = 2**20
-"""Characters of prompts that an answer repeats."""
+"""Most characters of prompts that an answer repeats."""
 _LOOP_CHARS = 2**14
-"""Answers of so many generated tokens and repeated characters are written on the event loop, in a millisecond or two;
-longer ones in a thread."""
+"""Answers of up to this many generated tokens and repeated characters are written on the event loop, in a
+millisecond or two; longer ones in a thread."""
 _GREEDY_BELOW = 1e-3
 _READING_S = 5.0
-"""What a stream's reader has beyond the time of the answer, to read how it ended."""
+"""Time for a stream's reader to read the end of the stream, beyond the time of the answer."""
 FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ async def completions(call: Call[Service]) -> Response:
 class EventStream(StreamingResponse):
     """Server-sent events of some work, which is cancelled when the response ends, even if it never began.
 
-    A client that reads too slowly to be done in ``timeout_s`` finds its connection closed.
+    The connection is closed if a client reads too slowly to finish in ``timeout_s``.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Progress:
         self._num_ahead = 0
 
     def made(self) -> None:
-        """A step was made."""
+        """Count a step."""
         with self._lock:
             self._num_ahead += 1
         self.tell()
@@ -129,7 +129,7 @@ class Progress:
         return self._num_ahead >= MAX_STEPS_AHEAD
 
     def taken(self) -> None:
-        """The stream takes all text that there is."""
+        """Record that the stream takes all text that there is."""
         with self._lock:
             self._num_ahead = 0
 
@@ -162,7 +162,7 @@ class Run:
         self.began_at = call.started_at
 
     async def whole(self) -> Response:
-        """The reply as one JSON body."""
+        """Return the reply as one JSON body."""
         work = self._submit()
         try:
             generation = await until_disconnect(self.call.request, finished(work))
@@ -183,11 +183,11 @@ class Run:
         return self.copies * num_chars > _LOOP_CHARS
 
     async def _written(self, write: Callable[[], T]) -> T:
-        """``write()``; of a long answer in a thread, so that it stops nobody else's requests."""
+        """Return ``write()``; for a long answer in a thread, so that it doesn't block other requests."""
         return await self.service.threads.run(self.call.tenant, write) if self._is_long else write()
 
     async def streamed(self) -> Response:
-        """The reply as server-sent events, begun once the first step is done."""
+        """Return the reply as server-sent events, begun once the first step is done."""
         self.progress = progress = Progress()
         work = self._submit()
         work.future.add_done_callback(lambda _: progress.tell())
@@ -219,7 +219,7 @@ class Run:
             self._count(generation)
             for event in self._last_events(generation):
                 yield event
-        except Exception as error:  # noqa: BLE001 too late for a status: the stream says it
+        except Exception as error:  # noqa: BLE001 too late for a status: the stream reports it
             yield _event({"error": self.service.failures.answer(error).body})
 
     async def _next(self, progress: Progress) -> None:
@@ -249,10 +249,10 @@ class Run:
         )
 
     def _generate(self, namespace: Namespace, work: Work[Generation]) -> Generation:
-        """In the model's thread."""
+        """Generate, in the model's thread."""
         self.began_at = self.service.clock()
         progress = self.progress
-        if self.body.use_beam_search:  # no step of beams is told: their prefill would seem to last to the end
+        if self.body.use_beam_search:  # beams report no steps: their prefill would seem to last to the end
             work.num_prefill_tokens = 0
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
@@ -284,7 +284,7 @@ class Run:
         return generation
 
     def _complete(self, generation: Generation, work: Work[Generation]) -> None:
-        """Bring the texts up to the last token, which a beam's steps don't tell. Raises Cancelled."""
+        """Complete the texts up to the last token; the steps of beams don't report them. Raises Cancelled."""
         for text, ids in zip(self.texts, generation.token_ids, strict=True):
             while not text.stopped and text.num_tokens < len(ids):
                 text.push(ids[text.num_tokens : text.num_tokens + _TEXT_SLICE])
@@ -344,7 +344,7 @@ class Run:
         return self._usage_so_far().model_copy(update={"prompt_tokens_details": details})
 
     def _usage_so_far(self) -> Usage:
-        """The same while it is generated; what was cached is told at the end."""
+        """Return the usage during the generation; the cached tokens are reported at the end."""
         prompt = sum(prompt.num_tokens for prompt in self.prompts)
         generated = self.copies * sum(text.num_tokens for text in self.texts)
         return Usage(
@@ -395,7 +395,7 @@ def _is_greedy(body: CompletionRequest) -> bool:
 
 
 def _check_options(body: CompletionRequest, model_name: str) -> None:
-    """Combinations that can't be honoured. Raises ApiError 404 (model) or 422."""
+    """Refuse unsupported combinations of options. Raises ApiError 404 (model) or 422."""
     if body.model is not None and body.model != model_name:
         message = "no such model"
         raise ApiError(404, "not_found", message, field="model", value=body.model, allowed=model_name)
@@ -423,7 +423,7 @@ def _check_options(body: CompletionRequest, model_name: str) -> None:
 
 
 def _check_room(body: CompletionRequest, prompts: Sequence[Prompt], engine: HFEngine) -> None:
-    """What could not be served even by an empty server. Raises ApiError 422."""
+    """Refuse a request that even an empty server could not serve. Raises ApiError 422."""
     if len(prompts) * body.n > MAX_ROWS:
         reason = f"with {len(prompts)} prompts these are {len(prompts) * body.n} completions"
         raise refused("n", body.n, reason, f"at most {MAX_ROWS} completions, prompts × n")

@@ -1,7 +1,7 @@
-"""Pins over HTTP: a tenant keeps prefixes of its own resident, sees which, and lets them go.
+"""Pins over HTTP: a tenant keeps prefixes resident, lists its pins, and ends them.
 
-A pin on this replica alone takes what ``/v1/warm`` would have computed, and takes microseconds: it runs on the event
-loop, like a lookup. One on several replicas is ``fleet.pins``'s: each of them computes what it lacks.
+A pin on this replica alone uses a prefix that ``/v1/warm`` computed. It takes microseconds, so it runs on the event
+loop, like a lookup. ``fleet.pins`` handles a pin on several replicas: each of them computes what it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from radixkv.service.core import Service
 
 MAX_LISTED: Final = 1_024
-"""Pins of one answer."""
+"""Most pins in one answer."""
 _LOCAL_ID = re.compile(r"0|[1-9][0-9]{0,15}")
 _LIMIT = re.compile(r"[1-9][0-9]{0,3}")
 
@@ -55,7 +55,7 @@ async def pin(call: Call[Service]) -> Response:
 
 
 async def pin_for_replica(call: Call[Service]) -> Response:
-    """Take part in a pin for a tenant that another replica's signed request names; asks nobody further."""
+    """Take part in a pin for a tenant that another replica's signed request names; asks no further replicas."""
     body, namespace, prompt_key = await ordered(call, PinOrder)
     await call.host.fleet_pins.receive(namespace, prompt_key, body.pin)
     return Response(status_code=202)
@@ -83,7 +83,7 @@ async def list_pins(call: Call[Service]) -> Response:
 
 
 def _limit(text: str | None) -> int:
-    """How many pins an answer may list. Raises ApiError."""
+    """Return the most pins that an answer may list. Raises ApiError."""
     if text is None:
         return MAX_LISTED
     if not _LIMIT.fullmatch(text) or int(text) > MAX_LISTED:

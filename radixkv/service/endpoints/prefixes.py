@@ -97,7 +97,7 @@ async def warm_for_replica(call: Call[Service]) -> Response:
 
 
 async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, Namespace, bytes]:
-    """What another replica's signed request orders for a tenant: the body, and its prompt's namespace and key.
+    """Read another replica's signed order for a tenant: the body, and its prompt's namespace and key.
 
     Raises ApiError.
     """
@@ -110,7 +110,7 @@ async def ordered(call: Call[Service], schema: type[Ordered]) -> tuple[Ordered, 
 
 
 async def purge_for_replica(call: Call[Service]) -> Response:
-    """Forget a tenant as another replica's signed request says, then apply what the store says."""
+    """Forget a tenant as another replica's signed request asks, then apply what the store says."""
     told = (await call.read(ToldPurge)).body
     try:
         await call.host.purges.receive(call.signed_tenant, Raised(**told.model_dump()))
@@ -122,7 +122,7 @@ async def purge_for_replica(call: Call[Service]) -> Response:
 
 
 async def prove(call: Call[Service]) -> Response:
-    """Show another replica that this is the registration which it means, before it sends anything of a tenant."""
+    """Prove to another replica that this is the expected registration, before it sends anything of a tenant."""
     body = (await call.read(Challenge)).body
     return reply(ProofReply(proof=call.host.fleet.prove(body.challenge)))
 

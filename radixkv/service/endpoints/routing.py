@@ -1,7 +1,7 @@
-"""Where a prompt should go, and what is known of the replicas: the endpoints of replicas and of routers alike.
+"""Routing and known replicas: the endpoints of replicas and of routers alike.
 
-A tenant's matches come from that tenant's namespaces alone. Loads are those of whole replicas, so only the operator is
-shown them; a tenant gets the order that they lead to, and a strict tenant one in which they don't count.
+A tenant's matches come from that tenant's namespaces alone. Loads are those of whole replicas, so only the operator
+sees them. A tenant sees the order that results from them; a strict tenant sees an order that ignores loads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from radixkv.coordination.routing.replica_sources import Member
 
 _LOOP_TOKENS = 2**16
-"""Prompts of so many tokens are ranked on the event loop, in a millisecond or two; longer ones in a thread."""
+"""Prompts of up to this many tokens are ranked on the event loop, in a millisecond or two; longer ones in a thread."""
 
 
 async def route(call: Call[Host]) -> Response:
